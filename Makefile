@@ -25,7 +25,6 @@ real: $(VENV)/.real
 # goes on where it was; with outputs/stability removed it begins anew.
 stability: $(VENV)/.sweep
 	$(BIN)/npt sweep stability --study outputs/stability --workers 2
-	$(BIN)/npt report outputs/stability
 
 # The fast tests; test-slow has those that they leave out, test-all is both, and skips nothing: a browser has to be there.
 test: $(VENV)/.test

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from npt.config import DataConfig
-from npt.errors import NPTError, TooLittleTextError
+from npt.errors import DataError, NPTError
 from npt.files import write_text
 from real_text import Document, in_turn, read_documents, shuffled, unique
 
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         made = in_turn(items_of(document, args.seed) for document in in_order)
         items = list(itertools.islice(made, args.items))
         if len(items) < args.items:
-            raise TooLittleTextError(
+            raise DataError(
                 f"--text {args.text} gives {len(items)} items, and --items is {args.items}; give it"
                 " more text, or ask for fewer"
             )

@@ -43,8 +43,7 @@ from npt.base.load import load_teacher, read_config
 from npt.console import make_console, silent_console
 from npt.data.batch import Sample
 from npt.errors import ConfigError, NPTError
-from npt.evaluation.attribution import reference_outputs
-from npt.evaluation.evaluate import Fidelity
+from npt.evaluation.evaluate import Fidelity, reference_outputs
 from npt.files import finite_or_null, to_json, write_json
 from real_text import Text, read_text
 from tables import real as markdown

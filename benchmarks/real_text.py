@@ -20,7 +20,7 @@ from npt.config import DataConfig
 from npt.data.batch import Sample
 from npt.data.samples import cut, within
 from npt.data.source import PIECE, Record, open_source, own_heldout
-from npt.errors import DataError, TooLittleTextError
+from npt.errors import DataError
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ def read_text(
 
     Raises:
         DataError: nothing can be read.
-        TooLittleTextError: no text is left to be fitted, or too little to be measured on.
+        DataError: no text is left to be fitted, or too little to be measured on.
     """
     config = DataConfig(dataset_name=name, max_length=length)
     seen: set[str] = set()
@@ -122,7 +122,7 @@ def read_text(
     )
     choosing = take(documents, choosing_tokens, 8)
     if min(len(heldout), len(choosing)) < 2 or not documents:
-        raise TooLittleTextError(
+        raise DataError(
             f"--text {name} has {count} documents, which leaves {len(heldout)} to measure on,"
             f" {len(choosing)} to choose by and {len(documents)} to fit; give it more text (two"
             " documents each at least)"

@@ -42,12 +42,12 @@ from torch.optim import AdamW
 
 import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
-from npt.base.random_base import random_base
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.hidden_losses import nmse_per_token
 from npt.distill.strategies import STRATEGIES
 from npt.doctor.shape import SHAPES, llama_config
 from npt.extras import install_command
+from random_base import random_base
 
 OURS = ("local", "end_to_end", "end_to_end_kl")
 TWO_MODELS = ("two_model", "two_model_hidden", "two_model_checkpointed")

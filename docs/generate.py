@@ -150,8 +150,7 @@ def flags_page() -> str:
     lines += ["## Settings", ""]
     lines += [
         "These flags set up a base, an adapter, data and a run, on the command line, in the YAML"
-        " file of `--config` and as fields in Python. Those in bold are shown by `--help`, all of"
-        " them by `--help_all`.",
+        " file of `--config` and as fields in Python.",
         "",
     ]
     for group, title in GROUPS.items():
@@ -183,8 +182,7 @@ def settings_rows(group: str) -> Iterable[list[str]]:
                 continue
             flag = f"`--{flag_of(f)}`"
             value = value_words(f.metadata, kinds_of(cls)[f.name][0])
-            shown = f"**{flag}**" if f.metadata["often"] else flag
-            yield [shown, shown_default(f.default), value, f.metadata["help"]]
+            yield [flag, shown_default(f.default), value, f.metadata["help"]]
 
 
 def value_words(metadata: Mapping[str, Any], kind: type) -> str:
@@ -238,7 +236,7 @@ def verb_lines(name: str, parser: argparse.ArgumentParser) -> list[str]:
             taken.append(group_words(str(group.title), [action.dest for action in shown]))
             continue
         for action in shown:
-            if action.dest not in ("help", "help_all", "debug"):
+            if action.dest not in ("help", "debug"):
                 rows.append([f"`{written(action)}`", help_of(action, parser)])
     if rows:
         lines += table(["flag", "meaning"], rows)

@@ -14,18 +14,10 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]
 """All but tab and newline; with what turns the direction of text around."""
 
 
-def article(word: str) -> str:
-    """Return `a` or `an`: an int, a str, an NPTLayer (spelt), a uint8, an 8-bit one."""
-    word = word.lstrip("'\"")
-    if re.match(r"uni|uint|use|utf", word.lower()):
-        return "a"
-    return "an" if re.match(r"[aeiouAEIOU8]|1[18]\b|[FHLMNRSX]([A-Z0-9]|$)", word) else "a"
-
-
 def kind_of(value: object) -> str:
     """Return the type of a value with its article, for messages."""
     name = type(value).__name__
-    return f"{article(name)} {name}"
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def printable(text: str, one_line: bool = False) -> str:
@@ -66,10 +58,6 @@ class ModelError(NPTError, ValueError):
 
 class DataError(NPTError, ValueError):
     """Data that cannot be read, or from which nothing can be trained."""
-
-
-class TooLittleTextError(DataError):
-    """Less text than a start can be fitted to."""
 
 
 class PrecisionError(NPTError, RuntimeError):

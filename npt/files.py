@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import json
@@ -11,7 +10,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +24,6 @@ _LEFT_OVER = re.compile(
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
 """What a file system without locks answers."""
-
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2(2)
 
 
 def finite_or_null(value: Any) -> Any:
@@ -55,30 +51,16 @@ def write_bytes(path: Path, content: bytes) -> None:
     path = Path(path)
     if path.exists() and not path.is_file():  # a rename would destroy /dev/null as gladly as a file
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent)
+    temporary = _hidden(path, PARTIAL)
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with temporary.open("xb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-
-
-def check_room(path: Path, size: int) -> None:
-    """Raise the OSError that making a file or folder of so many bytes at `path` would meet."""
-    path = Path(path).absolute()
-    above = next(parent for parent in path.parents if parent.exists())
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=PARTIAL, dir=above):
-            pass
-    except OSError as error:  # names the temporary folder
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    if shutil.disk_usage(above).free < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -94,35 +76,33 @@ def write_json(path: Path, value: Any) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill, which becomes `path` if the block ends without an error.
 
-    An existing `path` is replaced as a whole, in one operation if the file system can exchange two
-    names. Modes follow the umask. A process that is killed here may leave the temporary folder, or
-    the old one under another name: `clean` removes the one and restores the other.
+    An existing `path` is renamed, then removed. Modes follow the umask. A process that is killed
+    here may leave the temporary folder, or the old one under another name: `clean` removes the one
+    and restores the other.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise OSError(errno.ENOTDIR, "not a folder", str(path))
-    made = _make_parents(path.parent)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent))
+    # each is synced below whatever is made in it
+    made = [folder.parent for folder in path.parents if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary, old = _hidden(path, PARTIAL), _hidden(path, OLD)
+    temporary.mkdir()
     try:
         yield temporary
-        umask = _umask()
+        mode = temporary.stat().st_mode & 0o777
         for item in [temporary, *temporary.rglob("*")]:
-            item.chmod((0o777 if item.is_dir() else 0o666) & ~umask)
+            item.chmod(mode if item.is_dir() else mode & 0o666)  # safetensors' are 0600
             _sync(item)
-        if path.exists() and _exchange(temporary, path):
-            shutil.rmtree(temporary, ignore_errors=True)
-        elif path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=OLD, dir=path.parent))
-            os.replace(path, old / path.name)
-            try:
-                os.replace(temporary, path)
-            except BaseException:
-                os.replace(old / path.name, path)
-                old.rmdir()
-                raise
-            shutil.rmtree(old, ignore_errors=True)
-        else:
+        if path.exists():
+            os.replace(path, old)
+        try:
             os.replace(temporary, path)
+        except BaseException:
+            if old.exists():
+                os.replace(old, path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
         for folder in (path.parent, *made):
             _sync(folder)
     except BaseException:
@@ -136,7 +116,7 @@ def remove_folder(path: Path) -> None:
     Raises:
         OSError: it could not be renamed, and still exists.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    temporary = _hidden(path, PARTIAL)
     os.replace(path, temporary)
     shutil.rmtree(temporary, ignore_errors=True)
 
@@ -158,49 +138,25 @@ def lock_folder(path: Path) -> int | None:
     return handle
 
 
-def clean(folder: Path) -> list[str]:
-    """Remove what killed processes left directly below a folder that nobody else is writing to.
-
-    A folder whose successor never took its name gets the name back.
-
-    Returns:
-        The names that were restored.
+def clean(folder: Path) -> None:
+    """Remove what killed processes left directly below a folder that nobody else is writing to. A
+    folder whose successor never took its name gets the name back.
     """
-    back: list[str] = []
     for item in sorted(Path(folder).iterdir()):
         match = _LEFT_OVER.fullmatch(item.name)
         if match is None:
             continue
-        if (
-            match["kind"] == OLD
-            and (item / match["name"]).exists()
-            and not (item.parent / match["name"]).exists()
-        ):
-            os.replace(item / match["name"], item.parent / match["name"])
-            back.append(match["name"])
-        if item.is_dir() and not item.is_symlink():
+        if match["kind"] == OLD and not (item.parent / match["name"]).exists():
+            os.replace(item, item.parent / match["name"])
+        elif item.is_dir() and not item.is_symlink():
             shutil.rmtree(item, ignore_errors=True)
         else:
             item.unlink(missing_ok=True)
-    return back
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders in one operation; False if the system cannot."""
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return False
-    return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
-
-
-def _make_parents(folder: Path) -> list[Path]:
-    """Make a folder and those above it; return those in which one was made, which must be
-    synced.
-    """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return [path.parent for path in missing]
+def _hidden(path: Path, suffix: str) -> Path:
+    """Return a temporary name beside a path, of the form of `_LEFT_OVER`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
 
 
 def _sync(path: Path) -> None:
@@ -209,9 +165,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import yaml
 
 from npt.config import GROUPS, flag_of, kinds_of
-from npt.console import put
-from npt.errors import ConfigError, kind_of, printable
+from npt.errors import ConfigError, first_line, kind_of, printable
 from npt.presets import presets, settings_file
 
 ALIASES = {
@@ -52,17 +51,13 @@ RETIRED = {
         ("assisted draft_tokens", "give generate npt.student_view(model) as assistant_model"),
         ("compile", "leave it out: compiling what a converted layer computes gained nothing"),
         ("report_to", "write --use_wandb, --use_tensorboard or neither"),
-        ("project", "WANDB_PROJECT names it"),
-        ("wandb_entity wandb_group wandb_tags", "see WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS"),
-        ("save_strategy", "--save_steps says how often"),
-        ("eval_strategy evaluation_strategy", "--eval_steps says how often"),
+        ("project wandb_entity wandb_group wandb_tags", "WANDB_PROJECT and the like say it"),
+        ("save_strategy eval_strategy evaluation_strategy", "see --save_steps and --eval_steps"),
         ("dataset_mix", "--replay_dataset mixes in a second data set; join more into one file"),
         ("stages", "a run has one --strategy; a second run continues with another by --adapter"),
         ("layer_weights token_weighting", "every layer and every token counts alike"),
-        ("smooth_l1_beta cosine_weight", "register_loss of npt.distill adds losses of your own"),
-        ("jsd_weight", "--logit_loss has kl, reverse_kl and cross_entropy"),
-        ("init_a init_std_a", "a random A is normal, with standard deviation 0.02"),
-        ("init_std_b init_std_m", "a random B has standard deviation 0.001, and M starts at 0"),
+        ("smooth_l1_beta cosine_weight jsd_weight", "register_loss adds losses of your own"),
+        ("init_a init_std_a init_std_b init_std_m", "a random A has deviation 0.02, B 0.001, M 0"),
         ("rank_budget", "--adapter_rank is the mean of the ranks that a calibrated start gives"),
         ("padding_side", "rows are padded on the right; the side changes nothing"),
         ("max_refused_share", "a run stops when a fifth of its micro-batches was refused"),
@@ -74,16 +69,16 @@ RETIRED = {
         ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
         ("base_precision", "nothing is rounded; a loaded folder's model.dequantize() unpacks it"),
         ("fidelity message", "the card of a pushed adapter is the one that it was saved with"),
+        ("attribution", "npt.evaluate(..., unquantized=base) says what quantisation costs"),
         ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
         ("undo", "npt.unconsolidate(model) takes updates back; then npt.save_adapter"),
+        ("device_map", "--shard_base shares a base that is larger than one GPU among processes"),
+        ("help_all", "--help shows every flag"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )
     for name in names.split()
 }
 """Flags that do not exist, and what to use instead."""
-
-_RARE = "npt_rare"
-"""The mark of a flag that few runs need."""
 
 
 def canonical(name: str, known: Collection[str]) -> str:
@@ -108,8 +103,8 @@ def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, and status 2; that knows other names of its
-    flags, and whose `--help` leaves out those that few runs need, which `--help_all` shows.
+    """An argument parser whose errors are one line, and status 2, and that knows other names of its
+    flags.
     """
 
     def __init__(self, *arguments: Any, takes_others: bool = False, **named: Any):
@@ -142,44 +137,22 @@ class OneLineParser(argparse.ArgumentParser):
         name, equals, value = argument[2:].partition("=")
         return f"--{canonical(name, self._flags())}{equals}{value}"
 
-    def format_help(self, *, rare_too: bool = False) -> str:
-        marked = [action for action in self._actions if getattr(action, _RARE, False)]
-        rare = [action for action in marked if action.help != argparse.SUPPRESS]
-        if not rare or rare_too:
-            return super().format_help()
-        helps, epilog = [action.help for action in rare], self.epilog
-        try:
-            for action in rare:
-                action.help = argparse.SUPPRESS
-            self.epilog = f"{len(rare)} more flags: {self.prog} --help_all. {epilog or ''}".strip()
-            return super().format_help().rstrip() + "\n"
-        finally:
-            self.epilog = epilog
-            for action, text in zip(rare, helps, strict=True):
-                action.help = text
-
     def error(self, message: str) -> NoReturn:
         line = printable(message, one_line=True)
         self.exit(2, f"{self.prog}: error: {line} (see {self.prog} --help)\n")
 
 
-class _HelpAll(argparse.Action):
-    def __call__(self, parser: Any, *_: Any) -> None:
-        put(parser.format_help(rare_too=True), end="")
-        parser.exit()
-
-
 def add_settings(
-    parser: argparse.ArgumentParser, *classes: type, leave_out: Iterable[str] = ()
+    parser: argparse.ArgumentParser,
+    *classes: type,
+    leave_out: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a flag for every field of the dataclasses; one that is not given stays out of the parsed
     namespace. A boolean one takes an optional value (`--smoke_test false`) and has a negation
-    (`--no_smoke_test`).
+    (`--no_smoke_test`). Help texts show the `defaults` by name in place of the fields' own.
     """
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
-    parser.add_argument(
-        "--help_all", nargs=0, action=_HelpAll, help="show every flag and exit", **unset
-    )
     groups: dict[str, Any] = {}
     for cls in classes:
         for f in fields(cls):
@@ -200,9 +173,9 @@ def add_settings(
                 how["metavar"] = "LIST"
             elif choices:
                 how |= {"choices": choices, "metavar": None}
-            text = f"{f.metadata['help']} (default: {shown_default(f.default)})"
-            action = groups[title].add_argument(f"--{name}", help=text, **how, **unset)
-            setattr(action, _RARE, not f.metadata["often"])
+            default = (defaults or {}).get(name, f.default)
+            text = f"{f.metadata['help']} (default: {shown_default(default)})"
+            groups[title].add_argument(f"--{name}", help=text, **how, **unset)
 
 
 def read_yaml(
@@ -230,17 +203,13 @@ def yaml_content(path: str, where: str) -> Any:
     """Return the content of a YAML file; ConfigError, by the name `where`, if it cannot be read."""
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+    # PyYAML raises others for an impossible date or number, thousands of digits or nested lists
+    except (yaml.YAMLError, OSError, ValueError, OverflowError, RecursionError) as error:
+        mark, problem = (getattr(error, key, None) for key in ("problem_mark", "problem"))
+        line = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise ConfigError(
-            f"{where} is not valid YAML: {place}{getattr(error, 'problem', error)}"
+            f"{where} cannot be read as YAML: {line}{problem or first_line(error)}"
         ) from error
-    # out of PyYAML: an impossible date or number, thousands of digits, of nested lists
-    except (OSError, ValueError, OverflowError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        reason = "nested too deeply" if isinstance(error, RecursionError) else reason
-        raise ConfigError(f"{where} cannot be read: {reason}") from error
 
 
 class _StrictLoader(yaml.SafeLoader):

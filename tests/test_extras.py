@@ -125,17 +125,10 @@ def test_other_local_files_need_no_package(name, streaming, monkeypatch, tmp_pat
     assert record["text"] == "one"
 
 
-def a_page_about_a_study(folder: Path) -> None:
-    from npt.cli.report import report
-
-    (folder / "study.json").write_text("{}")
-    report({"folder": str(folder), "output": None, "json": False})
-
-
 def a_study(folder: Path) -> None:
-    from npt.tools.sweep.storage import Storage
+    from npt.cli.sweep import sweep
 
-    Storage(f"sqlite:///{folder}/study.db", "study")
+    sweep({})
 
 
 def tasks_of_lm_eval(folder: Path) -> None:
@@ -153,7 +146,6 @@ def registering(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("feature", "package", "named"),
     [
-        (a_page_about_a_study, "optuna", "the page about a study needs optuna"),
         (a_study, "optuna", "a study needs optuna"),
         (tasks_of_lm_eval, "lm_eval", "--lm_eval needs lm_eval"),
         (registering, "peft", "needs peft"),

@@ -123,23 +123,10 @@ def helped(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_has_what_most_runs_need_and_says_where_the_rest_is(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    short, every = helped(capsys, "pretrain", "--help"), helped(capsys, "pretrain", "--help-all")
-    often = [flag_of(f) for cls in CLASSES for f in fields(cls) if f.metadata["often"]]
-    assert 20 <= len(often) <= 30
-    assert [name for name in FLAGS if f"--{name} " in short] == often
-    assert f"{len(FLAGS) - len(often)} more flags: npt pretrain --help_all" in short
-    assert all(f"--{name} " in every for name in FLAGS)
-    assert all(title in every for title in GROUPS.values())
-
-
-@pytest.mark.parametrize("verb", ["evaluate", "generate", "collect", "doctor", "trace"])
-def test_the_help_of_other_verbs_does_so_too(verb, capsys: pytest.CaptureFixture[str]) -> None:
-    short, every = helped(capsys, verb, "--help"), helped(capsys, verb, "--help_all")
-    assert "--attn_implementation" not in short and "--attn_implementation" in every
-    assert "--model_name" in short
+def test_help_has_every_flag_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = helped(capsys, "pretrain", "--help")
+    assert all(f"--{name} " in shown for name in FLAGS)
+    assert all(title in shown for title in GROUPS.values())
 
 
 def write(folder: Path, text: str) -> str:
@@ -176,13 +163,13 @@ def test_yaml_gives_what_flags_would(tmp_path: Path) -> None:
         ("dataset_name: {a: 1}\n", "expected str"),
         ("layers: [[1], 2]\n", "expected str"),
         ("- 1\n- 2\n", "holds a list"),
-        ("a: [1\nb: 2\n", "not valid YAML: line 2"),
+        ("a: [1\nb: 2\n", "cannot be read as YAML: line 2"),
         ("max_steps: 1\nmax_steps: 2\n", "line 2, column 1: max_steps is given twice"),
         ("batch_size: 1\nper_device_train_batch_size: 2\n", "batch_size is given twice, once as"),
-        ("max_steps: 2001-99-99\n", "cannot be read: month must be"),
-        ("max_steps: !!int abc\n", "cannot be read: invalid literal"),
-        (f"max_steps: {'9' * 6000}\n", "cannot be read: Exceeds the limit"),
-        (f"layers: {'[' * 2000}{']' * 2000}\n", "cannot be read: nested too deeply"),
+        ("max_steps: 2001-99-99\n", "cannot be read as YAML: month must be"),
+        ("max_steps: !!int abc\n", "cannot be read as YAML: invalid literal"),
+        (f"max_steps: {'9' * 6000}\n", "cannot be read as YAML: Exceeds the limit"),
+        (f"layers: {'[' * 2000}{']' * 2000}\n", "cannot be read as YAML: maximum recursion depth"),
     ],
 )
 def test_a_wrong_yaml_file_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:

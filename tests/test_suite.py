@@ -53,7 +53,14 @@ def gpu_files() -> list[Path]:
     "path", [pytest.param(path, id=str(path.relative_to(TESTS))) for path in gpu_files()]
 )
 def test_tests_on_a_gpu_import_what_a_gpu_machine_has(path: Path) -> None:
-    own = {"npt", "benchmarks", "faults", "host_waits", *(helper.stem for helper in gpu_files())}
+    own = {
+        "npt",
+        "benchmarks",
+        "faults",
+        "host_waits",
+        "live_memory",
+        *(helper.stem for helper in gpu_files()),
+    }
     unknown = imported(path) - GPU_MACHINE - own - sys.stdlib_module_names
     assert not unknown, f"{path.relative_to(ROOT)} imports {', '.join(sorted(unknown))}"
 

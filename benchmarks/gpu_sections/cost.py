@@ -19,14 +19,13 @@ import npt
 from faults.runs import NoTokenizer
 from gpu_sections.models import base_of, full_batch
 from gpu_sections.runner import Bench, Findings, Section
+from live_memory import measure_window
 from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
-from npt.calibration.placement import free_bytes, plan
 from npt.console import silent_console
 from npt.data.batch import Batch, Sample
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
-from npt.doctor.measure import measure_window
 from npt.doctor.plan import Workload, shown
 from npt.doctor.shape import SHAPES, llama_config
 from npt.errors import is_out_of_memory
@@ -58,7 +57,7 @@ def _against_plan(bench: Bench, findings: Findings) -> None:
         ).plan()
         model = base_of(bench, "llama-3.2-1b", length)
         npt.attach(model, adapter)
-        measured, _ = measure_window(model, training, 2, length)
+        measured = measure_window(model, training, 2, length)
         predicted = plan.of("micro-batch", "step")
         error = predicted / measured - 1
         sizes = shown(predicted), shown(measured)
@@ -262,15 +261,13 @@ def _judge_speed(findings: Findings, name: str, figures: dict[str, Any]) -> None
 
 
 def measure_calibration(bench: Bench, findings: Findings) -> None:
-    """The start of a base of one layer, of D = 4,096 unless all is small, against its forecast."""
+    """The start of a base of one layer, of D = 4,096 unless all is small."""
     length, tokens = 256, bench.pick(2048, 16384)
     model = base_of(bench, "llama-3.1-8b", length, layers=1, vocab=512)
     rank = model.config.hidden_size // 4
     npt.attach(model, npt.NPTConfig(rank=rank, layers="0", init="calibrated"))
     ids = torch.randint(512, (tokens // length, length), generator=torch.Generator().manual_seed(0))
     samples = [Sample(str(i), tuple(row)) for i, row in enumerate(ids.tolist())]
-    work = plan(model.config, (0,), batch=(8, length))
-    placement = work.place(bench.device, free_bytes(bench.device) if bench.cuda else 0)
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats(bench.device)
         before = torch.cuda.memory_allocated(bench.device)
@@ -282,17 +279,13 @@ def measure_calibration(bench: Bench, findings: Findings) -> None:
         "rank": layer.rank,
         "tokens": calibration.tokens,
         "nmse": layer.nmse,
-        "placement": str(placement),
         "seconds": calibration.seconds,
     }
     if bench.cuda:
-        findings.figures |= {
-            "peak_bytes": torch.cuda.max_memory_allocated(bench.device) - before,
-            "forecast_peak_bytes": work.peak(bench.device, placement),
-        }
+        peak = torch.cuda.max_memory_allocated(bench.device) - before
+        findings.figures |= {"peak_bytes": peak}
     findings.notes.append(
-        f"rank {layer.rank}, {calibration.tokens:,} tokens: {calibration.seconds:.1f} s,"
-        f" {placement}"
+        f"rank {layer.rank}, {calibration.tokens:,} tokens: {calibration.seconds:.1f} s"
     )
 
 

@@ -8,10 +8,10 @@ import torch
 
 import npt
 from gpu_sections.runner import Bench
-from npt.base.random_base import random_base
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.doctor.shape import SHAPES, Shape, llama_config
+from random_base import random_base
 
 PAD_ID = 2
 

@@ -25,11 +25,11 @@ from npt.adapters.layer import attention_output
 from npt.adapters.stream import open_stream
 from npt.base.device import wait_for
 from npt.base.linear import dense_weight, multiply, multiply_backward
-from npt.base.random_base import STD
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import STRATEGIES
 from npt.doctor.measure import peak_bytes
 from npt.doctor.plan import shown
+from random_base import STD
 
 SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
 

@@ -1,5 +1,10 @@
 """Clean training runs in transformers' and TRL's Trainers, plain and guarded, compared."""
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # of random_base
+
 from clean_runs.by_arguments import by_arguments
 from clean_runs.by_optimizer import by_optimizer
 from clean_runs.by_trainer import by_trainer

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from clean_runs.parts import ARGUMENTS, Row, called, llama, sentence, sizes, token_rows, tokenizer
 from clean_runs.watched import Example
-from npt.base.random_base import random_base
+from random_base import random_base
 
 ROWS = 7
 SETTINGS: dict[str, Any] = {

@@ -21,8 +21,8 @@ Build = Callable[[Path], Any]
 
 OF_THE_CLOCK = ("_runtime", "_per_second")
 """Endings of figures in a log that no two runs share."""
-ADDED_FIGURE, ADDED_FILE = "refused", "guard.json"
-"""What docs/guides/guard.md says that a guard adds: to each log entry, and to each checkpoint."""
+ADDED_FIGURE = "refused"
+"""What docs/guides/guard.md says that a guard adds to each log entry."""
 WITH_GRADIENTS = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 """Events at which the norm of each parameter's `.grad` is noted."""
 
@@ -98,11 +98,7 @@ def run(example: Example, guarded: bool, folder: Path) -> dict[str, Any]:
         "log": [unclocked(entry) for entry in trainer.state.log_history],
         "state": {**asdict(trainer.state), "log_history": None},
         "events": watching.events,
-        "files": sorted(
-            str(path.relative_to(folder))
-            for path in folder.rglob("*")
-            if path.name != ADDED_FILE or not guarded
-        ),
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
     }
 
 

@@ -18,13 +18,13 @@ from faults.verdict import Verdict, verdict_of
 from npt.adapters.converted import adapter_mode, adapters_disabled, decoder_layers
 from npt.adapters.layer import NPTLayer
 from npt.adapters.stream import open_stream
-from npt.base.random_base import random_base
 from npt.config import STRATEGIES, DataConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.data.samples import cut
 from npt.distill.hidden_losses import hidden_loss
 from npt.distill.strategies import drive
 from npt.evaluation.greedy import continue_greedily
+from random_base import random_base
 
 
 def other_attention(setting: Setting) -> Verdict:

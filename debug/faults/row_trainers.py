@@ -23,10 +23,10 @@ from transformers.utils import logging
 from faults.row_cases import RowCase
 from faults.row_faults import LENGTH, VOCABULARY, Row, plant, row
 from npt.base.load import EMBEDDED_FOLDER
-from npt.base.random_base import random_base
 from npt.errors import DataError
 from npt.guard import Guard, Refusal, TrainerMixin
 from npt.guard.ids import refuse_bad_ids
+from random_base import random_base
 
 RATE, MAX_NORM, WARMUP = 0.01, 0.1, 4
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
 from npt.console import silent_console
 from npt.data.batch import Batch
+from npt.data.loader import Window
 from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
@@ -37,7 +39,7 @@ from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
 from npt.tracer.watchdogs import tensor_fault
 from npt.train.loop import Loop
-from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run import Run
 from npt.train.run_setup import RunSetup
 from npt.train.trainer import Trainer
 
@@ -145,18 +147,15 @@ def looped(
             {},
         )
         trackers = Trackers(config, folder.path)
-        context = RunContext(RunSetup(*of_run), folder, trackers, len(windows))
-        actions = RunActions(_never, lambda: True, lambda fidelity: None)
-        loop = Loop(context, guard, strategy, actions)
-        loop.run(Window(0, batches) for batches in windows)
+        data: Any = SimpleNamespace(total_steps=len(windows))
+        nothing: Any = None  # to evaluate, or to save
+        run = Run(RunSetup(*of_run), data, folder, trackers, {}, nothing, nothing, nothing)
+        loop = Loop(run, guard, strategy)
+        loop.train(Window(batches) for batches in windows)
         folder.close()
         lines = _lines(folder.path / "metrics.jsonl")
     student.optimizer = loop.guard.update.optimizer
     return loop, lines
-
-
-def _never(step: int) -> Any:
-    raise AssertionError("nothing is to be evaluated")
 
 
 @contextmanager

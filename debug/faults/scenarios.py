@@ -34,14 +34,7 @@ from faults.transient_faults import (
 from faults.verdict import Verdict
 from npt.adapters.stream import open_stream
 from npt.tracer.mask_check import mask_fault
-from npt.tracer.watchdogs import (
-    BadNumber,
-    base_fault,
-    logits_fault,
-    moments_fault,
-    named_moments,
-    tensor_fault,
-)
+from npt.tracer.watchdogs import BadNumber, base_fault, moments_fault, tensor_fault
 
 NAN_GRADIENT = gradient_spoilt((5, 2), float("nan"))
 
@@ -55,7 +48,12 @@ def too_large(made: Run) -> BadNumber | None:
 
 
 def moments(made: Run) -> BadNumber | None:
-    return moments_fault(named_moments(made.parameters, made.optimizer))
+    named = {
+        f"{key} of {name}": value
+        for name, parameter in made.parameters.items()
+        for key, value in made.optimizer.state[parameter].items()
+    }
+    return moments_fault(named)
 
 
 def base(made: Run) -> BadNumber | None:
@@ -68,7 +66,7 @@ def teacher_logits(setting: Setting) -> Verdict:
     """
     seen: list[Tensor] = []
     _, outcome = run(setting, faults={(1, 1): head_fault((0, 1), True, 5, 77, seen)})
-    finding = logits_fault(seen[0][None])
+    finding = tensor_fault({"logits": seen[0][None]})
     named = finding is not None and finding.index == (0, 5, 77)
     complaints = [] if named else [f"the guard says {finding}"]
     twin = clean_run(setting, [(1, 1)])

@@ -6,11 +6,10 @@ Converting changes decoder layers in place; `npt.adapters.layer` says into what.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import (
@@ -24,8 +23,9 @@ from npt.adapters.converted import (
     viewed,
 )
 from npt.adapters.fit import check_fit, config_by_layer, format_layers
-from npt.adapters.layer import NPT_FORMS, NPTAdapter, device_of
+from npt.adapters.layer import NPT_FORMS, NPTAdapter
 from npt.base.families import MODEL_PARTS, check_layer, missing_parts
+from npt.base.hooks import is_replaced
 from npt.config import NPTConfig
 from npt.errors import ModelError, kind_of
 
@@ -83,23 +83,34 @@ def attach(
             f"{type(model).__name__} has no {', '.join(missing)}; load it for causal language"
             " modelling"
         )
+    devices = list(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
+    if len(devices) > 1:
+        raise ModelError(
+            f"the base lies on {' and '.join(devices)}; load it on one device (npt.load_base takes"
+            " device=...), and share one that does not fit with npt.shard_base"
+        )
     chosen = check_fit(config, model.config)
     for index in chosen:
         check_layer(index, layers[index])
-    _check_forwards(layers)
+    for index, decoder_layer in enumerate(layers):
+        if is_replaced(decoder_layer):
+            raise ModelError(
+                f"the forward of layer {index} was replaced, so no adapter could take part in it;"
+                " load the model with npt.load_base"
+            )
     sizes = model.config.hidden_size, model.config.intermediate_size
     adapters = {}
     with torch.inference_mode(False):  # they are trained, whatever mode the caller is in
         for index, form in config_by_layer(config, chosen).items():
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-            adapters[index] = NPTAdapter(form, *sizes, generator).to(device_of(layers[index]))
+            adapters[index] = NPTAdapter(form, *sizes, generator).to(devices[0])
     trainable_before = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for index, adapter in adapters.items():
         layer: Any = layers[index]
         layer.npt = adapter
-        _become(layer, NPT_FORMS[type(layer)])
+        layer.__class__ = NPT_FORMS[type(layer)]
     setattr(model, STATE, Attached(config, trainable_before))
     vars(model)["save_pretrained"] = _refuse_to_save
     return AttachReport.of(model)
@@ -126,7 +137,7 @@ def detach(model: PreTrainedModel) -> None:
             )
     for _, layer in converted:
         del layer.npt
-        _become(layer, back[type(layer)])
+        layer.__class__ = back[type(layer)]  # type: ignore[assignment]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in record.trainable_before)
     delattr(model, STATE)
@@ -188,29 +199,3 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
         " npt.save_adapter(model, FOLDER) saves the student, and after npt.detach(model) the base"
         " can be saved"
     )
-
-
-_FORWARDS = ("_old_forward", "forward")
-"""Attributes in which a module may keep a forward of its own: under accelerate's hook, or instead
-of its class's."""
-
-
-def _become(layer: Any, cls: type) -> None:
-    """Give a layer another class, also if an accelerate hook keeps its old class's forward."""
-    of_old_class = type(layer).forward
-    layer.__class__ = cls
-    for name in _FORWARDS:
-        if getattr(vars(layer).get(name), "__func__", None) is of_old_class:
-            setattr(layer, name, MethodType(cls.forward, layer))  # type: ignore[attr-defined]
-
-
-def _check_forwards(layers: nn.ModuleList) -> None:
-    """Refuse layers whose own forward hides that of their class."""
-    for index, layer in enumerate(layers):
-        kept = [vars(layer)[name] for name in _FORWARDS if name in vars(layer)]
-        of_class = type(layer).forward
-        if kept and all(getattr(forward, "__func__", None) is not of_class for forward in kept):
-            raise ModelError(
-                f"the forward of layer {index} was replaced, so no adapter could take part in it;"
-                " load the model with npt.load_base"
-            )

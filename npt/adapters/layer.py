@@ -250,11 +250,6 @@ for _base in [family.layer for family in FAMILIES.values()]:
     globals()[f"NPT{_base.__name__}"] = type(f"NPT{_base.__name__}", (NPTLayer, _base), {})
 
 
-def device_of(layer: Any) -> torch.device:
-    """Return the device of a decoder layer."""
-    return layer.input_layernorm.weight.device
-
-
 def attention_output(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
     """Return a = Attention(RMSNorm1(h)), after o_proj: [B, T, D]."""
     return layer.self_attn(hidden_states=layer.input_layernorm(hidden), **context)[0]

@@ -42,12 +42,6 @@ def shard_layers(
     attached_config(model)
     if is_sharded(model):
         raise ModelError("the base is sharded already; load it again to shard it in another way")
-    devices = list(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
-    if len(devices) > 1:
-        raise ModelError(
-            f"the base lies on {' and '.join(devices)}; load it with device='cpu', and its shares"
-            " go to each process's GPU"
-        )
     for part in (model.model.embed_tokens, model.model.rotary_emb, model.model.norm, model.lm_head):
         part.to(device)
     for index, layer in enumerate(decoder_layers(model)):

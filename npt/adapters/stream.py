@@ -7,18 +7,16 @@ allows. Tests compare the results with that forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
-    and_masks,
     create_causal_mask,
     create_sliding_window_causal_mask,
     packed_sequence_mask_function,
-    padding_mask_function,
 )
 
 from npt.base.attention import SDPA, attention_name
@@ -27,7 +25,7 @@ from npt.config import ATTENTIONS
 from npt.data.batch import Batch
 from npt.errors import ModelError
 
-MASKED = ("sdpa", SDPA, "eager", "flex_attention")
+MASKED = ("sdpa", SDPA, "eager")
 """Attention implementations that take a mask for every pair of tokens, as packed documents need;
 flash kernels take none."""
 
@@ -41,30 +39,12 @@ class Stream:
         shared: arguments by name, the same for all layers.
         masks: the attention mask of each layer; layers that see alike share one.
         batch: of the tokens.
-        copies: the stream on other devices.
     """
 
     hidden: Tensor
     shared: dict[str, Any]
     masks: tuple[Any, ...]
     batch: Batch
-    copies: dict[torch.device, Stream] = field(default_factory=dict, repr=False)
-
-    def at(self, device: torch.device) -> Stream:
-        """Return the stream on the device of a layer, for a model on several; copied once.
-
-        A copy keeps no copies: in a ring of streams tensors would live until the garbage collector
-        comes by.
-        """
-        if device == self.hidden.device:
-            return self
-        if device not in self.copies:
-            shared = {name: _moved(value, device) for name, value in self.shared.items()}
-            moved = {id(mask): _moved(mask, device) for mask in self.masks}
-            masks = tuple(moved[id(mask)] for mask in self.masks)
-            hidden, batch = self.hidden.to(device), self.batch.to(device)
-            self.copies[device] = Stream(hidden, shared, masks, batch)
-        return self.copies[device]
 
     def context_of(self, layer: Any) -> dict[str, Any]:
         """Return the arguments that the decoder gives this layer, h aside."""
@@ -88,13 +68,6 @@ class Stream:
         if not self.batch.padded:
             return states
         return torch.where(self.batch.attention_mask.unsqueeze(-1).bool(), states, 0.0)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Move a tensor or a tuple of some to a device; leave anything else as it is."""
-    if isinstance(value, tuple):
-        return tuple(_moved(item, device) for item in value)
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def open_stream(model: PreTrainedModel, batch: Batch) -> Stream:
@@ -129,20 +102,17 @@ def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[
             f" {', '.join(ATTENTIONS)}, or drop --packing"
         )
     sliding = sliding_layers(config)
+    documents = batch.documents
+    apart = None if documents is None else packed_sequence_mask_function(documents)
     # Given positions, or asked to skip masks, transformers would look for packed rows and padding,
-    # which waits for the device. Under flex_attention it always looks at a mask of padding, so
-    # there that is a function too.
-    by_function = batch.padded and implementation == "flex_attention"
-    closed = [padding_mask_function(batch.attention_mask.bool())] if by_function else []
-    if batch.documents is not None:
-        closed.append(packed_sequence_mask_function(batch.documents))
+    # which waits for the device.
     arguments = {
         "config": config,
         "inputs_embeds": hidden,
-        "attention_mask": batch.attention_mask if batch.padded and not by_function else None,
+        "attention_mask": batch.attention_mask if batch.padded else None,
         "past_key_values": None,
         "position_ids": None,
-        "and_mask_function": and_masks(*closed) if closed else None,
+        "and_mask_function": apart,
         "allow_is_causal_skip": not batch.padded,
     }
     full = None if all(sliding) else create_causal_mask(**arguments)

@@ -30,8 +30,13 @@ from npt.adapters.fused import (
     product_backward,
     product_forward,
 )
-from npt.adapters.layer import NPTLayer, modulation_energy, student_output, student_stream
-from npt.adapters.observed import Aside
+from npt.adapters.layer import (
+    NPTLayer,
+    modulated_product,
+    modulation_energy,
+    student_output,
+    student_stream,
+)
 from npt.base.hooks import has_forward_hooks, may_change
 from npt.base.linear import (
     effective_dtype,
@@ -164,8 +169,8 @@ def _fused(
     weights = (*adapter.weights_of("gate"), *adapter.weights_of("up"))
     # If neither is modulated, a backward through the MLP would bring z nothing but zeros.
     code = z if any(w is not None for w in weights) else z.detach()
-    aside = None if adapter.observer is None else Aside(layer, z, read.requires_grad)
-    others = layer.mlp, x, taught is not None, form, space, aside
+    shown = None if adapter.observer is None else _Shown(layer, read, z)
+    others = layer.mlp, x, taught is not None, form, space, shown
     down, of_teacher, energy = _MLP.apply(code, *weights, read, *others)
     changed = down
     if adapter.config.targets == (STREAM,):
@@ -173,8 +178,8 @@ def _fused(
     if "down" in adapter.config.targets:
         changed, of_down = Modulated.apply(down, z, *adapter.weights_of("down"), form)
         energy = energy + of_down
-    if aside is not None:
-        changed, energy = aside.tie(down, changed, energy, regularised)
+    if shown is not None:
+        changed, energy = shown.tie(changed, energy, regularised)
     output = stream + changed
     adapter.show(o=output)
     return output, energy, of_teacher
@@ -191,6 +196,59 @@ def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[
     return (both if both.requires_grad else x)[: len(stream)], x.detach()
 
 
+class _Shown:
+    """The plain form's stages of an observed layer's MLP, computed once more from copies. What the
+    layer gives, and every gradient that counts, has the bits that it has without an observer.
+    """
+
+    def __init__(self, layer: NPTLayer, read: Tensor, z: Tensor):
+        self._layer, self._read, self._z = layer, read, z.detach()
+
+    def show_product(self) -> None:
+        """Show the stages up to down_proj's input."""
+        mlp, x = self._layer.mlp, self._read.detach().requires_grad_(self._read.requires_grad)
+        with torch.enable_grad():
+            gate, up = _product(mlp.gate_proj, x), _product(mlp.up_proj, x)
+            self._inputs, self._terms = modulated_product(
+                self._layer, gate, up, self._z, aside=True
+            )
+        self._layer.npt.show(product=self._inputs)
+
+    def tie(
+        self, changed: Tensor, energy: Tensor | None, regularised: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Show the stages after down_proj; return down' [N, D] and the energy [N] as training has
+        them, with gradients that go through what was shown, too.
+        """
+        adapter, down_proj = self._layer.npt, self._layer.mlp.down_proj
+        down, m, s = adapter.apply_to(
+            "down", _product(down_proj, self._inputs), self._z, aside=True
+        )
+        changed = _Twin.apply(changed, down)
+        if energy is not None:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
+                energy = _Twin.apply(energy, modulation_energy([*self._terms, (m, s)]))
+        adapter.show(m_down=m, s_down=s, mlp=changed)
+        return changed, energy
+
+
+def _product(module: nn.Module, x: Tensor) -> Tensor:
+    return multiply(module, product_weight(module, x.dtype), x)
+
+
+class _Twin(torch.autograd.Function):
+    """A tensor whose gradient also goes to a copy of it that was computed for an observer."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shown: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
 class _MLP(torch.autograd.Function):
     """x through gate, up, modulation, SiLU and down, the teacher's rows next to the student's.
 
@@ -203,7 +261,7 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *weights, _, mlp, x, with_teacher, form, space, aside = others
+        *weights, _, mlp, x, with_teacher, form, space, shown = others
         n, pieces, width = len(z), 4 if with_teacher else 3, mlp.gate_proj.out_features
         if space is None and pieces == 3:
             gate, product, up = (x.new_empty(n, width) for _ in range(3))
@@ -225,8 +283,8 @@ class _MLP(torch.autograd.Function):
         if with_teacher:
             taught[0].mul_(F.silu(product, inplace=True))
         energy = product_forward(gate, up, LowRank(z, weights, form), product)
-        if aside is not None:
-            aside.show_product(gate, up)
+        if shown is not None:
+            shown.show_product()
         weight = product_weight(mlp.down_proj, x.dtype)
         hooked = has_forward_hooks(mlp.down_proj)
         down = mlp.down_proj(inputs) if hooked else multiply(mlp.down_proj, weight, inputs)

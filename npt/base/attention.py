@@ -5,7 +5,8 @@ In fp32 on CUDA only the math kernel takes these, which keeps the scores of ever
 Here K and V are repeated for every query head, so that the memory-efficient kernel takes them. All
 else goes to transformers' function.
 
-npt/base/exact_attention.py has the kernel's backward.
+The kernel's own backward splits the keys among thread blocks that add to the same gradient in no
+fixed order; with one split, as asked for here, the order is fixed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -25,9 +27,6 @@ from npt.base.precision import policy_dtype
 SDPA = "npt_sdpa"
 """The name under which transformers knows `sdpa_attention`. It is never saved: transformers writes
 no attention implementation to a configuration."""
-
-_THEIRS = ("position_bias", "cache", "softcap", "output_attentions")
-"""Arguments that only transformers' function supports."""
 
 
 def sdpa_attention(
@@ -48,10 +47,7 @@ def sdpa_attention(
     """
     length = query.shape[2]
     square = attention_mask is not None or key.shape[2] == length
-    theirs = dropout or any(
-        others.get(name) is not None and others[name] is not False for name in _THEIRS
-    )
-    if theirs or length == 1 or not square or not _on_cuda_in_fp32(query, key, value):
+    if dropout or length == 1 or not square or not _on_cuda_in_fp32(query, key, value):
         others |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
     causal = attention_mask is None and bool(
@@ -59,8 +55,6 @@ def sdpa_attention(
     )
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if graph and _has_exact_backward(query, causal):
-        from npt.base.exact_attention import ExactAttention
-
         # None for the kernel's default: torch's shape function of its backward takes no other
         usual = scaling is None or math.isclose(scaling, query.shape[-1] ** -0.5, rel_tol=1e-12)
         scale = None if usual else scaling
@@ -91,11 +85,11 @@ def attention_name(model: PreTrainedModel) -> str:
 
 def repeats_exactly(model: PreTrainedModel) -> bool:
     """Return whether a backward through the model's attention repeats its bits, by torch's sources:
-    not known of flex_attention and of the flash kernels that "sdpa" reaches in fp16.
+    not known of the flash kernels that "sdpa" reaches in fp16.
     """
     name = model.config._attn_implementation
     if name == "eager" or all(parameter.device.type == "cpu" for parameter in model.parameters()):
-        return name != "flex_attention"
+        return True
     return name == SDPA and policy_dtype(model) == torch.float32 and torch.version.hip is None
 
 
@@ -109,3 +103,90 @@ def _has_exact_backward(query: Tensor, causal: bool) -> bool:
         return False
     parameters = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, causal, False)
     return torch.backends.cuda.can_use_efficient_attention(parameters)
+
+
+_HIDDEN = -1e30
+"""Added to a masked score. Finite, so that a padded query without keys gives numbers and not NaN.
+Its exponential is exactly 0 next to any unmasked score, and times log2(e), as the kernel takes it,
+it does not overflow."""
+
+_ALIGNED = 8
+"""A row of a mask starts at a multiple of so many numbers in memory, as the kernel reads it."""
+
+
+class ExactAttention(torch.autograd.Function):
+    """Attention by the memory-efficient kernel, its backward in one split of the keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        heads = query.shape[1] // key.shape[1]
+        output, log_sum_exp, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query,
+            repeat_kv(key, heads),
+            repeat_kv(value, heads),
+            _bias(mask, query, key),
+            True,
+            0.0,
+            causal,
+            scale=scale,
+        )
+        ctx.save_for_backward(query, key, value, mask, output, log_sum_exp, seed, offset)
+        ctx.causal, ctx.scale = causal, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, output, log_sum_exp, seed, offset = ctx.saved_tensors
+        heads = query.shape[1] // key.shape[1]
+        by_token = [
+            x.transpose(1, 2)
+            for x in (gradient, query, repeat_kv(key, heads), repeat_kv(value, heads), output)
+        ]
+        scaling = {} if ctx.scale is None else {"scale": ctx.scale}
+        of_query, of_key, of_value, _ = torch.ops.aten._efficient_attention_backward(
+            *by_token[:4],
+            _bias(mask, query, key),
+            by_token[4],
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            log_sum_exp,
+            0.0,
+            seed,
+            offset,
+            int(ctx.causal),  # 1: causal from the top left, 0: no mask of the kernel's own
+            False,
+            num_splits_key=1,
+            **scaling,
+        )
+        grads = of_query.transpose(1, 2), _summed(of_key, heads), _summed(of_value, heads)
+        return *grads, None, None, None
+
+
+def _summed(gradient: Tensor, heads: int) -> Tensor:
+    """Sum the gradient of a repeated K or V, [B, S, H, d], to [B, H / heads, S, d]."""
+    return gradient.unflatten(2, (-1, heads)).sum(dim=3).transpose(1, 2)
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return the mask as the kernel adds it to the scores, [B, H, T, S], shared by the heads."""
+    if mask is None:
+        return None
+    length = key.shape[2]
+    aligned = -(-length // _ALIGNED) * _ALIGNED
+    bias = query.new_zeros(*mask.shape[:-1], aligned)[..., :length]
+    if mask.dtype == torch.bool:
+        bias.masked_fill_(~mask, _HIDDEN)
+    else:
+        bias.copy_(mask)
+    return bias.expand(query.shape[0], query.shape[1], query.shape[2], length)

@@ -19,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
-from npt.errors import ModelError, article, kind_of
+from npt.errors import ModelError, kind_of
 
 Sight = Literal["full", "window", "by layer"]
 """What a family's attention looks back on: everything; a window if the configuration sets one;
@@ -115,8 +115,9 @@ def check_family(name: str, config: PreTrainedConfig) -> None:
     with LongRoPE: transformers gives all rows of a batch the frequencies of the longest.
     """
     if config.model_type not in FAMILIES:
-        kind = f"{article(config.model_type)} {config.model_type!r} model"
-        raise ModelError(f"{name} is {kind}; only {', '.join(FAMILIES)} models can be converted")
+        raise ModelError(
+            f"{name} is of type {config.model_type!r}; only {', '.join(FAMILIES)} can be converted"
+        )
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         raise ModelError(
             f"{name} has LongRoPE, by which a text's states depend on what it is batched with; it"

@@ -54,27 +54,8 @@ def _only_looks(hook: Any) -> bool:
 
 
 def is_replaced(module: Any) -> bool:
-    """Return whether a module has another forward in place of its class's.
-
-    Not counted is the wrapper of accelerate that `device_map` puts around every layer, in the form
-    that only brings inputs to the weight's device: one that also brings in weights, or wraps
-    another forward, does more. Once removed it leaves the class's own forward on the module.
-    """
-    forward = vars(module).get("forward")
-    if forward is None or _is_own(module, forward):
-        return False
-    wrapper, hook = getattr(forward, "func", None), getattr(module, "_hf_hook", None)
-    return not (
-        getattr(wrapper, "__module__", None) == "accelerate.hooks"
-        and type(hook).__name__ == "AlignDevicesHook"
-        and not getattr(hook, "offload", True)
-        and _is_own(module, getattr(module, "_old_forward", None))
-    )
-
-
-def _is_own(module: Any, forward: Any) -> bool:
-    """Return whether `forward` is that of the module's class, bound to the module."""
-    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+    """Return whether a module has a forward of its own in place of its class's."""
+    return "forward" in vars(module)
 
 
 def call_around(
@@ -91,11 +72,8 @@ def call_around(
         )
     if not (has_forward_hooks(module) or may_change(module)):
         return compute(x, **context)
-    forward = vars(module).pop("forward", None)
     vars(module)["forward"] = compute
     try:
         return module(x, **context)
     finally:
         del vars(module)["forward"]
-        if forward is not None:
-            vars(module)["forward"] = forward

@@ -55,14 +55,12 @@ class BaseIdentity:
         codes: of the packed bytes of 4-bit weights.
         dense: of every tensor that is not packed.
         strict: `base_hash`, over every byte.
-        written: `config` as earlier versions have it, of settings as the checkpoint writes them.
     """
 
     config: str
     codes: str
     dense: str
     strict: str
-    written: str = ""
 
     def as_record(self) -> dict[str, Any]:
         """Return the entries by which a file names its base, `base_hash` and `base_parts`."""
@@ -71,19 +69,14 @@ class BaseIdentity:
 
     def mismatch(self, record: Mapping[str, Any]) -> str | None:
         """Return the difference from a record's base, such as `4-bit codes 01ab there, ba10 here`;
-        None if there is none. A record of an earlier version has the strict hash alone.
+        None if there is none.
         """
         theirs = record.get("base_parts")
-        if not isinstance(theirs, Mapping):
-            strict = record.get("base_hash")
-            if strict == self.strict:
-                return None
-            return f"base hash {_short(strict)} there, {_short(self.strict)} here"
+        theirs = theirs if isinstance(theirs, Mapping) else {}
         described = [
             f"{what} {_short(theirs.get(name))} there, {_short(getattr(self, name))} here"
             for name, what in PARTS.items()
             if theirs.get(name) != getattr(self, name)
-            and not (name == "config" and theirs.get(name) == self.written)
         ]
         return ", ".join(described) or None
 
@@ -142,7 +135,6 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
         codes=codes.hexdigest(),
         dense=dense.hexdigest(),
         strict=strict.hexdigest(),
-        written=hashlib.sha256(written).hexdigest(),
     )
 
 

@@ -142,8 +142,8 @@ def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) 
     Args:
         module: the layer.
         weight: `product_weight` of it, [out, in]. x and the product are rounded to its dtype.
-        x: [N, in], without graph.
-        out: [N, out], written to, in the dtype of x.
+        x: [N, in].
+        out: [N, out], written to, in the dtype of x, which then has no graph.
     """
     same = weight.dtype == x.dtype
     rows, into = (x, out) if same else (x.to(weight.dtype), None)

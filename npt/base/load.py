@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ def load_base(
     *,
     quantization: str | None = None,
     device: str | torch.device | None = None,
-    device_map: str | Mapping[str, Any] | None = None,
     use_fp16: bool = False,
     pack_on: str | torch.device | None = None,
     attn_implementation: str = "sdpa",
@@ -65,12 +63,11 @@ def load_base(
             bit in a temporary folder at every load; `npt.import_base` keeps such a folder.
         quantization: `nf4`, `fp4` or None. A checkpoint that is stored in 4 bit stays so.
         device: default the first CUDA device, else the CPU.
-        device_map: instead of a device, as transformers takes it; a layer stays in one piece.
         use_fp16: compute an unquantised base in fp16. Under quantisation `compute_dtype` is used
             nevertheless, with a warning.
         pack_on: device on which each weight is packed, if not the one on which it stays; a GPU
             takes seconds for what takes a CPU the better part of an hour.
-        attn_implementation: `sdpa` (npt/base/attention.py), `eager` or `flex_attention`.
+        attn_implementation: `sdpa` (npt/base/attention.py) or `eager`.
         compute_dtype: of products of packed weights, forward and backward: `fp32`, or `bf16`, which
             has fp32's range and 8 bits of its 24. All else of a packed base computes in fp32.
         dtype: of storage, `fp32`, `bf16` or `fp16`; an unquantised base computes in it too.
@@ -80,8 +77,7 @@ def load_base(
 
     Raises:
         ConfigError: an unknown choice, or arguments that contradict each other.
-        ModelError: no such model, an unknown family, weights missing or unreadable, or a layer on
-            several devices, on disk, or on the host while others are on GPUs.
+        ModelError: no such model, an unknown family, or weights missing or unreadable.
         PrecisionError: a module would compute in another dtype.
     """
     check_choice("quantization", quantization, (*QUANT_TYPES, None))
@@ -90,8 +86,6 @@ def load_base(
     check_choice("dtype", dtype, (*STORED, None))
     if use_fp16 and dtype not in (None, "fp16"):
         raise ConfigError(f"use_fp16 with dtype {dtype!r}; drop one of the two")
-    if device is not None and device_map is not None:
-        raise ConfigError(f"device is {device} and device_map {device_map!r}; drop one of the two")
     config, tokenizer = read_config(name), load_tokenizer(name)
     stored_packed = getattr(config, "quantization_config", None) is not None
     packed = quantization is not None or stored_packed
@@ -107,18 +101,11 @@ def load_base(
             stacklevel=2,
         )
     stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
-    arguments: dict[str, Any] = {
-        "device_map": device_map or {"": torch.device(device or default_device())},
-        "attn_implementation": implementation_of(attn_implementation),
-        "dtype": "auto" if packed and dtype is None else stored,
-    }
-    packing = None if stored_packed else quantization
-    if packing is not None:
-        arguments["quantization_config"] = packing_config(packing, double_quant)
-    packing_place = nullcontext() if pack_on is None else _packing_on(torch.device(pack_on))
-    with _located(name) as source, packing_place:
-        model = _read_weights(name, source, arguments)
-    check_placement(name, model)
+    how: dict[str, Any] = {"dtype": "auto" if packed and dtype is None else stored}
+    if quantization is not None and not stored_packed:
+        how["quantization_config"] = packing_config(quantization, double_quant)
+    with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
+        model = _read_weights(name, device, attn_implementation, **how)
     if quantization is not None and quantization_of(model) != quantization:
         raise ModelError(
             f"{name} is stored as {quantization_of(model)} but {quantization} was asked for; pass"
@@ -163,14 +150,8 @@ def load_teacher(
     """
     check_choice("teacher_precision", precision, tuple(COMPUTE))
     check_attention(attn_implementation)
-    arguments = {
-        "device_map": {"": torch.device(device or default_device())},
-        "dtype": COMPUTE[precision],
-        "attn_implementation": implementation_of(attn_implementation),
-    }
     check_teacher(name, read_config(name))
-    with _located(name) as source:
-        model = _read_weights(name, source, arguments)
+    model = _read_weights(name, device, attn_implementation, dtype=COMPUTE[precision])
     enforce_policy(model)
     return frozen(model, torch.float32)
 
@@ -240,24 +221,27 @@ def _packing_on(device: torch.device) -> Iterator[None]:
         Bnb4BitHfQuantizer.get_quantize_ops = operations
 
 
-def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> Any:
-    """Return a model read from safetensors, every weight in its shape; run no code."""
-    arguments = {
-        **arguments,
-        **_NO_CODE,
-        "ignore_mismatched_sizes": True,  # they are refused below, by name
-        "use_safetensors": True,
-        "output_loading_info": True,
-    }
-    with _quiet():
+def _read_weights(
+    name: str, device: str | torch.device | None, attention: str, **how: Any
+) -> PreTrainedModel:
+    """Return a model read from safetensors, every weight in its shape; run no code. how: more
+    arguments of `from_pretrained`.
+    """
+    with _quiet(), _located(name) as source:
         model, report = _read(
-            "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments)
+            "weights",
+            name,
+            lambda: AutoModelForCausalLM.from_pretrained(
+                source,
+                **how,
+                **_NO_CODE,
+                device_map={"": torch.device(device or default_device())},
+                attn_implementation=implementation_of(attention),
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                use_safetensors=True,
+                output_loading_info=True,
+            ),
         )
-    _check_complete(name, model, report)
-    return model
-
-
-def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
     faults = [f"lacks the weight {key}" for key in sorted(report["missing_keys"])]
     shapes = {key: (stored, wanted) for key, stored, wanted in report["mismatched_keys"]}
     # A tensor packed on loading is in no report: the packed bytes have a shape of their own.
@@ -275,28 +259,7 @@ def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -
             f"{name} {faults[0]} ({len(faults)} such); the checkpoint is incomplete, or not of its"
             " configuration"
         )
-
-
-def check_placement(name: str, model: torch.nn.Module) -> None:
-    """Refuse weights that every step would fetch from disk or host, and layers on several devices.
-
-    The state dict is no help: bitsandbytes adds entries to it that it makes on the host.
-    """
-    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
-    on_gpu = any(tensor.device.type not in ("cpu", "meta") for tensor in tensors.values())
-    devices: dict[str, str] = {}
-    for key, tensor in tensors.items():
-        if tensor.is_meta or (on_gpu and tensor.device.type == "cpu"):
-            raise ModelError(
-                f"{name} is not all on the GPUs: {key} was left to the host or the disk; load it in"
-                " 4 bit, or take more GPUs"
-            )
-        layer, device = ".".join(key.split(".")[:3]), str(tensor.device)
-        if layer.startswith("model.layers.") and devices.setdefault(layer, device) != device:
-            raise ModelError(
-                f"{name}: device_map puts {layer} on {devices[layer]} and {device}; a layer"
-                " must stay in one piece"
-            )
+    return model
 
 
 def _find(name: str) -> Any:
@@ -338,7 +301,7 @@ def _located(name: str) -> Iterator[str]:
         return
     from npt.base.gguf.convert import convert
 
-    with tempfile.TemporaryDirectory(prefix="npt-gguf-") as scratch, _quiet():
+    with tempfile.TemporaryDirectory(prefix="npt-gguf-") as scratch:
         folder = Path(scratch, source.path.stem)
         convert(source, folder)
         yield str(folder)

@@ -90,12 +90,6 @@ class Recipe:
         )
         return cls(**entries) if sound else None
 
-    def as_record(self) -> dict[str, Any]:
-        record = asdict(self)
-        if self.dtype is None:
-            del record["dtype"]  # so that a file of an earlier version stays as it was
-        return record
-
     @property
     def flags(self) -> dict[str, Any]:
         """The command line's flags, those that mean something together."""

@@ -6,14 +6,14 @@ are written when every number is known and finite, and until then nothing is cha
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,17 +25,29 @@ from npt.adapters.converted import (
     is_sharded,
     npt_layers,
 )
+from npt.adapters.fit import format_layers
 from npt.calibration.cut import Cut, spend
-from npt.calibration.placement import Placement, free_bytes, or_on_host, plan, release
-from npt.calibration.report import Calibration, LayerCalibration, progress_bar
+from npt.calibration.report import Calibration, LayerCalibration
 from npt.calibration.samples import read_samples
-from npt.calibration.sensitivity import measure
+from npt.calibration.sensitivity import Sensitivity, measure
 from npt.config import STREAM, NPTConfig
 from npt.console import say, silent_console
 from npt.data.batch import Sample, batches
 from npt.data.source import Record
-from npt.errors import ConfigError, NotSupportedError, NumericalError, TooLittleTextError
+from npt.distill.step import free_memory
+from npt.errors import (
+    ConfigError,
+    DataError,
+    NotSupportedError,
+    NumericalError,
+    first_line,
+    is_out_of_memory,
+)
 from npt.random_state import kept_random_state
+
+T = TypeVar("T")
+
+HOST = torch.device("cpu")
 
 TOKENS_PER_RANK = 4
 """Tokens that a rank needs at least; fewer would be fitted to noise."""
@@ -72,17 +84,17 @@ def calibrate(
         max_length: tokens of a sample, when `data` are records.
         batch_size: samples at a time, of which one graph through the whole teacher is held.
         seed: of the tokens' choice, and of draws from the teacher's predictions.
-        console: for the memory needed and the progress; default nowhere.
+        console: for the progress; default nowhere.
 
     Returns:
         Figures per layer.
 
     Raises:
         ConfigError: a setting that cannot work.
-        TooLittleTextError: no text, or too little of it for the rank.
+        DataError: no text, or too little of it for the rank.
         ModelError: no adapters are attached.
         NotSupportedError: the adapters have no target `stream`, keep the attention residual or do
-            not start at m = 1, or the base is sharded or spread over devices.
+            not start at m = 1, or the base is sharded.
         NumericalError: a non-finite activation, by layer and name.
     """
     started = time.perf_counter()
@@ -96,34 +108,31 @@ def calibrate(
     read = sum(len(sample.input_ids) for sample in samples)
     mean = max(config.ranks_of(len(layers)))
     if read < TOKENS_PER_RANK * mean:
-        raise TooLittleTextError(
+        raise DataError(
             f"calibration has {read} tokens, and rank {mean} needs {TOKENS_PER_RANK * mean}; give"
-            " it more data or tokens (--calibration_tokens), or lower --adapter_rank"
+            " it more data or tokens (--calibration_tokens), lower --adapter_rank, or start at"
+            " random (--init random)"
         )
     device = next(model.parameters()).device
     parts = list(batches(samples, batch_size))
-    rows, length = max((batch.input_ids.shape for batch in parts), key=math.prod)
-    work = plan(model.config, layers, batch=(rows, length))
-    free = free_bytes(device) if device.type == "cuda" else 0
-    placement, console = work.place(device, free), console or silent_console()
-    say(console, work.announcement(device, placement, free, layers, read))
+    console = console or silent_console()
+    say(console, f"calibrating layers {format_layers(layers)} on {read:,} tokens")
+
+    def measured(place: torch.device) -> dict[int, Sensitivity]:
+        shown = track(
+            parts, "calibrating", console=console, transient=True, disable=not console.is_terminal
+        )
+        return measure(model, shown, seed, place)
+
     cuts: dict[int, Cut] = {}
-
-    def walk(placement: Placement) -> None:
-        with progress_bar(console, read) as tick:
-            sums = measure(model, parts, seed, lambda batch: tick(batch.tokens), placement.sums)
-        for index in layers:
-            layer = sums.pop(index)  # its matrices are freed at the next layer
-            matrices = layer.covariance, layer.to_attention
-            del layer
-            on_device = (matrix.to(placement.factors) for matrix in matrices)
-            cuts[index] = Cut.of(*on_device).to(placement.sums)
-
     try:
         with evaluating(model):
-            or_on_host(walk, placement, lambda line: say(console, line))
+            sums = on_device_or_host(measured, device, console)
+        for index in layers:
+            layer = sums.pop(index)  # its matrices are freed at the next layer
+            cuts[index] = on_device_or_host(layer.cut, device, console)
     finally:
-        release(device)
+        free_memory()
     if config.ranks is None:
         worth = {index: cut.worth for index, cut in cuts.items()}
         ranks = spend(config.rank * len(layers), worth)
@@ -137,13 +146,31 @@ def calibrate(
     return Calibration(figures, read, time.perf_counter() - started)
 
 
+def on_device_or_host(
+    compute: Callable[[torch.device], T], device: torch.device, console: Console
+) -> T:
+    """Return what `compute` gives with its matrices on a device; if there is no memory for them, or
+    they cannot be factorised there, say so in one line and compute with matrices on the host.
+    """
+    try:
+        return compute(device)
+    except (RuntimeError, MemoryError) as error:
+        # LAPACK and cuSOLVER give up on different matrices
+        failed = is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError)
+        if device == HOST or not failed:
+            raise
+        reason = first_line(error)[:160]
+    free_memory()  # not in the handler, in which the error keeps the tensors
+    say(console, f"calibration: {reason}; computed again with its matrices on the host")
+    return compute(HOST)
+
+
 def check_base(model: PreTrainedModel) -> None:
-    """Refuse a base on more than one device."""
-    devices = list(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
-    if is_sharded(model) or len(devices) > 1:
-        where = "sharded over processes" if is_sharded(model) else f"on {' and '.join(devices)}"
+    """Refuse a sharded base."""
+    if is_sharded(model):
         raise NotSupportedError(
-            f"the base is {where}, and calibration needs it on one device; use --init random"
+            "the base is sharded over processes, and calibration needs it on one device; use --init"
+            " random"
         )
 
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from npt.calibration.placement import HOST
-
 SMALLEST = 1e-5
 """Eigenvalues of a covariance below this share of its largest one are taken for it. Attention
 outputs all but vanish in some directions; a code that had unit variance there would be made of
@@ -47,11 +45,11 @@ class Cut:
     @classmethod
     def of(cls, covariance: Tensor, sensitivity: Tensor) -> Cut:
         """Return that of C and S, [D, D] fp64."""
-        values, vectors = eigh(covariance)
+        values, vectors = torch.linalg.eigh(covariance)
         values = values.clamp_min(SMALLEST * float(values[-1]))
         root = (vectors * values.sqrt()) @ vectors.T
         inverse = (vectors * values.rsqrt()) @ vectors.T
-        worth, chosen = eigh(root @ sensitivity @ root)
+        worth, chosen = torch.linalg.eigh(root @ sensitivity @ root)
         chosen = chosen.flip(1)
         back = root @ chosen
         sizes = back.square().sum(dim=0)
@@ -70,19 +68,6 @@ class Cut:
     def cost(self, rank: int) -> float:
         """Return the nats that a cut to so many directions costs, by itself and to second order."""
         return 0.5 * sum(self.worth[rank:])
-
-
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `torch.linalg.eigh` of [D, D] fp64, on the host if the matrix's own device fails:
-    LAPACK and cuSOLVER give up on different matrices.
-    """
-    try:
-        return torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:
-        if matrix.device == HOST:
-            raise
-        values, vectors = torch.linalg.eigh(matrix.to(HOST))
-        return values.to(matrix.device), vectors.to(matrix.device)
 
 
 def spend(budget: int, worth: Mapping[int, Sequence[float]]) -> dict[int, int]:

@@ -1,27 +1,13 @@
-"""The report of a calibration: a bar while it runs, then figures per layer and their table."""
+"""The report of a calibration: figures per layer and their table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-
-
-@contextmanager
-def progress_bar(console: Console, tokens: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a bar on a terminal, and does nothing elsewhere."""
-    if not console.is_terminal:
-        yield lambda tokens: None
-        return
-    columns = TextColumn("calibrating"), BarColumn(bar_width=24), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("calibrate", total=tokens)
-        yield lambda tokens: bar.advance(task, tokens)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from npt.config import DataConfig
 from npt.data.batch import Sample
 from npt.data.samples import Permutation, cut, within
 from npt.data.source import Record
-from npt.errors import TooLittleTextError
+from npt.errors import DataError
 
 READ_AHEAD = 8
 """Times the tokens asked for that are read, if there are so many, to draw them from."""
@@ -49,8 +49,9 @@ def read_samples(
         if left < 2:
             break
     if len(chosen) < 2:
-        raise TooLittleTextError(
-            f"calibration needs two samples of text, and the data gave {len(chosen)}; give it more"
+        raise DataError(
+            f"calibration needs two samples of text, and the data gave {len(chosen)}; give it more,"
+            " or start at random (--init random)"
         )
     return chosen
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,8 +15,9 @@ from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.stream import open_stream
 from npt.base.linear import cast_once
 from npt.base.precision import fp32_products
-from npt.calibration.placement import HOST
+from npt.calibration.cut import Cut
 from npt.data.batch import Batch
+from npt.distill.local import run_layers
 from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.errors import NumericalError
 
@@ -57,6 +58,11 @@ class Sensitivity:
         self.to_attention += _moved(_gram(to_attention * usual), self.to_attention.device)
         self.tokens += len(attention)
 
+    def cut(self, place: torch.device) -> Cut:
+        """Return the cut of the layer, factorised on a device and kept where the matrices are."""
+        matrices = self.covariance, self.to_attention
+        return Cut.of(*(m.to(place) for m in matrices)).to(self.covariance.device)
+
     def divide(self) -> None:
         """Turn sums into means, in place: a copy would double the largest thing in memory."""
         for total in (self.covariance, self.to_attention):
@@ -64,24 +70,18 @@ class Sensitivity:
 
 
 def measure(
-    model: PreTrainedModel,
-    batches: Iterable[Batch],
-    seed: int,
-    tick: Callable[[Batch], None],
-    sums_on: torch.device = HOST,
+    model: PreTrainedModel, batches: Iterable[Batch], seed: int, sums_on: torch.device
 ) -> dict[int, Sensitivity]:
     """Return the sensitivities of every converted layer, by its index; the model does not change.
 
-    `seed`: of the draws from the predictions; `sums_on`: device of the matrices; `tick` is called
-    after every batch.
+    `seed`: of the draws from the predictions; `sums_on`: device of the matrices.
     """
     converted, layers = npt_layers(model), decoder_layers(model)
     sums = {index: Sensitivity(model.config.hidden_size, sums_on) for index, _ in converted}
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     first = converted[0][0]
-    for host_batch in batches:
-        batch = host_batch.to(device)
+    for batch in (each.to(device) for each in batches):
         seen: dict[tuple[int, str], Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(adapters_disabled(model))
@@ -89,13 +89,10 @@ def measure(
                 stack.enter_context(_watched(watched, index, seen))
             with torch.no_grad():
                 stream = open_stream(model, batch)
-                hidden = stream.hidden
-                for layer in layers[:first]:
-                    hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
+                hidden = run_layers(stream, layers, stream.hidden, 0, first)
             with torch.enable_grad():
                 hidden = hidden.detach().requires_grad_()
-                for index in range(first, len(layers)):
-                    hidden = stream.clean(layers[index](hidden, **stream.context_of(layers[index])))
+                hidden = run_layers(stream, layers, hidden, first, len(layers))
                 states = stream.rows(model.model.norm(hidden))
             for index in sums:
                 for name in ("attention output", "stream"):
@@ -111,7 +108,6 @@ def measure(
                 stream.rows(seen[index, "attention output"].detach()),
                 at_attention,
             )
-        tick(host_batch)
     for of_layer in sums.values():
         of_layer.divide()
     return sums
@@ -171,7 +167,7 @@ def _gram(rows: Tensor) -> Tensor:
 
 def _moved(gram: Tensor, device: torch.device) -> Tensor:
     """Move from a GPU to the host through pinned memory: pageable takes several times as long."""
-    if gram.device.type == "cuda" and device == HOST:
+    if gram.device.type == "cuda" and device.type == "cpu":
         return torch.empty(gram.shape, dtype=gram.dtype, pin_memory=True).copy_(gram)
     return gram.to(device)
 

@@ -21,10 +21,7 @@ _OF_TRAINING = {"num_samples", "replay_dataset", "replay_ratio", "teacher_precis
 
 
 def natural(text: str, least: int = 0) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    value = int(text)  # whose error argparse words
     if not least <= value <= INT_MAX:
         raise argparse.ArgumentTypeError(f"{value} is not from {least} to {INT_MAX}")
     return value
@@ -35,7 +32,7 @@ def positive(text: str) -> int:
 
 
 def limit(text: str) -> float:
-    value = float(text)  # whose error argparse words
+    value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
@@ -136,14 +133,13 @@ class Task(NamedTuple):
 
     def heldout_samples(self, model: Any, tokenizer: Any) -> tuple[list[Any], bool]:
         """Return --eval_samples samples to evaluate on, and whether training holds them out."""
+        from npt.data.chat import fix_date
         from npt.data.source import open_source, own_heldout
         from npt.evaluation.heldout import evaluation_samples
 
         adapter = self.flags["adapter"]
         date = None if adapter is None else _date_of_run(adapter.folder)
         if date is not None:
-            from npt.data.chat import fix_date
-
             fix_date(tokenizer, date)
         count, vocabulary = self.flags["eval_samples"], model.config.vocab_size
         heldout = own_heldout(self.data)
@@ -176,10 +172,8 @@ def check_run(
     base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig,
     *, starts: bool = True,
 ) -> None:  # fmt: skip
-    """Refuse what can be refused before weights are read.
-
-    Args:
-        starts: the adapter is new, and may be calibrated.
+    """Refuse what can be refused before weights are read; an adapter that `starts` may be
+    calibrated.
     """
     from npt.adapters.fit import check_fit
     from npt.base.load import check_teacher, read_config
@@ -203,38 +197,32 @@ def check_run(
 def load(
     base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None, *, adapter: Any = None
 ) -> tuple[Any, Any]:
-    """Load the base of these settings and print a line about it.
-
-    Args:
-        device: as for `npt.load_base`.
-        pack_on: as for `npt.load_base`.
-        adapter: the saved adapter, whose record may hold how its base was stored.
+    """Load the base of these settings, see `npt.load_base`, and print a line about it. The record
+    of a saved adapter may hold how its base was stored.
     """
     import npt
     from npt.base.gguf.configuration import describe_origin
     from npt.base.precision import policy_dtype, quantization_of, set_matmul_precision
     from npt.base.recipe import STORED
 
-    where: dict[str, Any] = (
-        {"device": device} if base.device_map is None else {"device_map": base.device_map}
-    )
-    recipe = None if adapter is None else adapter.recipe
+    recipe, storage = None if adapter is None else adapter.recipe, {}
     form = base.quantization, base.use_fp16
     if recipe is not None and (recipe.quantization, recipe.use_fp16) == form:
-        where |= recipe.storage
+        storage = recipe.storage
     model, tokenizer = npt.load_base(
         base.model_name,
         quantization=base.quantization,
         use_fp16=base.use_fp16,
         compute_dtype=base.compute_dtype,
         attn_implementation=base.attn_implementation,
+        device=device,
         pack_on=pack_on,
-        **where,
+        **storage,
     )
     packed, computing = quantization_of(model), policy_dtype(model)
     dtype = next(name for name, stored in STORED.items() if stored == computing)
     set_matmul_precision(base.matmul_precision, model)
-    devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
+    devices = ", ".join(dict.fromkeys(str(p.device) for p in model.parameters()))
     console.say(
         f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes"
         f" in {dtype} on {devices}"
@@ -248,14 +236,12 @@ def load_teacher(base: BaseConfig, console: Any, device: Any) -> Any:
     """Load the teacher of --teacher_precision and print a line about it; None without one."""
     import npt
 
-    precision = base.teacher_precision
+    name, precision = base.model_name, base.teacher_precision
     if precision is None:
         return None
-    teacher = npt.load_teacher(
-        base.model_name, precision, device=device, attn_implementation=base.attn_implementation
-    )
-    console.say(f"teacher {base.model_name}: unquantised, stored in {precision}, computes in fp32")
-    return teacher
+    console.say(f"teacher {name}: unquantised, stored in {precision}, computes in fp32")
+    attention = base.attn_implementation
+    return npt.load_teacher(name, precision, device=device, attn_implementation=attention)
 
 
 class Student(NamedTuple):

@@ -9,7 +9,6 @@ from typing import Any
 
 from npt.cli.arguments import add_number, add_student, begin, limit, tell
 from npt.errors import DataError
-from npt.files import check_room
 
 
 def consolidate(flags: dict[str, Any]) -> int:
@@ -19,7 +18,6 @@ def consolidate(flags: dict[str, Any]) -> int:
     task = begin(flags)
     import npt
     from npt.adapters.consolidate import update_from
-    from npt.adapters.converted import adapter_parameters
     from npt.adapters.files.adapter_files import adapter_hash, check_replaceable
     from npt.adapters.fit import resolve_layers
     from npt.adapters.token_modulation import modulation_of
@@ -28,7 +26,6 @@ def consolidate(flags: dict[str, Any]) -> int:
     student = task.load()
     model, tokenizer, output = student.model, student.tokenizer, Path(flags["output"])
     check_replaceable(output)
-    check_room(output, sum(p.nbytes for p in adapter_parameters(model).values()))
     fact = encode_fact(tokenizer, flags["text"], flags["context"])
     ids = fact.in_context if flags["context"] else fact.alone
     config = task.flags["adapter"].config

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from npt.cli.arguments import add_switch
-from npt.config import INITS, STREAM, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
-from npt.config.texts import words
-from npt.flags import read_yaml, shown_default
+from npt.config import INITS, STREAM, BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.config.field import words
+from npt.flags import add_settings, read_yaml
 from npt.presets import presets
 from npt.train.sources import DATASETS, named
 
@@ -55,12 +54,10 @@ class Chosen(NamedTuple):
 
     Attributes:
         notes: lines to print about them.
-        fallback: whether a random start may replace the calibrated one.
     """
 
     flags: dict[str, Any]
     notes: tuple[str, ...] = ()
-    fallback: bool = False
 
 
 def with_config(flags: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
@@ -75,9 +72,7 @@ def with_config(flags: Mapping[str, Any], ignored: Collection[str] = ()) -> dict
 def with_defaults(
     flags: Mapping[str, Any],
     recorded: Mapping[str, Any] | None = None,
-    *,
     model_name: str | None = None,
-    solvable: bool = True,
 ) -> Chosen:
     """Return the flags of a run with values for those that are not set.
 
@@ -85,7 +80,6 @@ def with_defaults(
         flags: by name; `init` may be `auto`, which is its default.
         recorded: those of the run that is resumed, if any, which come before any default.
         model_name: of the base, where flags do not say it: an adapter knows its own.
-        solvable: False if there is too little text for a calibrated start.
     """
     asked, adapter = flags.get("init", AUTO), flags.get("adapter") is not None
     flags = {n: v for n, v in flags.items() if n != "init" or not (adapter or asked == AUTO)}
@@ -93,7 +87,7 @@ def with_defaults(
     if adapter:
         chosen = _near(flags)
     else:
-        against = _why_random(flags) if solvable else "too little text to solve one"
+        against = _why_random(flags)
         init = asked if asked != AUTO else "calibrated" if against is None else "random"
         chosen = {"init": init, **(_near(flags) if init == "calibrated" else {})}
         base = flags.get("model_name", model_name or EMBEDDED)
@@ -113,9 +107,7 @@ def with_defaults(
         form = {"targets"} - flags.keys()
         chosen |= {name: recorded[name] for name in form | chosen.keys() if name in recorded}
         return Chosen({**flags, **chosen})
-    solves = asked == AUTO and chosen.get("init") == "calibrated"
-    fallback = solves and "calibration_tokens" not in flags
-    return Chosen({**flags, **chosen}, tuple(notes), fallback)
+    return Chosen({**flags, **chosen}, tuple(notes))
 
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,9 +132,8 @@ def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str,
 
 def _why_random(flags: Mapping[str, Any]) -> str | None:
     """Return the reason against a calibrated start, as far as the flags tell."""
-    for name in ("shard_base", "device_map"):
-        if flags.get(name):
-            return f"--{name}: solving needs the base on one device"
+    if flags.get("shard_base"):
+        return "--shard_base: solving needs the base on one device"
     if flags.get("residual") == "keep":
         return "--residual keep, whose random start is its base already"
     if flags.get("mult_form") == "half_sigmoid":
@@ -180,12 +171,11 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "safe_mode", text, unset)
 
 
-def offer_auto(parser: argparse.ArgumentParser) -> None:
-    """Let `--init` take `auto`, and show the defaults of a run without other flags."""
-    flags, defaults = parser._option_string_actions, with_defaults({}).flags
-    flags["--init"].choices = (AUTO, *INITS)
-    texts = {flag_of(f): f.metadata["help"] for cls in SETTINGS for f in fields(cls)}
-    start = "auto: calibrated if that is possible, else random; random: small normal start;"
-    texts["init"], defaults["init"] = f"{start} calibrated: closed form", AUTO
-    for name, default in defaults.items():
-        flags[f"--{name}"].help = f"{texts[name]} (default: {shown_default(default)})"
+def add_run_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the settings of a run, with the defaults of one without other flags; `--init` may be
+    `auto`.
+    """
+    add_settings(parser, *SETTINGS, defaults={**with_defaults({}).flags, "init": AUTO})
+    init = parser._option_string_actions["--init"]
+    init.choices = (AUTO, *INITS)
+    init.help = f"auto: calibrated if that is possible, else random; {init.help}"

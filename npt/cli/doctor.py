@@ -85,76 +85,32 @@ def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
 
 def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
     """Plan a run's memory, with --measure run windows of it, print the plan and return it."""
-    from npt.doctor.measure import measured_windows
-    from npt.doctor.plan import available
+    from npt.doctor.plan import PHASES, available, shown
 
     name, workload = _workload(flags)
-    training, memory, limit = workload.training, workload.plan(), available(workload.device)
-    measured: list[dict[str, Any]] = []
-    if flags["measure"]:
-        if limit is not None and workload.plan(1).of("micro-batch", "step") > limit:
-            raise ConfigError("--measure runs what is planned, and not even one sample would fit")
-        base = build(BaseConfig, flags)
-        model, _ = load(base, console, workload.device)
-        teacher = load_teacher(base, console, workload.device)
-        with console.status("running windows"):
-            measured = list(measured_windows(workload, model, teacher, limit))
+    training, shape, ranks = workload.training, workload.shape, list(workload.ranks.values())
+    memory, limit, device = workload.plan(), available(workload.device), workload.device
     window = training.batch_size * training.gradient_accumulation_steps
     plan = {
         "name": name,
-        "device": str(workload.device),
+        "device": str(device),
         "tokens_per_step": window * workload.length,
-        "ranks": list(workload.ranks.values()),
+        "ranks": ranks,
         "memory": memory.as_dict(),
         "limit_bytes": limit,
         "fits": limit is None or memory.peak <= limit,
-        "measured": measured,
     }
-    if not flags["json"]:
-        _print(plan, workload, memory, console)
-    return plan
-
-
-def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the model's name and the workload to plan."""
-    import torch
-
-    from npt.adapters.fit import check_fit
-    from npt.base.load import read_config
-    from npt.doctor.plan import Workload
-    from npt.doctor.shape import llama_config, parse_shape
-    from npt.train.run_setup import check_trainable
-
-    base, adapter, data, training = (build(cls, flags) for cls in SETTINGS)
-    name, device = flags["shape"] or base.model_name, flags["device"]
-    if flags["shape"] is None:
-        config = read_config(base.model_name)
-    elif "model_name" in flags:
-        raise ConfigError(f"--shape {name} replaces --model_name {base.model_name}; give one")
-    else:
-        config = llama_config(parse_shape(name), data.max_length)
-        config.dtype = torch.bfloat16
-    check_fit(adapter, config, data.max_length)
-    check_trainable(adapter, None, base.teacher_precision is not None)
-    if flags["measure"] and flags["shape"] is not None:
-        raise ConfigError("--measure runs a model, and --shape has none; give --model_name")
-    if flags["measure"] and device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is cuda, but there is no GPU here to --measure on")
-    device = None if device is None else torch.device(device)
-    return name, Workload.of(base, config, adapter, training, data.max_length, device)
-
-
-def _print(plan: dict[str, Any], workload: Any, memory: Any, console: Any) -> None:
-    """Print the plan for a terminal of 80 columns."""
-    from npt.doctor.plan import PHASES, shown
-
-    c, s, limit = workload.training, workload.shape, plan["limit_bytes"]
+    if flags["measure"]:
+        plan["measured"] = _measured(flags, console, workload, limit)
+    if flags["json"]:
+        return plan
     stored = "unquantised" if workload.quantization is None else workload.quantization.upper()
     console.say(
-        f"{plan['name']}: L {s.layers}, D {s.hidden}, F {s.ffn}, V {s.vocab:,}, {stored}, on"
-        f" {workload.device}",
-        f"rank {max(plan['ranks'])} on {len(plan['ranks'])} layers, {c.strategy}; a step of"
-        f" {c.gradient_accumulation_steps} x {c.batch_size} samples of {workload.length:,} tokens",
+        f"{name}: L {shape.layers}, D {shape.hidden}, F {shape.ffn}, V {shape.vocab:,}, {stored},"
+        f" on {device}",
+        f"rank {max(ranks)} on {len(ranks)} layers, {training.strategy}; a step of"
+        f" {training.gradient_accumulation_steps} x {training.batch_size} samples of"
+        f" {workload.length:,} tokens",
     )
     rows = [
         [term.name, *(shown(term.bytes) if phase in term.phases else "" for phase in PHASES)]
@@ -165,16 +121,59 @@ def _print(plan: dict[str, Any], workload: Any, memory: Any, console: Any) -> No
     verdict = f"peak {shown(memory.peak)} in the {memory.phase}"
     if limit is not None:
         fits = "fits" if plan["fits"] else "does not fit"
-        verdict += f"; it {fits} into the {shown(limit)} free on {workload.device}"
+        verdict += f"; it {fits} into the {shown(limit)} free on {device}"
     console.say(verdict)
-    rows = []
-    for window in plan["measured"]:
-        result = ["does not fit", ""]
-        if window["peak"] is not None:
-            result = [shown(window["peak"]), f"{window['seconds']:.3g}"]
-        rows.append([str(window["batch_size"]), shown(window["predicted"]), *result])
+    rows = [
+        [str(w["samples"]), shown(w["predicted"]), "does not fit", ""]
+        if w["peak"] is None
+        else [str(w["samples"]), shown(w["predicted"]), shown(w["peak"]), f"{w['seconds']:.3g}"]
+        for w in plan.get("measured", [])
+    ]
     if rows:
         print_table(console, ["samples of a window", "predicted", "measured", "seconds"], rows)
+    return plan
+
+
+def _measured(
+    flags: Mapping[str, Any], console: Any, workload: Any, limit: int | None
+) -> list[dict[str, Any]]:
+    """Run windows of the workload's model on its device."""
+    from npt.doctor.measure import measured_windows
+
+    if flags["shape"] is not None:
+        raise ConfigError("--measure runs a model, and --shape has none; give --model_name")
+    if workload.device.type == "cuda" and limit is None:
+        raise ConfigError("--device is cuda, but there is no GPU here to --measure on")
+    base = build(BaseConfig, flags)
+    model, _ = load(base, console, workload.device)
+    teacher = load_teacher(base, console, workload.device)
+    with console.status("running windows"):
+        return list(measured_windows(workload, model, teacher, limit))
+
+
+def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the model's name and the workload to plan."""
+    import torch
+
+    from npt.adapters.fit import check_fit
+    from npt.base.load import read_config
+    from npt.doctor.plan import Workload
+    from npt.doctor.shape import llama_config, shape_named
+    from npt.train.run_setup import check_trainable
+
+    base, adapter, data, training = (build(cls, flags) for cls in SETTINGS)
+    name = flags["shape"] or base.model_name
+    if flags["shape"] is None:
+        config = read_config(base.model_name)
+    elif "model_name" in flags:
+        raise ConfigError(f"--shape {name} replaces --model_name {base.model_name}; give one")
+    else:
+        config = llama_config(shape_named(name), data.max_length)
+        config.dtype = torch.bfloat16
+    check_fit(adapter, config, data.max_length)
+    check_trainable(adapter, None, base.teacher_precision is not None)
+    device = None if flags["device"] is None else torch.device(flags["device"])
+    return name, Workload.of(base, config, adapter, training, data.max_length, device)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -183,8 +182,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--data", nargs="?", const=True, metavar="NAME", help=text)
     add_number(parser, "max_records", "look at the first records only (default: all)")
     add_switch(parser, "plan", "predict the memory of a training by formula; no weights are read")
-    text = "plan for a named shape, or for D,F,L,heads,kv_heads,V, in place of --model_name"
-    add("--shape", metavar="SHAPE", help=text)
+    add("--shape", metavar="NAME", help="plan for a named shape, in place of --model_name")
     text = "device to plan for, which need not be here, or to measure on (default: the GPU, if any)"
     add("--device", choices=("cpu", "cuda"), help=text)
     text = "run windows of 1, 2, 4, ... samples up to --batch_size: their peak and their time"

@@ -5,18 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import (
-    Task,
-    add_number,
-    add_student,
-    begin,
-    check_partners,
-    natural,
-    print_json,
-)
-from npt.errors import ConfigError
-
-PRECISIONS = ("fp32", "bf16", "fp16")
+from npt.cli.arguments import add_number, add_student, begin, check_partners, natural, print_json
 
 
 def evaluate(flags: dict[str, Any]) -> int:
@@ -32,14 +21,11 @@ def evaluate(flags: dict[str, Any]) -> int:
     if names is not None:
         names = [name for name in names.split(",") if name.strip()]
         find_tasks(names, path)
-    reference = None if flags["attribution"] is None else _reference(task)
     student = task.load()
     model, tokenizer = student.model, student.tokenizer
     samples, heldout = task.heldout_samples(model, tokenizer)
     greedy = {key: flags[key] for key in ("divergence_prompts", "max_new_tokens") if flags[key]}
-    fidelity = npt.evaluate(
-        model, tokenizer, samples, batch_size=size, unquantized=reference, **greedy
-    )
+    fidelity = npt.evaluate(model, tokenizer, samples, batch_size=size, **greedy)
     scores = {}
     if names is not None:
         limit = flags["lm_eval_limit"]
@@ -55,42 +41,12 @@ def evaluate(flags: dict[str, Any]) -> int:
     return 0
 
 
-def _reference(task: Task) -> Any:
-    """Run the unquantised base on the samples and return its outputs; the base is freed."""
-    from npt.base.load import load_base, read_config
-    from npt.base.precision import set_matmul_precision
-    from npt.evaluation.attribution import reference_outputs
-
-    base, precision = task.base, task.flags["attribution"]
-    packed = getattr(read_config(base.model_name), "quantization_config", None) is not None
-    if packed or base.quantization is None:
-        raise ConfigError(
-            "--attribution compares a 4-bit base with its unquantised original: name the original"
-            " as --model_name, and add --use_quantization"
-        )
-    attention = base.attn_implementation
-    model, tokenizer = load_base(
-        base.model_name, quantization=None, dtype=precision, attn_implementation=attention
-    )
-    set_matmul_precision(base.matmul_precision, model)
-    samples, _ = task.heldout_samples(model, tokenizer)
-    task.console.say(f"attribution: the unquantised base ({precision}) runs first")
-    return reference_outputs(model, samples, batch_size=task.flags["batch_size"])
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "eval_samples", "samples to evaluate on", 64)
     add_number(parser, "batch_size", "samples at a time", 8)
     text = "samples whose beginnings student and teacher continue greedily, to see where they part"
     add_number(parser, "divergence_prompts", text, 0, natural)
     add_number(parser, "max_new_tokens", "of such a continuation (default: 64)")
-    text = (
-        "run the base unquantised first (fp32, bf16 or fp16; default fp32), and report what"
-        " quantisation costs and what the conversion"
-    )
-    parser.add_argument(
-        "--attribution", nargs="?", const="fp32", choices=PRECISIONS, metavar="PRECISION", help=text
-    )
     text = "tasks of lm-evaluation-harness, with commas between them (extra: eval)"
     parser.add_argument("--lm_eval", metavar="TASKS", help=text)
     text = "folder of YAML tasks; only these are known then"

@@ -18,11 +18,18 @@ from npt.cli.arguments import (
     load_teacher,
     with_base,
 )
-from npt.cli.defaults import SETTINGS, add_config, offer_auto, with_config, with_data, with_defaults
+from npt.cli.defaults import (
+    SETTINGS,
+    add_config,
+    add_run_settings,
+    with_config,
+    with_data,
+    with_defaults,
+)
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
-from npt.errors import ConfigError, TooLittleTextError
-from npt.flags import add_settings, build, with_safe_mode
+from npt.errors import ConfigError
+from npt.flags import build, with_safe_mode
 
 REFUSED_SHARE_WORTH_SAYING = 0.01
 
@@ -34,8 +41,6 @@ class _Settings(NamedTuple):
         start: the saved adapter to train from, if any.
         any_base: whether its base may be another one.
         resumes: whether a checkpoint is resumed.
-        folder: the run's.
-        resume_at: the step of the run in it.
     """
 
     base: BaseConfig
@@ -45,8 +50,6 @@ class _Settings(NamedTuple):
     start: Any
     any_base: bool
     resumes: bool = False
-    folder: str = ""
-    resume_at: int | None = None
 
     @classmethod
     def of(cls, base: BaseConfig, flags: dict[str, Any], any_base: bool) -> _Settings:
@@ -62,7 +65,7 @@ def pretrain(flags: dict[str, Any]) -> int:
     tokens = flags.get("calibration_tokens")
     flags, base = with_base(with_safe_mode(with_config(flags)))
     any_base = flags.pop("any_base", False)
-    flags, notes, _ = with_data(flags, base.model_name)
+    flags, notes = with_data(flags, base.model_name)
     chosen = with_defaults(flags, _resumed_flags(flags), model_name=base.model_name)
     settings = _Settings.of(base, chosen.flags, any_base)
     training, start = settings.training, settings.start
@@ -76,8 +79,6 @@ def pretrain(flags: dict[str, Any]) -> int:
             "--any_base has no effect without --resume or --adapter: add one, or remove --any_base"
         )
     from npt.distributed.join import join_processes
-    from npt.runs.signals import StopOnSignal
-    from npt.runs.trackers import start_trackers
 
     processes = join_processes()
     try:
@@ -85,21 +86,7 @@ def pretrain(flags: dict[str, Any]) -> int:
             _check_placing(base, training.strategy, processes.size, settings.adapter.init)
             console = make_console() if processes.main else silent_console()
             console.say(*notes, *chosen.notes)
-            settings = _check(processes, settings)
-            folder, resume_at = Path(settings.folder), settings.resume_at
-            with StopOnSignal(at_once=True):  # trackers may wait for a network
-                trackers = start_trackers(processes, training, folder, resume_at=resume_at)
-            with trackers:
-                try:
-                    return _train(processes, console, settings, trackers)
-                except TooLittleTextError:
-                    if processes.size > 1 or not chosen.fallback:
-                        raise
-                    # only the trackers have started
-                    chosen = with_defaults(flags, model_name=base.model_name, solvable=False)
-                    console.say(*chosen.notes)
-                    settings = _check(processes, _Settings.of(base, chosen.flags, any_base))
-                    return _train(processes, console, settings, trackers)
+            return _train(processes, console, _check(processes, settings))
     finally:
         processes.close()
 
@@ -139,14 +126,9 @@ def _form_of(start: Any, flags: dict[str, Any]) -> NPTConfig:
 
 def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -> None:
     """Refuse ways to place the base that do not suit the processes or the strategy."""
-    if processes > 1 and base.device_map is not None:
-        raise ConfigError(
-            f"--device_map {base.device_map} gives all GPUs to one process, but {processes} were"
-            " started; take --shard_base"
-        )
     teacher = base.teacher_precision
     for refused, why in (
-        (processes == 1, "there is one process; start several with torchrun, or take --device_map"),
+        (processes == 1, "there is one process; start several with torchrun"),
         (init == "calibrated", "--init calibrated needs all of it; use --init random"),
         (teacher is not None, f"--teacher_precision {teacher} loads a whole unquantised model"),
         (strategy != "local", f"--strategy {strategy} does not support it; take --strategy local"),
@@ -159,38 +141,36 @@ def _check(processes: Any, settings: _Settings) -> _Settings:
     """Refuse what can be refused before the minutes that loading a large base takes."""
     base, adapter, data, training, start, *_ = settings
     processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
-    resumes, ranks, folder, resume_at = processes.first(lambda: _check_folder(settings))
+    resumes, ranks = processes.first(lambda: _check_folder(settings))
     if resumes:
         adapter = replace(adapter, ranks=ranks)
     check_run(base, adapter, data, training, starts=not resumes and start is None)
-    return settings._replace(adapter=adapter, resumes=resumes, folder=folder, resume_at=resume_at)
+    return settings._replace(adapter=adapter, resumes=resumes)
 
 
-def _check_folder(settings: _Settings) -> tuple[bool, Any, str, int | None]:
-    """Check the run's folder; return whether a checkpoint in it is resumed, that one's ranks, the
-    folder, and the step of the run in it. All of it can be JSON, for other processes.
+def _check_folder(settings: _Settings) -> tuple[bool, Any]:
+    """Check the run's folder; return whether a checkpoint in it is resumed, and that one's ranks,
+    as JSON for other processes.
     """
     from npt.runs.resume import changed_settings, find_resumed
     from npt.runs.run_folder import check_free, default_folder
 
     adapter, training = settings.adapter, settings.training
     if training.resume is None:
-        folder = default_folder() if training.output_dir is None else Path(training.output_dir)
-        check_free(folder)
-        return False, None, str(folder), None
+        check_free(Path(training.output_dir or default_folder()))
+        return False, None
     resumed = find_resumed(training.resume, training.output_dir)
-    resume_at = resumed.step if resumed.goes_on else None
     if resumed.checkpoint is None:
-        return False, None, str(resumed.folder), resume_at
+        return False, None
     recorded = resumed.checkpoint.record["settings"]
     # the ranks that a budget was spent on
     ranks = recorded.get("ranks") if adapter.spends_ranks else adapter.ranks
     asked = {name: value for part in settings[:4] for name, value in asdict(part).items()}
     changed_settings(recorded, {**asked, "ranks": ranks})
-    return True, ranks, str(resumed.folder), resume_at
+    return True, ranks
 
 
-def _train(processes: Any, console: Any, settings: _Settings, trackers: Any) -> int:
+def _train(processes: Any, console: Any, settings: _Settings) -> int:
     """Train as one of the run's processes."""
     import npt
     from npt.adapters.attach import AttachReport
@@ -223,7 +203,6 @@ def _train(processes: Any, console: Any, settings: _Settings, trackers: Any) -> 
             processes=processes,
             teacher=teacher,
             any_base=any_base,
-            trackers=trackers,
         )
         stop.check()  # an error raised inside a destructor is lost
         result = trainer.train()
@@ -252,5 +231,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "any_base", text, unset)
     text = "a saved adapter to start a new run from, on its base and in its form"
     add_adapter(parser, text, required=False, default=unset)
-    add_settings(parser, *SETTINGS)
-    offer_auto(parser)
+    add_run_settings(parser)

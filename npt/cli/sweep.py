@@ -11,6 +11,7 @@ from typing import Any
 from npt.cli.arguments import add_number, add_switch, check_run, tell
 from npt.console import make_console, silent_console
 from npt.errors import NPTError
+from npt.extras import require
 from npt.presets import studies, study_file
 
 
@@ -18,6 +19,7 @@ def sweep(flags: dict[str, Any]) -> int:
     """Run a study: many short runs on one base, shared by as many workers as join, and a table of
     what came out.
     """
+    require("optuna", "a study")
     from npt.tools.sweep.spec import read_design
     from npt.tools.sweep.storage import Storage
     from npt.tools.sweep.study import (
@@ -76,7 +78,7 @@ def sweep(flags: dict[str, Any]) -> int:
     tell(
         flags,
         {"study": str(folder), "trials": rows},
-        f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}",
+        f"{counts}; the table is {folder / 'trials.csv'}",
     )
     return status
 
@@ -99,14 +101,14 @@ def _work(flags: dict[str, Any], console: Any) -> None:
     """
     from npt.tools.sweep.run import Bases
     from npt.tools.sweep.storage import Storage
-    from npt.tools.sweep.study import design_in, scratch_folder, storage_url
+    from npt.tools.sweep.study import design_in, storage_url
     from npt.tools.sweep.worker import Worker
 
     folder = Path(flags["study"])
     design = design_in(folder)
     storage = Storage(storage_url(folder, flags["storage"]), design.name)
-    with storage.reached(), scratch_folder(folder) as scratch:
-        Worker(design, storage, Bases(scratch), console.say, flags["parent"]).work()
+    with storage.reached():
+        Worker(design, storage, Bases(), console.say, flags["parent"]).work()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -15,17 +15,9 @@ from npt.config.adapter import (
     TARGETS,
     NPTConfig,
 )
-from npt.config.base import (
-    ATTENTIONS,
-    COMPUTE_DTYPES,
-    DEVICE_MAPS,
-    QUANT_TYPES,
-    BaseConfig,
-    check_attention,
-)
+from npt.config.base import ATTENTIONS, COMPUTE_DTYPES, QUANT_TYPES, BaseConfig, check_attention
 from npt.config.data import DataConfig
-from npt.config.field import GROUPS, INT_MAX, flag_of, kinds_of
-from npt.config.texts import parse_steps
+from npt.config.field import GROUPS, INT_MAX, flag_of, kinds_of, parse_steps
 from npt.config.training import (
     LOGIT_LOSSES,
     LOSSES,

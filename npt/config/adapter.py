@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from npt.config.field import POSITIVE, Bound, Need, SettingsGroup, at_least, setting
-from npt.config.texts import as_text, words
+from npt.config.field import POSITIVE, Bound, Need, SettingsGroup, as_text, at_least, setting, words
 from npt.errors import ConfigError
 
 
@@ -62,16 +61,11 @@ class NPTConfig(SettingsGroup):
     """
 
     rank: int = _adapter(
-        16,
-        "rank R of the low-rank code z = A a",
-        flag="adapter_rank",
-        often=True,
-        bound=at_least(1),
+        16, "rank R of the low-rank code z = A a", flag="adapter_rank", bound=at_least(1)
     )
     layers: str = _adapter(
         "upper_half",
         "layers to convert: upper_half, all, a range 8-15 or a list 3,5,7",
-        often=True,
         read=as_text,
     )
     targets: tuple[str, ...] = _adapter(
@@ -81,7 +75,7 @@ class NPTConfig(SettingsGroup):
         read=words,
     )
     modulation: str = _adapter(
-        "both", "multiplicative term, additive term, or both", choices=MODULATIONS, often=True
+        "both", "multiplicative term, additive term, or both", choices=MODULATIONS
     )
     residual: str = _adapter(
         "modulate",
@@ -89,7 +83,7 @@ class NPTConfig(SettingsGroup):
         choices=RESIDUALS,
     )
     init: str = _adapter(
-        "random", "random: small normal start; calibrated: closed form", choices=INITS, often=True
+        "random", "random: small normal start; calibrated: closed form", choices=INITS
     )
     additive_scale: float = _adapter(0.1, "alpha: scale of the additive term", bound=POSITIVE)
     mult_bound: float = _adapter(

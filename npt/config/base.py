@@ -10,8 +10,7 @@ from npt.errors import ConfigError
 
 QUANT_TYPES = ("nf4", "fp4")
 COMPUTE_DTYPES = ("fp32", "bf16")
-ATTENTIONS = ("sdpa", "eager", "flex_attention")
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+ATTENTIONS = ("sdpa", "eager")
 
 _base = partial(setting, group="base")
 _QUANTISED = Need(lambda c: c.use_quantization, "--use_quantization")
@@ -30,13 +29,10 @@ def check_attention(name: str) -> None:
 class BaseConfig(SettingsGroup):
     """The frozen model, and how it is stored and computed."""
 
-    model_name: str = _base(
-        "tiny", "'tiny' (embedded), a folder, a GGUF file, or a hub id", often=True
-    )
+    model_name: str = _base("tiny", "'tiny' (embedded), a folder, a GGUF file, or a hub id")
     use_quantization: bool = _base(
         False,
         "load the base in 4 bit; all then computes in fp32, unless compute_dtype says otherwise",
-        often=True,
     )
     quant_type: str = _base("nf4", "4-bit code", choices=QUANT_TYPES, need=_QUANTISED)
     use_fp16: bool = _base(
@@ -54,9 +50,7 @@ class BaseConfig(SettingsGroup):
         choices=("auto", "highest", "high"),
     )
     attn_implementation: str = _base(
-        "sdpa",
-        "attention: sdpa (memory-efficient kernel on CUDA), eager (keeps every score), or"
-        " flex_attention (needs a compiler)",
+        "sdpa", "attention: sdpa (memory-efficient kernel on CUDA), or eager (keeps every score)"
     )
     teacher_precision: str | None = _base(
         None,
@@ -64,20 +58,12 @@ class BaseConfig(SettingsGroup):
         choices=("bf16", "fp32"),
         need=_QUANTISED,
     )
-    device_map: str | None = _base(
-        None, "spread the base over all GPUs of this one process", choices=DEVICE_MAPS
-    )
     shard_base: bool = _base(False, "share the base among all processes (FSDP2)")
     share_embeddings: bool = _base(False, "accepted: teacher and student share the whole base")
 
     def check(self) -> None:
-        """Refuse an attention that nothing trains with, and two ways to spread a base."""
+        """Refuse an attention that nothing trains with."""
         check_attention(self.attn_implementation)
-        if self.shard_base and self.device_map is not None:
-            raise ConfigError(
-                f"--shard_base is for several processes, --device_map {self.device_map} for one;"
-                " drop one of the two"
-            )
 
     @property
     def quantization(self) -> str | None:

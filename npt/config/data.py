@@ -20,22 +20,21 @@ class DataConfig(SettingsGroup):
         "builtin",
         "'builtin' (Python), 'builtin-prose' (English), a file, folder or glob (.txt .jsonl .json"
         " .csv .parquet), or a hub dataset's name",
-        often=True,
     )
     dataset_config: str | None = _data(None, "configuration of a hub dataset")
     dataset_split: str = _data("train", "split to train on")
-    text_column: str = _data("text", "field that holds the text", often=True)
+    text_column: str = _data("text", "field that holds the text")
     prompt_column: str | None = _data(
-        None, "field that holds the prompt, a text or a list of messages", often=True
+        None, "field that holds the prompt, a text or a list of messages"
     )
     completion_column: str | None = _data(
-        None, "field that holds the completion, of messages the last one", often=True
+        None, "field that holds the completion, of messages the last one"
     )
-    streaming: bool = _data(False, "read as it comes, keeping nothing", often=True)
+    streaming: bool = _data(False, "read as it comes, keeping nothing")
     num_samples: int | None = _data(
         None, "use at most this many samples, counted before packing", bound=at_least(1)
     )
-    max_length: int = _data(256, "tokens of a sample", often=True, bound=at_least(2))
+    max_length: int = _data(256, "tokens of a sample", bound=at_least(2))
     packing: bool = _data(
         False, "put short documents side by side into rows, attention kept inside each"
     )

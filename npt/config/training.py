@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from npt.config.field import INT_MAX, POSITIVE, Need, SettingsGroup, at_least, setting
-from npt.config.texts import as_text, parse_steps
+from npt.config.field import (
+    INT_MAX,
+    POSITIVE,
+    Need,
+    SettingsGroup,
+    as_text,
+    at_least,
+    parse_steps,
+    setting,
+)
 from npt.errors import ConfigError
 
 STRATEGIES = ["local", "propagated", "end_to_end"]
@@ -32,7 +40,7 @@ _LOGITS = Need(lambda c: c.logit_kl_weight > 0, "a --logit_kl_weight above 0")
 class TrainConfig(SettingsGroup):
     """All settings of the training of adapters, and of the run that does it."""
 
-    strategy: str = _objective("local", "how the student is driven", choices=STRATEGIES, often=True)
+    strategy: str = _objective("local", "how the student is driven", choices=STRATEGIES)
     loss: str = _objective(
         "nmse", "hidden-state loss per valid token", choices=LOSSES, need=_HIDDEN
     )
@@ -40,7 +48,7 @@ class TrainConfig(SettingsGroup):
         1.0, "weight of the loss on hidden states; 0: logits alone", bound=at_least(0.0)
     )
     logit_kl_weight: float = _objective(
-        0.0, "weight of the loss on the logits of end_to_end", often=True, bound=at_least(0.0)
+        0.0, "weight of the loss on the logits of end_to_end", bound=at_least(0.0)
     )
     logit_loss: str = _objective(
         "kl", "loss on the logits, per position", choices=LOGIT_LOSSES, need=_LOGITS
@@ -49,22 +57,19 @@ class TrainConfig(SettingsGroup):
         65536, "training tokens that init calibrated fits the start to", bound=_COUNT
     )
 
-    batch_size: int = _optimiser(4, "samples of a micro-batch", often=True, bound=_COUNT)
+    batch_size: int = _optimiser(4, "samples of a micro-batch", bound=_COUNT)
     gradient_accumulation_steps: int = _optimiser(
-        1, "micro-batches K of a window, that is of one optimizer step", often=True, bound=_COUNT
+        1, "micro-batches K of a window, that is of one optimizer step", bound=_COUNT
     )
-    learning_rate: float = _optimiser(1e-3, "peak learning rate", often=True, bound=POSITIVE)
+    learning_rate: float = _optimiser(1e-3, "peak learning rate", bound=POSITIVE)
     weight_decay: float = _optimiser(0.0, "AdamW's decoupled weight decay", bound=at_least(0.0))
     regularization_lambda: float = _optimiser(
         0.0, "weight of the L2 of the modulation", bound=at_least(0.0)
     )
-    num_epochs: int = _optimiser(
-        1, "passes over the data, without max_steps", often=True, bound=_COUNT
-    )
+    num_epochs: int = _optimiser(1, "passes over the data, without max_steps", bound=_COUNT)
     max_steps: int | None = _optimiser(
         None,
         "optimizer steps of the run, over as many epochs as they take",
-        often=True,
         bound=at_least(1, MAX_STEPS),
     )
     warmup_steps: int = _optimiser(0, "steps of linear warm-up", bound=at_least(0, MAX_STEPS))
@@ -86,22 +91,18 @@ class TrainConfig(SettingsGroup):
         None, "steps whose tensors are recorded, as 1-5,8; /100: every hundredth", read=as_text
     )
 
-    output_dir: str | None = _output(
-        None, "run folder; default a new one below outputs/", often=True
-    )
-    log_steps: int = _output(10, "steps between metrics lines", often=True, bound=_COUNT)
+    output_dir: str | None = _output(None, "run folder; default a new one below outputs/")
+    log_steps: int = _output(10, "steps between metrics lines", bound=_COUNT)
     eval_steps: int | None = _output(
-        None, "steps between evaluations on held-out text", often=True, bound=_COUNT
+        None, "steps between evaluations on held-out text", bound=_COUNT
     )
     eval_samples: int = _output(64, "held-out samples of an evaluation", bound=_COUNT)
-    save_steps: int | None = _output(
-        None, "steps between adapter checkpoints", often=True, bound=_COUNT
-    )
+    save_steps: int | None = _output(None, "steps between adapter checkpoints", bound=_COUNT)
     save_total_limit: int | None = _output(None, "keep at most this many checkpoints", bound=_COUNT)
     resume: str | None = _output(
-        None, "auto (the newest below output_dir), a run folder, or one checkpoint", often=True
+        None, "auto (the newest below output_dir), a run folder, or one checkpoint"
     )
-    use_wandb: bool = _output(False, "log to Weights & Biases", often=True)
+    use_wandb: bool = _output(False, "log to Weights & Biases")
     use_tensorboard: bool = _output(False, "log to TensorBoard, below the run folder")
     run_name: str | None = _output(
         None, "name of the run in Weights & Biases (WANDB_NAME, else its folder's)"

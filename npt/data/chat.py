@@ -93,9 +93,8 @@ def read_conversation(
             wanted = '{"role": "user", "content": ...}'
             raise DataError(f"record {name}: {where!r} is no list of messages like {wanted}")
     assert answer is not None
-    used = (column,) if answer_column is None else (column, answer_column)
     if (skipped := _why_skipped(prompt, answer)) is not None:
-        return Content(used, skipped=skipped)
+        return Content(skipped=skipped)
     if not has_template(tokenizer):
         raise DataError(
             f"record {name} is a conversation, but the tokenizer has no chat template; use prompt"
@@ -117,7 +116,7 @@ def read_conversation(
     for what, text in zip(("prompt", "answer"), texts, strict=True):
         check_characters(name, what, text)
     undated = json.dumps([prompt, answer], sort_keys=True, default=str)
-    return Content(used, texts, opened=False, closed=False, undated=undated)
+    return Content(texts, opened=False, closed=False, undated=undated)
 
 
 def _last_answer(messages: list[Any]) -> int:

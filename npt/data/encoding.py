@@ -48,7 +48,6 @@ class RecordCounts:
         cut_prompts: samples whose prompt lost tokens to `max_length`.
         cut_completions: samples whose completion did.
         skipped: records, or windows of given ids, by reason.
-        unused: records by columns that nothing is made of.
     """
 
     records: int = 0
@@ -57,17 +56,9 @@ class RecordCounts:
     cut_prompts: int = 0
     cut_completions: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    unused: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
         return {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self).items()}
-
-    def add(self, record: Record, used: Sequence[str]) -> None:
-        """Count a record, and its columns that nothing is made of."""
-        self.records += 1
-        for column, value in record.items():
-            if column not in (*used, "id", PIECE) and value not in (None, "", [], {}):
-                self.unused[str(column)] += 1
 
 
 def lost(counts: RecordCounts) -> str:
@@ -76,11 +67,6 @@ def lost(counts: RecordCounts) -> str:
     parts = [f"{count:,} {what} cut to --max_length" for what, count in cut.items() if count]
     parts += [f"{count:,} skipped ({why})" for why, count in sorted(counts.skipped.items())]
     return ", ".join(parts)
-
-
-def listed_columns(unused: Mapping[str, int]) -> str:
-    """Return unused columns in words, each with the number of records that have it."""
-    return ", ".join(f"{name!r} of {count:,} records" for name, count in sorted(unused.items()))
 
 
 def no_sample(counts: RecordCounts) -> DataError:
@@ -116,7 +102,6 @@ class Content(NamedTuple):
     """The trainable part of a record.
 
     Attributes:
-        used: columns that it is made of.
         texts: one, or a prompt and its completion; none of given ids.
         ids: tokens and labels that came as such.
         opened: add a start token.
@@ -125,7 +110,6 @@ class Content(NamedTuple):
         undated: what a conversation says, which does not depend on the day.
     """
 
-    used: tuple[str, ...]
     texts: tuple[str, ...] = ()
     ids: tuple[list[int], list[int] | None] | None = None
     opened: bool = True
@@ -146,8 +130,8 @@ class Encoder:
         read = [self._read(number, record) for number, record in chunk]
         tokens = iter(self._tokens_of([text for _, content in read for text in content.texts]))
         encoded = []
-        for (_, record), (name, content) in zip(chunk, read, strict=True):
-            counts.add(record, content.used)
+        for name, content in read:
+            counts.records += 1
             if content.ids is not None:
                 ids, labels = content.ids
                 encoded.append(Encoded(name, ids, labels=labels))
@@ -177,7 +161,7 @@ class Encoder:
         name = str(number if record.get("id") is None else record["id"])
         columns = filled(record)
         if "input_ids" in columns:
-            return name, Content(IDS, ids=read_ids(name, columns))
+            return name, Content(ids=read_ids(name, columns))
         column = prompt_column(columns, config)
         answer = config.completion_column
         if config.prompt_column is None:
@@ -185,7 +169,7 @@ class Encoder:
         if column is None:
             text = text_of(name, record, config.text_column, "--text_column")
             first, last = record.get(PIECE, (True, True))
-            return name, Content((config.text_column,), (text,), opened=first, closed=last)
+            return name, Content((text,), opened=first, closed=last)
         if isinstance(columns.get(column), list):
             from npt.data.chat import read_conversation
 
@@ -197,7 +181,7 @@ class Encoder:
                 " --completion_column"
             )
         completion = text_of(name, record, answer, "--completion_column")
-        return name, Content((column, answer), (prompt, completion))
+        return name, Content((prompt, completion))
 
     def _join(self, name: str, content: Content, tokens: list[list[int]]) -> Encoded | None:
         """Return start token, prompt, completion or text, and end token; None if it is empty."""

@@ -9,9 +9,9 @@ import contextlib
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import starmap
+from itertools import islice, starmap
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from npt.data.batch import Batch, Sample, collate
@@ -60,11 +60,34 @@ class Position:
 
 
 class Loaded(NamedTuple):
-    """A batch, its epoch, and the position after it."""
+    """A batch, and the position after it."""
 
-    epoch: int
     batch: Batch
     position: Position
+
+
+class Window(NamedTuple):
+    """K micro-batches of every process, fewer at the end of the data, and the position after them.
+
+    Every process has all of them, and computes number i, i + P, ... as process i of P: where a
+    sample is, and so the position after the window, depends on the tokens of all before it.
+    """
+
+    batches: list[Batch]
+    position: Position = Position()
+
+
+def windows(
+    batches: Iterator[Loaded], size: int, stop: Callable[[], Any] = bool
+) -> Generator[Window]:
+    """Yield windows of `size` batches until `stop()`; closing ends the thread that prepares them.
+
+    Windows continue from one epoch into the next; the last one of all may be shorter.
+    """
+    with contextlib.closing(Prefetcher(batches, stop=stop)) as ahead:
+        stream = iter(ahead)
+        while loaded := list(islice(stream, size)):
+            yield Window([each.batch for each in loaded], loaded[-1].position)
 
 
 class Loader:
@@ -123,7 +146,7 @@ class Loader:
 
     def _loaded(self, group: list[Sample], position: Position) -> Loaded:
         batch = replace(collate(group), offset=position.drawn - len(group))
-        return Loaded(position.epoch, batch.pinned() if self.pin else batch, position)
+        return Loaded(batch.pinned() if self.pin else batch, position)
 
     def groups(self, position: Position, size: int) -> Iterator[tuple[list[Sample], Position]]:
         """Yield the samples of both sources, `size` at a time, with the position after them."""
@@ -163,9 +186,7 @@ class Prefetcher(Generic[T]):
     `stop()`, asked while waiting.
     """
 
-    def __init__(
-        self, items: Iterator[T], depth: int = AHEAD, stop: Callable[[], bool] = lambda: False
-    ):
+    def __init__(self, items: Iterator[T], depth: int = AHEAD, stop: Callable[[], Any] = bool):
         self._items, self._stop = items, stop
         self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
         self._closed = threading.Event()

@@ -38,17 +38,27 @@ Entries = Iterator[Record | FileError]
 
 
 @contextmanager
-def _opened(path: Path, mode: str = "rb", **options: Any) -> Iterator[IO[Any]]:
+def _opened(path: Path, mode: str = "r", **options: Any) -> Iterator[IO[Any]]:
     try:
         with path.open(mode, **options) as file:
             yield file
     except OSError as error:
         raise FileError(path, f" cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        with path.open("rb") as file:
+            for line, raw in enumerate(file, start=1):
+                if raw.decode(errors="ignore").encode() != raw:
+                    raise _not_utf8(path, line, error) from error
+        raise
+
+
+def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> FileError:
+    return FileError(path, f": not UTF-8 ({error.reason}); convert the file first", line)
 
 
 def read_json_lines(path: Path, config: DataConfig) -> Entries:
     """Yield the objects of a file of JSON lines."""
-    with _opened(path) as file:
+    with _opened(path, "rb") as file:
         for line, raw in enumerate(file, start=1):
             if raw.strip():
                 yield _json_record(path, line, raw)
@@ -60,28 +70,21 @@ def _json_record(path: Path, line: int, raw: bytes) -> Record | FileError:
         # a line that ends too early is broken at its end, not after it
         record = json.loads(text.rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
-        return not_utf8(path, line, error)
+        return _not_utf8(path, line, error)
     except (ValueError, RecursionError) as error:
-        what, _, column = _json_fault(error)
+        what = getattr(error, "msg", error)
         message = f": not JSON ({what}); each line must be one JSON object"
-        return FileError(path, message, line, column)
+        return FileError(path, message, line, getattr(error, "colno", None))
     if not isinstance(record, dict):
         return FileError(path, f': {kind_of(record)}, not an object like {{"text": ...}}', line)
     return {"id": f"{path.name}:{line}", **record}
-
-
-def _json_fault(error: Exception) -> tuple[str, int | None, int | None]:
-    """Return what is wrong, and the line and column of it."""
-    if isinstance(error, json.JSONDecodeError):
-        return error.msg, error.lineno, error.colno
-    return str(error), None, None
 
 
 def read_csv(path: Path, config: DataConfig) -> Entries:
     """Yield the rows of a CSV file (RFC 4180) by the header's names; fields are text, and a row of
     few fields lacks the last columns.
     """
-    with _opened(path, "r", encoding="utf-8-sig", newline="") as file:
+    with _opened(path, encoding="utf-8-sig", newline="") as file:
         rows, names, line = csv.reader(file, strict=True), list[str](), 1
         try:
             for row in rows:
@@ -97,8 +100,6 @@ def read_csv(path: Path, config: DataConfig) -> Entries:
                     named = dict(zip(names, row, strict=False))
                     yield {"id": f"{path.name}:{line}", **named}
                 line = rows.line_num + 1
-        except UnicodeDecodeError:
-            yield from lines_not_utf8(path)
         except csv.Error as error:
             yield FileError(path, f": not CSV ({error}); mend it there", line)
 
@@ -110,37 +111,30 @@ def read_text(path: Path, config: DataConfig) -> Entries:
         text = str(file.read(TEXT_PIECE))
         return text + file.readline() if text else ""
 
-    with _opened(path, "r", encoding="utf-8-sig") as file:
-        try:
-            number, piece = 0, next_piece()
-            while piece:
-                after = next_piece()
-                if number == 0 and not after:
-                    yield {"text": piece, "id": path.name}
-                else:
-                    ends = {PIECE: (number == 0, not after)}
-                    yield {"text": piece, "id": f"{path.name}#{number}", **ends}
-                number, piece = number + 1, after
-        except UnicodeDecodeError:
-            yield from lines_not_utf8(path)
+    with _opened(path, encoding="utf-8-sig") as file:
+        number, piece = 0, next_piece()
+        while piece:
+            after = next_piece()
+            if number == 0 and not after:
+                yield {"text": piece, "id": path.name}
+            else:
+                ends = {PIECE: (number == 0, not after)}
+                yield {"text": piece, "id": f"{path.name}#{number}", **ends}
+            number, piece = number + 1, after
 
 
 def read_json(path: Path, config: DataConfig) -> Entries:
     """Yield the objects of a JSON list."""
     example = 'like {"text": ...}'
-    with _opened(path) as file:
-        content = file.read()
     try:
-        entries = json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        yield from lines_not_utf8(path)
-        return
-    except (ValueError, RecursionError) as error:
-        what, *where = _json_fault(error)
+        with _opened(path, encoding="utf-8-sig") as file:
+            entries = json.load(file)
+    except (json.JSONDecodeError, RecursionError) as error:
         message = (
-            f": not JSON ({what}); mend it there, or name the file .jsonl if each of its lines is"
-            " an object"
+            f": not JSON ({getattr(error, 'msg', error)}); mend it there, or name the file .jsonl"
+            " if each of its lines is an object"
         )
+        where = (getattr(error, key, None) for key in ("lineno", "colno"))
         raise FileError(path, message, *where) from error
     if not isinstance(entries, list):
         raise FileError(path, f" holds {kind_of(entries)}; it must be a list of objects {example}")
@@ -148,24 +142,7 @@ def read_json(path: Path, config: DataConfig) -> Entries:
         if isinstance(entry, dict):
             yield {"id": f"{path.name}:{number}", **entry}
         else:
-            message = f", entry {number}: {kind_of(entry)}, not an object {example}"
-            yield FileError(path, message)
-
-
-def lines_not_utf8(path: Path) -> Iterator[FileError]:
-    """Yield the faults of lines in another encoding."""
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            try:
-                raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                yield not_utf8(path, line, error)
-
-
-def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> FileError:
-    """Return the fault of a line in another encoding."""
-    problem = f": not UTF-8 (byte {error.start}: {error.reason}); convert the file first"
-    return FileError(path, problem, line)
+            yield FileError(path, f", entry {number}: {kind_of(entry)}, not an object {example}")
 
 
 def read_parquet(path: Path, config: DataConfig) -> Iterable[Record]:

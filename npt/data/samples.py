@@ -83,10 +83,10 @@ def _cut(
 ) -> Iterator[Sample]:
     while chunk := list(itertools.islice(numbered, _RECORDS_AT_ONCE)):
         for encoded in encoder.encode(chunk, counts):
-            yield from _fit(encoded, max_length, counts)
+            yield from fit(encoded, max_length, counts)
 
 
-def _fit(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
+def fit(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
     """Return the samples of a record, counted."""
     cut_ = _fit_text if record.prompt is None else _fit_completion
     samples = cut_(record, max_length, counts)

@@ -32,14 +32,9 @@ class FileError(DataError):
     def __init__(
         self, path: Path, problem: str, line: int | None = None, column: int | None = None
     ):
-        super().__init__(f"{located(path, line, column)}{problem}")
-        self.line, self.column, self.problem = line, column, problem.lstrip(" :,")
-
-
-def located(name: Any, line: int | None, column: int | None) -> str:
-    """Return a file's name with the line and column, from 1, as far as they are known."""
-    where = "" if line is None else f", line {line}"
-    return f"{name}{where}{'' if column is None else f', column {column}'}"
+        where = "" if line is None else f", line {line}"
+        where += "" if column is None else f", column {column}"
+        super().__init__(f"{path}{where}{problem}")
 
 
 Read = Callable[[Any, DataConfig], Iterable[Record | FileError]]

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from npt.recorder.callback import RecorderCallback as RecorderCallback
+    from npt.recorder.picture import write_pictures as write_pictures
     from npt.recorder.ranking import explosions as explosions
     from npt.recorder.ranking import gradients as gradients
+    from npt.recorder.ranking import worst as worst
     from npt.recorder.record import Record as Record
     from npt.recorder.record import Row as Row
     from npt.recorder.recorder import Recorder as Recorder
-    from npt.recorder.table import print_record as print_record
 
 _HOME = {
     "Record": "record",
@@ -24,7 +25,8 @@ _HOME = {
     "Row": "record",
     "explosions": "ranking",
     "gradients": "ranking",
-    "print_record": "table",
+    "worst": "ranking",
+    "write_pictures": "picture",
 }
 __all__ = [*_HOME]
 

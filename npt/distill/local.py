@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapters_disabled, decoder_layers, is_sharded, npt_layers
-from npt.adapters.layer import NPTLayer, attention_output, device_of, whole
+from npt.adapters.layer import NPTLayer, attention_output, whole
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import Workspace, stacked_outputs, trained_output
 from npt.base.hooks import call_around, may_change
@@ -151,11 +151,11 @@ def _layer_by_layer(
                 if own_stream:
                     hidden = run_layers(stream, layers, hidden, index, index + 1)
                 continue
-            here, hidden = stream_at(stream, layer, hidden)
-            h = here.rows(taught_input.to(hidden.device) if own_stream else hidden)
+            h = stream.rows(taught_input if own_stream else hidden)
             with whole(layer):
                 if shared:
-                    attention = here.rows(attention_output(layer, hidden, **here.context_of(layer)))
+                    context = stream.context_of(layer)
+                    attention = stream.rows(attention_output(layer, hidden, **context))
                 with torch.enable_grad():
                     if shared:
                         target, output, energy = stacked_outputs(
@@ -163,17 +163,17 @@ def _layer_by_layer(
                         )
                         del attention
                     else:
-                        target = here.rows(guide.hidden.to(h.device))
+                        target = stream.rows(guide.hidden)
                         output, energy = student_rows(
-                            layer, here, hidden, regularised, space, graph=False
+                            layer, stream, hidden, regularised, space, graph=False
                         )
                     of_layer = layer_sums(config, len(converted), output, target, h, energy)
                     of_layer.loss.backward()
             sums.append(of_layer._replace(loss=of_layer.loss.detach()))
             if shared:
-                guide = replace(guide, hidden=here.scatter(target))
+                guide = replace(guide, hidden=stream.scatter(target))
             elif own_stream:
-                hidden = here.scatter(output.detach())
+                hidden = stream.scatter(output.detach())
             del h, target, output, energy, of_layer, taught_input  # before the next layer's work
     return batch_sums(config, batch, sums)
 
@@ -205,7 +205,7 @@ def begin(
 
 def student_rows(
     layer: NPTLayer,
-    here: Stream,
+    stream: Stream,
     hidden: Tensor,
     regularised: bool,
     space: Workspace | None = None,
@@ -213,7 +213,7 @@ def student_rows(
     graph: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Return a layer's student output [N, D] and the energy of its modulation [N], from the
-    student's h [B, T, D] and its stream on the layer's device.
+    student's h [B, T, D] and its stream.
 
     `graph`: gradients go through the attention into h, else no further than the adapter. The other
     arguments are those of `trained_output`.
@@ -222,19 +222,21 @@ def student_rows(
     def student(hidden: Tensor, **context: Any) -> tuple[Tensor, Tensor | None]:
         with torch.set_grad_enabled(graph):
             attention = attention_output(layer, hidden, **context)
-        return trained_output(layer, here.rows(hidden), here.rows(attention), regularised, space)
+        return trained_output(
+            layer, stream.rows(hidden), stream.rows(attention), regularised, space
+        )
 
-    context, energies = here.context_of(layer), []
+    context, energies = stream.context_of(layer), []
     if not may_change(layer):
         return student(hidden, **context)
 
     def scattered(hidden: Tensor, **context: Any) -> Tensor:
         rows, energy = student(hidden, **context)
         energies.append(energy)
-        return here.scatter(rows)
+        return stream.scatter(rows)
 
     name = f"layer {layer.self_attn.layer_idx}"
-    return here.rows(call_around(layer, name, scattered, hidden, **context)), energies[0]
+    return stream.rows(call_around(layer, name, scattered, hidden, **context)), energies[0]
 
 
 def layer_sums(
@@ -268,24 +270,13 @@ def batch_sums(
     config: TrainConfig, batch: Batch, layers: list[LayerSums], logit: Tensor | None = None
 ) -> BatchSums:
     """Return the sums of a micro-batch from those of its layers and the loss on the logits."""
-    # the layers of a model spread over several devices report from each of them
-    home = layers[-1].loss.device
-    losses, nmses, regs = (
-        torch.stack([part.detach().to(home) for part in parts])
-        for parts in zip(*layers, strict=True)
-    )
+    losses, nmses, regs = (torch.stack(parts).detach() for parts in zip(*layers, strict=True))
     loss, scored = losses.sum(), 0
     if logit is not None:
-        logit, scored = logit.detach().to(home), batch.scored
+        logit, scored = logit.detach(), batch.scored
         loss = loss + config.logit_kl_weight * logit
     logit = torch.zeros_like(loss) if logit is None else logit
     return BatchSums(loss, nmses.mean(), regs.mean(), logit, nmses, batch.tokens, scored)
-
-
-def stream_at(stream: Stream, layer: nn.Module, hidden: Tensor) -> tuple[Stream, Tensor]:
-    """Return stream and states on the device of a layer."""
-    device = device_of(layer)
-    return stream.at(device), hidden.to(device)
 
 
 def run_layers(
@@ -293,6 +284,5 @@ def run_layers(
 ) -> Tensor:
     """Return the states [B, T, D] after the layers from `start` up to `stop`."""
     for layer in layers[start:stop]:
-        here, hidden = stream_at(stream, layer, hidden)
-        hidden = here.clean(layer(hidden, **here.context_of(layer)))
+        hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
     return hidden

@@ -99,7 +99,7 @@ def through_head(
     def chunk_sum(student: Tensor, teacher: Tensor) -> Tensor:
         logits = head(student)
         with torch.no_grad():
-            other = guide(teacher).to(logits.device) if of_states else teacher
+            other = guide(teacher) if of_states else teacher
         return loss(logits, other).sum()
 
     rows = chunk_rows(student.device, vocab_size)

@@ -31,7 +31,6 @@ from npt.distill.local import (
     propagated,
     refuse_sharded,
     run_layers,
-    stream_at,
     student_rows,
 )
 from npt.distill.logit_losses import row_loss, through_head
@@ -77,23 +76,19 @@ def end_to_end(
     compute: Callable[..., Any] = recomputed if config.gradient_checkpointing else _computed
     with adapter_mode(model, "student"):
         for index, layer in enumerate(layers[first:depth], first):
-            here, hidden = stream_at(stream, layer, hidden)
             if not isinstance(layer, NPTLayer):
                 plain = partial(run_layers, stream, layers, start=index, stop=index + 1)
                 hidden = compute(plain, hidden)
                 continue
-            taught = [
-                None if states is None else states.to(hidden.device)
-                for states in (targets.pop(index, None), inputs.pop(index, None))
-            ]
-            converted_layer = partial(_converted, layer, here, config, len(converted))
+            taught = targets.pop(index, None), inputs.pop(index, None)
+            converted_layer = partial(_converted, layer, stream, config, len(converted))
             hidden, of_layer = compute(converted_layer, hidden, *taught)
             sums.append(of_layer)
-        loss = torch.stack([part.loss.to(hidden.device) for part in sums]).sum()
+        loss = torch.stack([part.loss for part in sums]).sum()
         logit = None
         if config.logit_kl_weight:
             logit = _logit_loss(config, Side(model, stream, hidden), guide)
-            loss = loss + config.logit_kl_weight * logit.to(loss.device)
+            loss = loss + config.logit_kl_weight * logit
         loss.backward()
     return batch_sums(config, batch, sums, logit)
 
@@ -132,7 +127,7 @@ def _computed(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _converted(
     layer: NPTLayer,
-    here: Stream,
+    stream: Stream,
     config: TrainConfig,
     count: int,
     hidden: Tensor,
@@ -142,18 +137,18 @@ def _converted(
     """Return the student's states after one of `count` converted layers, and the layer's sums, from
     the student's h, the teacher's output and the teacher's h: all [B, T, D].
     """
-    student, energy = student_rows(layer, here, hidden, config.regularization_lambda > 0)
-    t, h = (None if states is None else here.rows(states) for states in (target, taught_input))
-    return here.scatter(student), layer_sums(config, count, student, t, h, energy)
+    student, energy = student_rows(layer, stream, hidden, config.regularization_lambda > 0)
+    t, h = (None if states is None else stream.rows(states) for states in (target, taught_input))
+    return stream.scatter(student), layer_sums(config, count, student, t, h, energy)
 
 
 def _logit_loss(config: TrainConfig, student: Side, teacher: Side) -> Tensor:
-    """Return the loss on the logits, summed over the scored positions, on the device of lm_head.
+    """Return the loss on the logits, summed over the scored positions.
 
     The teacher's states, after its last layer, are read only if `_teacher_has_logits`.
     """
     rows = _scored_states(student.model, student.hidden, student.stream)
-    batch = student.stream.at(rows.device).batch
+    batch = student.stream.batch
     if _teacher_has_logits(config):
         taught = _scored_states(teacher.model, teacher.hidden, student.stream)
     else:
@@ -164,10 +159,8 @@ def _logit_loss(config: TrainConfig, student: Side, teacher: Side) -> Tensor:
 
 
 def _scored_states(model: PreTrainedModel, states: Tensor, stream: Stream) -> Tensor:
-    """Return lm_head's input at the scored positions, on its device: [S, D] of [B, T, D] states."""
-    norm = model.model.norm
-    rows = states.flatten(0, 1).index_select(0, stream.at(states.device).batch.scored_index)
-    return norm(rows.to(norm.weight.device)).to(model.lm_head.weight.device)
+    """Return lm_head's input at the scored positions: [S, D] of [B, T, D] states."""
+    return model.model.norm(states.flatten(0, 1).index_select(0, stream.batch.scored_index))
 
 
 def _teacher_has_logits(config: TrainConfig) -> bool:

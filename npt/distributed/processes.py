@@ -153,8 +153,9 @@ class ProcessGroup:
         if self.size == 1:
             return
         reasons = self.gather_json(None if failure is None else reason_of(failure))
-        if any(reason is not None for reason in reasons):
-            raise self.everywhere(process_failure(reasons) if failure is None else failure)
+        failed = [_failed(process, reason) for process, reason in enumerate(reasons) if reason]
+        if failed:
+            raise self.everywhere(failed[0] if failure is None else failure)
 
     def met_by_all(self, error: BaseException) -> bool:
         """Return whether every process met this error and all can still exchange messages."""
@@ -245,11 +246,6 @@ def exit_status_of(error: BaseException) -> int:
     if isinstance(error, torch.OutOfMemoryError):
         return 2
     return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
-def process_failure(reasons: list[dict[str, Any] | None]) -> ProcessError:
-    """Return the error of a healthy process, given each process's `reason_of` or None."""
-    return next(_failed(process, reason) for process, reason in enumerate(reasons) if reason)
 
 
 def _failed(process: int, reason: Mapping[str, Any]) -> ProcessError:

@@ -81,15 +81,14 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
 
     Raises:
         ConfigError: there is one process.
-        ModelError: no adapters are attached, or the base is sharded or spread over devices already.
+        ModelError: no adapters are attached, or the base is sharded already.
         ProcessError: another process failed or was lost.
     """
     attached_config(model)
     processes = processes if processes is not None else join_processes()
     if processes.size == 1 or processes.device is None:
         raise ConfigError(
-            "there is one process, and nobody to share the base with; start several with torchrun,"
-            " or load with device_map"
+            "there is one process, and nobody to share the base with; start several with torchrun"
         )
     keep_identity(model)
     mesh = init_device_mesh(processes.device.type, (processes.size,))

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,8 +14,8 @@ from rich.console import Console
 from npt.config import DataConfig
 from npt.console import say
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import RecordCounts, listed_columns
-from npt.data.samples import cut
+from npt.data.encoding import Encoder, RecordCounts
+from npt.data.samples import fit
 from npt.data.source import (
     OWN_HELDOUT,
     FileError,
@@ -24,7 +23,6 @@ from npt.data.source import (
     check_source,
     is_local,
     local_files,
-    located,
     open_source,
     reader_of,
 )
@@ -33,75 +31,46 @@ from npt.errors import first_line
 NAMED = 20  # faults that are named; further ones are counted
 SHOWN = 3  # samples that are decoded
 EDGE = 24  # tokens shown of either end of a longer span
-_RECORDS_AT_ONCE = 32
 
 OPEN, CLOSE = "⟦", "⟧"
 """Brackets of masked tokens."""
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A place that cannot be read or trained on.
-
-    Attributes:
-        line: from 1; None if it is not known, and the problem names the record.
-        column: likewise, in characters.
-    """
-
-    where: str
-    line: int | None
-    column: int | None
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.problem}"
-
-    @property
-    def place(self) -> str:
-        return located(self.where, self.line, self.column)
-
-
 class Reading:
-    """The readable records of a data set, each with its file or data set, and its faults.
+    """The readable records of a data set, and its faults.
 
     Attributes:
-        broken: the first NAMED faults.
+        broken: the first NAMED faults, in words.
         broken_total: the number of all.
     """
 
     def __init__(self, config: DataConfig):
         self._config = config
-        self.broken: list[Broken] = []
+        self.broken: list[str] = []
         self.broken_total = 0
 
-    def note(self, where: str, error: Exception) -> None:
-        """Count a fault, and name it while there is room."""
+    def note(self, name: str, error: Exception) -> None:
+        """Count a fault of a file or data set, and name it while there is room."""
         self.broken_total += 1
         if len(self.broken) < NAMED:
-            place = (error.line, error.column) if isinstance(error, FileError) else (None, None)
-            problem = error.problem if isinstance(error, FileError) else first_line(error)
-            self.broken.append(Broken(where, *place, problem))
+            words = first_line(error)
+            self.broken.append(words if isinstance(error, FileError) else f"{name}: {words}")
 
     def __iter__(self) -> Iterator[tuple[Record, str]]:
-        name = self._config.dataset_name
-        if is_local(name):
-            for path in local_files(name):
-                yield from self._file(path)
-        else:
-            for record in open_source(self._config):
-                yield record, name
-
-    def _file(self, path: Path) -> Iterator[tuple[Record, str]]:
-        """Read a file as far as its reader continues after a fault."""
-        config = replace(self._config, streaming=True)
-        try:
-            for record in reader_of(path).read(path, config):
-                if isinstance(record, FileError):
-                    self.note(str(path), record)
-                else:
-                    yield record, str(path)
-        except Exception as error:  # pyarrow and datasets each raise their own
-            self.note(str(path), error)
+        """Yield records, each with the name of its file or data set."""
+        config = self._config
+        if not is_local(config.dataset_name):
+            yield from ((record, config.dataset_name) for record in open_source(config))
+            return
+        for path in local_files(config.dataset_name):
+            try:
+                for record in reader_of(path).read(path, replace(config, streaming=True)):
+                    if isinstance(record, FileError):
+                        self.note(str(path), record)
+                    else:
+                        yield record, str(path)
+            except Exception as error:  # pyarrow and datasets each raise their own
+                self.note(str(path), error)
 
 
 @dataclass
@@ -122,7 +91,7 @@ class DataReport:
     heldout: int | None
     complete: bool = True
     counts: RecordCounts = field(default_factory=RecordCounts)
-    broken: tuple[Broken, ...] = ()
+    broken: tuple[str, ...] = ()
     broken_total: int = 0
     shortest: int = 0
     longest: int = 0
@@ -138,11 +107,7 @@ class DataReport:
         """The faults at which training would stop."""
         problems = []
         if self.broken_total:
-            places = "broken place" if self.broken_total == 1 else "broken places"
-            problems.append(
-                f"{self.broken_total:,} {places}, the first at {self.broken[0].place}: mend or"
-                " remove what is listed"
-            )
+            problems.append(f"broken places: {self.broken_total:,}; mend or remove what is listed")
         elif not self.counts.samples:
             problems.append(
                 "no sample of two tokens or more came out: check --dataset_name and --text_column"
@@ -186,66 +151,45 @@ def examine(
     `num_samples` is not applied. DataError if nothing of it can be opened.
     """
     check_source(config)
-    of_its_own = config.dataset_name in OWN_HELDOUT
-    report = DataReport(config.dataset_name, vocab_size, None if of_its_own else 0)
-    reading = Reading(config)
-    records = iter(reading)
-    chosen = records if max_records is None else islice(records, max_records)
-    while chunk := list(islice(chosen, _RECORDS_AT_ONCE)):
-        for sample in _samples(chunk, tokenizer, config, report.counts, reading):
+    name, length = config.dataset_name, config.max_length
+    report = DataReport(name, vocab_size, None if name in OWN_HELDOUT else 0)
+    reading, encoder = Reading(config), Encoder(tokenizer, config)
+    records = enumerate(reading)
+    for number, (record, name) in islice(records, max_records):
+        try:
+            encoded = encoder.encode([(number, record)], report.counts)
+        except Exception as error:  # a tokenizer or a template may raise anything
+            reading.note(name, error)
+            continue
+        for sample in (each for one in encoded for each in fit(one, length, report.counts)):
             report.add(sample)
             if len(report.shown) < SHOWN:
                 report.shown += (show(sample, tokenizer, vocab_size),)
     report.complete = next(records, None) is None
-    report.broken_total = reading.broken_total
-    report.broken = tuple(sorted(reading.broken, key=lambda b: (b.where, b.line or 0)))
+    report.broken, report.broken_total = tuple(reading.broken), reading.broken_total
     return report
 
 
-def _samples(
-    chunk: list[tuple[Record, str]], tokenizer: Any, config: DataConfig,
-    counts: RecordCounts, reading: Reading,
-) -> Iterator[Sample]:  # fmt: skip
-    """Yield the samples of some records, counted; a record that cannot be encoded is noted."""
-    of_chunk = RecordCounts()
-    try:
-        samples = list(cut((record for record, _ in chunk), tokenizer, config, of_chunk))
-    except Exception as error:  # a tokenizer or a template may raise anything
-        if len(chunk) == 1:
-            reading.note(chunk[0][1], error)
-            return
-        for pair in chunk:
-            yield from _samples([pair], tokenizer, config, counts, reading)
-        return
-    for name, value in vars(of_chunk).items():
-        setattr(counts, name, getattr(counts, name) + value)
-    yield from samples
-
-
 def show(sample: Sample, tokenizer: Any, vocab_size: int) -> str:
-    """Decode a sample, masked tokens in brackets, without the middle of long spans."""
+    """Decode a sample, masked tokens in brackets, without the middle of long spans and without ids
+    outside the vocabulary.
+    """
+
+    def decoded(ids: list[int]) -> str:
+        inside = [i for i in ids if 0 <= i < vocab_size]
+        return str(tokenizer.decode(inside, skip_special_tokens=False))
+
     labels = sample.labels if sample.labels is not None else sample.input_ids
     pairs = zip(labels, sample.input_ids, strict=True)
     spans = []
     for target, group in groupby(pairs, key=lambda pair: pair[0] != IGNORE_INDEX):
         ids = [token for _, token in group]
-        text = _decoded(ids, tokenizer, vocab_size)
+        text = decoded(ids)
         if len(ids) > 2 * EDGE + 1:
-            start, end = (_decoded(x, tokenizer, vocab_size) for x in (ids[:EDGE], ids[-EDGE:]))
-            text = f"{start} … {len(ids) - 2 * EDGE} tokens … {end}"
+            between = f" … {len(ids) - 2 * EDGE} tokens … "
+            text = decoded(ids[:EDGE]) + between + decoded(ids[-EDGE:])
         spans.append(text if target else f"{OPEN}{text}{CLOSE}")
     return f"{sample.id}, {len(sample.input_ids):,} tokens: {''.join(spans)}"
-
-
-def _decoded(ids: list[int], tokenizer: Any, vocab_size: int) -> str:
-    """Return the text of ids; those outside the vocabulary by number."""
-    parts = []
-    for inside, group in groupby(ids, key=lambda i: 0 <= i < vocab_size):
-        if inside:
-            parts.append(tokenizer.decode(list(group), skip_special_tokens=False))
-        else:
-            parts += [f"<no token {i}>" for i in group]
-    return "".join(parts)
 
 
 def print_report(report: DataReport, console: Console) -> None:
@@ -253,7 +197,7 @@ def print_report(report: DataReport, console: Console) -> None:
     some = "" if report.complete else f", its first {report.counts.records:,} records"
     lines = [report.name + some]
     lines += [f"  {name:<18} {value}" for name, value in _rows(report).items() if value]
-    lines += ["", *map(str, report.broken)] if report.broken else []
+    lines += ["", *report.broken] if report.broken else []
     if report.broken_total > len(report.broken):
         lines.append(f"and {report.broken_total - len(report.broken):,} more")
     if report.shown:
@@ -287,6 +231,5 @@ def _rows(report: DataReport) -> dict[str, str]:
         "tokens of a sample": f"{report.shortest:,} to {report.longest:,}",
         "cut": f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions",
         "skipped": listed(counts.skipped) or "0",
-        "columns not used": listed_columns(counts.unused),
         "ids": f"{ids} of a vocabulary of {report.vocab_size:,}, {report.outside:,} outside",
     }

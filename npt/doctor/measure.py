@@ -1,18 +1,16 @@
-"""Measured memory, in bytes of live tensors, and the windows of a run on this device."""
+"""Windows of a run, measured on this device: the memory that they take, and their time."""
 
 from __future__ import annotations
 
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from bitsandbytes.functional import QuantState
-from torch import Tensor, nn
 from torch._C._profiler import _EventType
 
 from npt.adapters.attach import attach
@@ -64,20 +62,19 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
     return max(0, max(total for *_, total, _ in totals) - (first - size))
 
 
-def measure_window(
+def window_cost(
     model: Any, config: TrainConfig, samples: int, length: int, teacher: Any = None
 ) -> tuple[int, float]:
-    """Train the model's adapters on windows of random tokens.
+    """Train the model's adapters on windows of random tokens, `samples` of them in a micro-batch.
 
     Returns:
-        The bytes alive at the highest moment, model and moments included, and a window's seconds.
+        The bytes by which memory rises, moments included, and a window's seconds.
     """
-    device, held = next(model.parameters()).device, storage_bytes(tensors_of(model, teacher))
+    device, guards = next(model.parameters()).device, list[Guard]()
     shape = (config.gradient_accumulation_steps, samples, length)
     ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batches = [batch_from_tensors(rows, torch.ones_like(rows)) for rows in ids]
     compute = partial(summed, model, partial(drive, teacher=teacher), config=config)
-    guards: list[Guard] = []
 
     def window() -> None:
         for batch in batches:
@@ -91,12 +88,12 @@ def measure_window(
             window()
 
     try:
-        peak = held + peak_bytes(first_windows, device)
+        rise = peak_bytes(first_windows, device)
         wait_for(device)
         started = time.perf_counter()
         window()
         wait_for(device)
-        return peak, time.perf_counter() - started
+        return rise, time.perf_counter() - started
     finally:
         for guard in guards:
             guard.close()
@@ -108,59 +105,24 @@ def measured_windows(
 ) -> Iterator[dict[str, Any]]:
     """Yield windows of 1, 2, 4, ... samples a micro-batch, up to the workload's, as they are run.
 
-    The last one may be one that does not fit into `limit` bytes, its peak and seconds None: by its
-    formula, since a host without memory ends the process, by its measured peak or by the device's
-    own error.
+    Base and adapters, which lie there before, are counted by formula. The last window may be one
+    that does not fit into `limit` bytes, its peak and seconds None: by its formula, since a host
+    without memory ends the process, or by the device's own error.
     """
-    config, ranks = workload.training, tuple(workload.ranks.values())
-    attach(model, replace(workload.adapter, init="random", ranks=ranks))
+    config = workload.training
+    attach(model, replace(workload.adapter, init="random", ranks=tuple(workload.ranks.values())))
     sizes = {2**power for power in range(config.batch_size.bit_length())}
     for samples in sorted({*sizes, config.batch_size}):
-        predicted = int(workload.plan(samples).of("micro-batch", "step"))
-        peak = seconds = None
+        plan = replace(workload, training=replace(config, batch_size=samples)).plan()
+        predicted, peak, seconds = plan.of("micro-batch", "step"), None, None
         if limit is None or predicted <= limit:
             try:
-                peak, seconds = measure_window(model, config, samples, workload.length, teacher)
+                rise, seconds = window_cost(model, config, samples, workload.length, teacher)
+                peak = plan.loaded + rise
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
             free_memory()
-        window = {"strategy": config.strategy, "batch_size": samples, "predicted": predicted}
-        yield window | {"peak": peak, "seconds": seconds}
-        if peak is None or (limit is not None and peak > limit):
+        yield {"samples": samples, "predicted": predicted, "peak": peak, "seconds": seconds}
+        if peak is None:
             break
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' storages; each counts once, and whole."""
-    sizes: dict[tuple[torch.device, int], int] = {}
-    for tensor in tensors:
-        if tensor.layout == torch.strided and tensor.device.type != "meta":
-            storage = tensor.untyped_storage()
-            sizes[tensor.device, storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
-
-
-def tensors_of(*owners: Any) -> Iterator[Tensor]:
-    """Yield once every tensor of modules, optimizers, dataclasses and containers, with the
-    gradients and the statistics of packed weights.
-    """
-    seen: set[int] = set()
-    waiting = list(owners)
-    while waiting:
-        owner = waiting.pop()
-        if id(owner) in seen:
-            continue
-        seen.add(id(owner))
-        if isinstance(owner, Tensor):
-            yield owner
-            if owner.is_leaf and owner.grad is not None:
-                waiting.append(owner.grad)
-        if isinstance(owner, dict):
-            waiting += [*owner.keys(), *owner.values()]
-        elif isinstance(owner, list | tuple | set | frozenset):
-            waiting += list(owner)
-        elif isinstance(owner, Tensor | nn.Module | torch.optim.Optimizer | QuantState) or (
-            is_dataclass(owner) and not isinstance(owner, type)
-        ):
-            waiting += list(vars(owner).values())

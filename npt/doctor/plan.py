@@ -3,8 +3,8 @@
 It is at one of three moments: in a micro-batch, whose graph is alive, at an optimizer step, while
 the state before it is kept until the new one is verified, or in an evaluation. The factors count
 tensors that are alive together: they were read off the code and fitted to runs of many shapes. All
-rows are taken to be full. Loading a base, the closed-form start, which announces its own memory
-(npt/calibration/placement.py), and the process itself are left out.
+rows are taken to be full. Loading a base, the closed-form start and the process itself are left
+out.
 
 Shapes: N tokens computed at once, T of a row, D hidden, F ffn, R rank, V vocabulary.
 """
@@ -60,11 +60,12 @@ def available(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Term:
-    """Something that takes memory in some phases."""
+    """Something that takes memory in some phases; `loaded` is there before the first of them."""
 
     name: str
     bytes: int
     phases: tuple[str, ...] = PHASES
+    loaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ class MemoryPlan:
     def phase(self) -> str:
         """The phase with the peak."""
         return max(PHASES, key=self.of)
+
+    @property
+    def loaded(self) -> int:
+        """Bytes of bases and adapters, which lie there before a run begins."""
+        return sum(term.bytes for term in self.terms if term.loaded)
 
     @property
     def peak(self) -> int:
@@ -123,13 +129,12 @@ class Workload:
         cls, base: BaseConfig, config: PreTrainedConfig, adapter: NPTConfig, training: TrainConfig,
         length: int, device: torch.device | None = None,
     ) -> Workload:  # fmt: skip
-        """Return the run that settings ask for; ConfigError for a base on several devices."""
-        for flag in ("device_map", "shard_base"):
-            if getattr(base, flag):
-                raise ConfigError(
-                    f"--{flag} spreads the base over several devices, and memory is planned for"
-                    " one; leave one of the two out"
-                )
+        """Return the run that settings ask for; ConfigError for a sharded base."""
+        if base.shard_base:
+            raise ConfigError(
+                "--shard_base spreads the base over several devices, and memory is planned for one;"
+                " leave one of the two out"
+            )
         packed = getattr(config, "quantization_config", None) is not None
         quantization = base.quant_type if packed else base.quantization
         stored = torch.float16 if base.use_fp16 else torch.float32
@@ -151,11 +156,11 @@ class Workload:
         """Rank of each converted layer."""
         return self.shape.converted(self.adapter)
 
-    def plan(self, samples: int | None = None) -> MemoryPlan:
-        """Return the memory of the run with so many samples at once (default: a micro-batch's)."""
-        samples = self.training.batch_size if samples is None else samples
+    def plan(self) -> MemoryPlan:
+        """Return the memory of the run, term by term."""
+        samples = self.training.batch_size
         evaluated = min(samples, self.training.eval_samples)
-        terms = [*self._held(), *self._micro_batch(self.training, samples)]
+        terms = [*self._held(), *self._micro_batch()]
         terms.append(self._evaluation(evaluated))
         # [B, 1, T, T] bool of padded or packed rows, and a layer's attention's fp32 of it
         for phase, rows_at_once in (("micro-batch", samples), ("evaluation", evaluated)):
@@ -174,9 +179,9 @@ class Workload:
         teacher = 0 if self.teacher is None else base_bytes(s, None, self.teacher)
         name = "base" if kind is None else f"base, {kind.upper()}"
         return [
-            Term(name, base_bytes(s, kind, self.stored)),
-            Term("teacher of its own", teacher),
-            Term("adapters", size),
+            Term(name, base_bytes(s, kind, self.stored), loaded=True),
+            Term("teacher of its own", teacher, loaded=True),
+            Term("adapters", size, loaded=True),
             Term("AdamW's two moments", 2 * size),
             Term("micro-batch's gradients", size),
             Term("window's gradients", size),
@@ -184,14 +189,14 @@ class Workload:
             Term("states of steps in flight", late * 3 * size),
         ]
 
-    def _micro_batch(self, config: TrainConfig, samples: int) -> list[Term]:
+    def _micro_batch(self) -> list[Term]:
         """Return the activations of one stage.
 
         Of a layer with a graph attention keeps its input, q, k, v, the output and a sum for each
         head; a plain MLP keeps three [N, F], a converted one two.
         """
-        s, ranks, targets = self.shape, self.ranks, self.adapter.targets
-        n, d, ff = samples * self.length, s.hidden, s.ffn
+        s, config, ranks, targets = self.shape, self.training, self.ranks, self.adapter.targets
+        n, d, ff = config.batch_size * self.length, s.hidden, s.ffn
         first, last, count = min(ranks), max(ranks), len(ranks)
         attention = 2 * (d + s.query_width + s.key_width) + s.heads
         attention += s.heads * self.length if self.eager else 0

@@ -1,4 +1,4 @@
-"""The shape of a base model, by name, in numbers or from a configuration."""
+"""The shape of a base model, by name or from a configuration."""
 
 from __future__ import annotations
 
@@ -93,27 +93,12 @@ SHAPES = {
     "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49152, tied=True),
 }
 
-LARGEST = 2**24
-"""Largest number of a shape: no model has more."""
 
-
-def parse_shape(text: str) -> Shape:
-    """Return a shape by its name or from six numbers; ConfigError if it is neither."""
-    if text in SHAPES:
-        return SHAPES[text]
-    try:
-        numbers = [int(part) for part in text.split(",")]
-        hidden, ffn, layers, heads, kv_heads, vocab = numbers
-        fits = min(numbers) > 0 and max(numbers) <= LARGEST
-        if not fits or hidden % (2 * heads) or heads % kv_heads:
-            raise ValueError
-    except ValueError:
-        raise ConfigError(
-            f"--shape is {text!r}; choose from {', '.join(SHAPES)}, or give D,F,L,heads,kv_heads,V"
-            f" like 1024,2816,12,16,4,8192: from 1 to {LARGEST}, D an even multiple of the heads,"
-            " these a multiple of the kv_heads"
-        ) from None
-    return Shape(layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab)
+def shape_named(name: str) -> Shape:
+    """Return the shape of this name; ConfigError if there is none."""
+    if name not in SHAPES:
+        raise ConfigError(f"--shape is {name!r}; choose from {', '.join(SHAPES)}")
+    return SHAPES[name]
 
 
 def llama_config(shape: Shape, length: int = 2048) -> LlamaConfig:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import attached_config, evaluating
+from npt.adapters.converted import adapters_disabled, attached_config, evaluating
 from npt.adapters.layer import Mode
 from npt.config import DataConfig
 from npt.data.batch import Sample, batches
@@ -33,7 +33,6 @@ from npt.evaluation.metrics import (
 from npt.random_state import kept_random_state
 
 if TYPE_CHECKING:
-    from npt.evaluation.attribution import Reference
     from npt.evaluation.greedy import Divergence
 
 MODES: tuple[Mode, ...] = ("teacher", "floor", "student")
@@ -128,6 +127,41 @@ class Fidelity:
         return replace(self, initial=initial.student, layers=layers)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """Outputs of an unquantised base, of which nothing but its head is kept.
+
+    Attributes:
+        states: of each sample the states that its tokens are predicted from, [P, D], on the host.
+        head: lm_head.
+    """
+
+    states: tuple[Tensor, ...]
+    head: nn.Module
+
+
+@torch.no_grad()
+@kept_random_state()
+def reference_outputs(
+    model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8
+) -> Reference:
+    """Run the unquantised base on the samples and keep its outputs, so that it need not be in
+    memory together with the student.
+
+    Of a model with adapters, the teacher runs. Memory: P * D values on the host for P predicted
+    tokens (1 GiB for 64 Ki tokens of D 4096 in fp32), and the head's V * D values.
+
+    Raises:
+        DataError: token ids outside the vocabulary.
+    """
+    states: list[Tensor] = []
+    with evaluating(model), adapters_disabled(model):
+        for batch in checked_batches(model, batches(samples, batch_size), "evaluation data"):
+            predicted = predicting(batch).sum(dim=-1).tolist()
+            states += final_states(model, batch).cpu().split(predicted)
+    return Reference(tuple(states), model.lm_head)
+
+
 @kept_random_state()
 def evaluate(
     model: PreTrainedModel,
@@ -160,8 +194,8 @@ def evaluate(
         divergence_prompts: continue the beginnings of so many samples greedily and see where the
             student leaves its teacher.
         max_new_tokens: of such a continuation.
-        unquantized: the base before quantisation, to attribute the loss, or the outputs that
-            `attribution.reference_outputs` kept of it for these samples, which need it no longer.
+        unquantized: the base before quantisation, to attribute the loss, or what
+            `reference_outputs` kept of it for these samples.
         between: called before every batch; what it raises ends the evaluation.
 
     Raises:
@@ -172,7 +206,11 @@ def evaluate(
     """
     attached_config(model)
     samples = _samples(data, tokenizer, data_config or DataConfig(), max_samples)
-    reference = None if unquantized is None else _reference(unquantized, samples, batch_size)
+    reference = unquantized
+    if isinstance(unquantized, PreTrainedModel):
+        reference = reference_outputs(unquantized, samples, batch_size=batch_size)
+    if reference is not None and len(reference.states) != len(samples):
+        raise DataError("the unquantised base was run on other samples than are evaluated on")
     comparisons = COMPARISONS if reference is not None else {}
     pairs = dict.fromkeys([*((mode, "teacher") for mode in MODES), *comparisons.values()])
     sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
@@ -231,19 +269,6 @@ def evaluate(
             if sum(map(len, parts)) > 1  # one sample has no standard error
         },
     )
-
-
-def _reference(
-    unquantized: PreTrainedModel | Reference, samples: Sequence[Sample], batch_size: int
-) -> Reference:
-    """Return the unquantised base's outputs for these samples."""
-    from npt.evaluation.attribution import Reference, reference_outputs
-
-    if not isinstance(unquantized, Reference):
-        return reference_outputs(unquantized, samples, batch_size=batch_size)
-    if len(unquantized.states) != len(samples):
-        raise DataError("the unquantised base was run on other samples than are evaluated on")
-    return unquantized
 
 
 def _samples(

@@ -9,15 +9,13 @@ The teacher continues each prompt; on its tokens the student is asked, position 
 its own. Up to the first difference the two texts are the same, so one forward of the student finds
 where its own text would leave its teacher's.
 
-Some continuations never diverge within the limit on new tokens; they are right-censored, and a mean
-position over the others would be biased low. The median is by the product-limit estimator (Kaplan
-and Meier, 1958).
+Some texts never part within the limit on new tokens. They count with all of their tokens, so the
+mean number of tokens that agree is a lower bound; a mean over the others would be biased low.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -203,59 +201,33 @@ class Divergence(Measured):
     Attributes:
         prompts: how many there are.
         parted: those whose two texts differ within `max_new_tokens`.
-        censored: those whose texts are the same up to that limit.
-        ended: those whose texts are the same up to an end token.
         tokens: of the teacher's texts.
         agreed: mean number of tokens that are the same before the first difference, the limit or
-            the end; a lower bound.
-        median: of the number of tokens before the first difference; NaN if fewer than half differ.
+            the end.
     """
 
     prompts: int
     max_new_tokens: int
     parted: int
-    censored: int
-    ended: int
     tokens: int
     agreed: float
     agreed_se: float
-    median: float
 
 
 def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Divergence:
     """Return the figures of at least one comparison, made with this limit on new tokens."""
-    texts = [
-        (len(c.completion), False) if c.position is None else (c.position, True)
-        for c in comparisons
-    ]
-    agreed, parted = torch.tensor(texts, dtype=torch.float64).T.contiguous()
-    censored = texts.count((max_new_tokens, False))
-    mean, error = mean_and_error(agreed, torch.ones_like(agreed))
+    agreed = [len(c.completion) if c.position is None else c.position for c in comparisons]
+    mean, error = mean_and_error(
+        torch.tensor(agreed, dtype=torch.float64), torch.ones(len(agreed), dtype=torch.float64)
+    )
     return Divergence(
-        prompts=len(texts),
+        prompts=len(comparisons),
         max_new_tokens=max_new_tokens,
-        parted=int(parted.sum()),
-        censored=censored,
-        ended=len(texts) - int(parted.sum()) - censored,
+        parted=sum(c.position is not None for c in comparisons),
         tokens=sum(len(c.completion) for c in comparisons),
         agreed=mean,
         agreed_se=error,
-        median=_median(texts),
     )
-
-
-def _median(texts: Sequence[tuple[int, bool]]) -> float:
-    """Return the first number of tokens by which half have parted, NaN if none, of pairs: tokens
-    that agree, and whether the texts part there.
-    """
-    surviving = 1.0
-    for tokens in sorted({n for n, parts in texts if parts}):
-        # one that only ends there, or is cut off, has left before
-        at_risk = sum(text >= (tokens, True) for text in texts)
-        surviving *= 1 - texts.count((tokens, True)) / at_risk
-        if surviving <= 0.5:
-            return float(tokens)
-    return math.nan
 
 
 def parting_prompts(

@@ -147,8 +147,7 @@ def compare_pairs(
             chunk = slice(start, start + rows)
 
             def predicted(name: str, chunk: slice = chunk) -> _Predicted:
-                # a model over several devices may have its head on another one
-                logits = heads[name](hidden[name][chunk]).to(targets.device, torch.float32)
+                logits = heads[name](hidden[name][chunk]).to(torch.float32)
                 return torch.log_softmax(logits, dim=-1), logits.argmax(dim=-1)
 
             references = dict.fromkeys(reference for _, reference in pairs)

@@ -64,19 +64,17 @@ class ModulationMap:
         """Return the text of each token: `token_texts` of `ids`."""
         return token_texts(tokenizer, self.ids.tolist())
 
-    def as_dict(self, tokenizer: Any = None) -> dict[str, Any]:
-        """Return plain values with three digits, for JSON and for `npt/report/generated.py`.
-
-        tokenizer: names the tokens; None shows their ids.
+    def as_dict(self, tokenizer: Any) -> dict[str, Any]:
+        """Return plain values with three digits, and tokens as the tokenizer writes them, for JSON
+        and for `npt/report/generated.py`.
         """
-        numbers = ("change", "kl")
-        return {
-            "tokens": self.texts(tokenizer),
-            "layers": list(self.layers),
-            **{name: _rounded(getattr(self, name).tolist()) for name in numbers},
-            "teacher_first": _names(tokenizer, self.teacher_first.tolist()),
-            "student_first": _names(tokenizer, self.student_first.tolist()),
-        }
+        values: dict[str, Any] = {"tokens": self.texts(tokenizer), "layers": list(self.layers)}
+        for name in ("change", "kl"):
+            values[name] = _rounded(getattr(self, name).tolist())
+        for name in ("teacher_first", "student_first"):
+            ids = getattr(self, name).tolist()
+            values[name] = [None if token < 0 else tokenizer.decode([token]) for token in ids]
+        return values
 
 
 @torch.no_grad()
@@ -152,10 +150,8 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the text of each token within its text, special tokens included.
 
     A token may be a part of a character: its text is then U+FFFD, and the character belongs to the
-    token that ends it. Without a tokenizer that decodes it is the id.
+    token that ends it.
     """
-    if not hasattr(tokenizer, "decode"):
-        return [str(token) for token in ids]
     texts = []
     for number, token in enumerate(ids):
         context = list(ids[max(0, number - _CONTEXT) : number])
@@ -164,11 +160,6 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         inside = text.startswith(earlier)
         texts.append(text[len(earlier) :] if inside else tokenizer.decode([token]))
     return texts
-
-
-def _names(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
-    name = (lambda token: tokenizer.decode([token])) if hasattr(tokenizer, "decode") else str
-    return [None if token < 0 else name(token) for token in ids]
 
 
 def _rounded(values: Any) -> Any:

@@ -48,15 +48,11 @@ def print_fidelity(
 
 
 def divergence_line(d: Divergence) -> str:
-    """Return a line about where greedy texts part, those that never did counted."""
-    ended = f", {d.ended} ended the same" if d.ended else ""
-    median = f"half have parted within {d.median:.0f} tokens"
-    median = "fewer than half part" if math.isnan(d.median) else median
-    bound = " (at least: the limit cuts some off)" if d.censored else ""
+    """Return a line about where greedy texts part."""
     return (
         f"Greedy texts of student and teacher after {d.prompts} prompts, up to {d.max_new_tokens}"
-        f" tokens: {d.parted} part, {d.censored} are the same at the limit{ended}."
-        f" {_plus_minus(d.agreed, d.agreed_se, 1)} tokens agree on average{bound}; {median}."
+        f" tokens: {d.parted} part; {_plus_minus(d.agreed, d.agreed_se, 1)} tokens agree before"
+        " that, on average."
     )
 
 

@@ -29,7 +29,6 @@ from npt.errors import BundleError, ConfigError
 from npt.files import new_folder, write_json
 from npt.guard.forensics import Kept
 from npt.guard.outcome import Outcome, Refusal
-from npt.guard.settings import classes_of
 from npt.manifest import POSTMORTEM, verify_checkpoint, write_manifest
 from npt.stored import check_entries, read_headers, read_json, read_tensors, require_file, shown
 from npt.versions import versions
@@ -182,7 +181,7 @@ def write_postmortem(
         "groups": [_plain_values(group) for group in guard.update.groups()],
         "spike_limits": None if guard.window.spikes is None else list(outcome.limits),
         "settings": _plain_values(vars(settings))
-        | {"refuse": [kind.__name__ for kind in classes_of(settings.refuse)]},
+        | {"refuse": [kind.__name__ for kind in settings.refuse]},
         "versions": versions(),
         "student": student,
     }

@@ -326,7 +326,7 @@ class StoredState:
         if chosen.get("loss") == "share":  # each is a mean here, weighted by its tokens
             chosen["loss"] = "mean"
         refuse = [getattr(builtins, str(name), None) for name in settings.get("refuse") or ()]
-        chosen["refuse"] = [kind for kind in refuse if kind is not None]
+        chosen["refuse"] = tuple(kind for kind in refuse if kind is not None)
         chosen |= {"max_refused": float("inf"), "processes": ProcessGroup()}
         with well_formed(self.postmortem.folder / POSTMORTEM):
             return Guard(self.model, self._optimizer(), **chosen)

@@ -79,7 +79,7 @@ def student_entry(
     return {
         "base": model.config._name_or_path,
         "base_hash": hash_of_base,
-        ENTRY: None if recipe is None else recipe.as_record(),
+        ENTRY: None if recipe is None else asdict(recipe),
         "adapter": asdict(attached_config(model)),
         "settings": settings,
         "samples_at_once": samples_at_once,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from numbers import Real
 from typing import Any
@@ -27,20 +27,18 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.forensics import Finding, Forensics, Kept, values_in
 from npt.guard.mixed_precision import LossScale
-from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
+from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts, gathered
 from npt.guard.parameters import (
-    Guarded,
     Trainable,
     all_processes,
-    is_parallel,
+    guarded_parameters,
     share_buffers,
-    stepped_blindly,
+    stepped_parameters,
     unsynchronised,
     unwrapped,
     whole,
 )
 from npt.guard.settings import GuardSettings
-from npt.guard.shared import gathered
 from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Buffers, Draws, Seeded
 from npt.guard.update import GuardedUpdate, Holdings
@@ -54,9 +52,9 @@ class Guard:
     """Steps an optimizer with windows of micro-batches of which bad ones leave no trace.
 
     Args:
-        trainable: the model, or parameters; those of the optimizer are guarded, under these names,
-            and those that it comes to step as well. A model in DistributedDataParallel sums its
-            gradients in the guard's step.
+        trainable: the model, or parameters by name; those of the optimizer are guarded, and those
+            that it comes to step as well. A model in DistributedDataParallel sums its gradients in
+            the guard's step.
         optimizer: any of torch that takes dense gradients from `.grad`, or accelerate's form of it.
         scheduler: steps with every applied step; not one that must be told a figure.
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
@@ -76,10 +74,8 @@ class Guard:
         refusals: the last ones, with their windows.
 
     Raises:
-        ConfigError: a setting, or an optimizer or scheduler that cannot be guarded.
+        ConfigError: a setting, or an optimizer that cannot be guarded.
     """
-
-    whole_norm = False  # of all that requires a gradient in the model, stepped or not
 
     def __init__(
         self,
@@ -111,16 +107,14 @@ class Guard:
                     " need to know at once what became of a window"
                 )
             late = False
-        self.scheduler = stepped_blindly(scheduler)
+        self.scheduler, self._trainable = scheduler, trainable
         self._model = trainable if isinstance(trainable, nn.Module) else None
         if self._model is None and self.settings.trace:
             raise ConfigError("trace computes micro-batches again; give the guard the model")
-        self._parallel = self._model if is_parallel(self._model) else None
-        self._guarded = Guarded(trainable, optimizer, self.whole_norm)
-        stepped = self._guarded.stepped
-        self._home = next(iter(stepped.values())).device
+        parameters = guarded_parameters(trainable, optimizer)
+        self._home = next(iter(parameters.values())).device
         processes = all_processes(self._home) if processes is None else processes
-        self.update = GuardedUpdate(stepped, optimizer, late, undo=self.settings.undo == "step")
+        self.update = GuardedUpdate(parameters, optimizer, late, undo=self.settings.undo == "step")
         if self.lists and not optimizer.state:
             self.update.make_moments()
         sigmas = self.settings.spike_sigmas
@@ -132,7 +126,6 @@ class Guard:
             processes=processes,
             divisor=processes.size if share else None,
         )
-        self.window.hold(self._guarded.held, self._guarded.clipped)
         self._scale = LossScale(scaler, optimizer)
         if scaler is not None:
             self.window.unscale = self._scale.unscale
@@ -182,7 +175,7 @@ class Guard:
             try:
                 at = self.window.committed, self.window.place
                 with (
-                    nullcontext() if self._parallel is None else unsynchronised(self._parallel),
+                    unsynchronised(self._model),
                     self.forensics.watching(at, Kept(drawn_from, inputs, run, names, micro.tokens)),
                     self.draws.drawing(names, offset),
                 ):
@@ -232,22 +225,22 @@ class Guard:
                 and a loop that continues counts anew.
             ProcessError: another process is lost, or its state differs.
         """
-        self._follow(at_the_end=True)
+        self._follow()
         if self.forensics.left and not self.update.late:
             self._trace(self.window.committed, self.window.open_refusals())
         with self._window_or_nothing():
             if self.lists:
                 outcomes = self.window.commit(fingerprint)
             else:
-                outcome = self._commit_at_once(fingerprint)
+                outcomes = [self._commit_at_once(fingerprint)]
         if self.lists and self._buffers_before is not None:
             self._buffers.restore(self._buffers_before, keep=self.window.applied)
         self._buffers_before = None
         self.draws.forget()
-        # a Trainer does it when it begins a window
-        if self._parallel is not None and self.settings.loss != "share":
-            share_buffers(self._parallel)
-        return self._known(outcomes) if self.lists else self._ended(outcome)
+        if self.settings.loss != "share":  # a Trainer does it when it begins a window
+            share_buffers(self._model)
+        outcomes = self._known(outcomes)
+        return outcomes if self.lists else outcomes[0]
 
     def flush(self) -> list[Outcome]:
         """Wait for the windows whose outcomes are still on their way, and return these."""
@@ -282,11 +275,6 @@ class Guard:
         """Forget the open window: its micro-batches have not happened."""
         self.window.clear()
         self._forget_open()
-
-    def skip(self, micro_batches: int | None = None) -> None:
-        """Count micro-batches that are not computed here; default one of every process."""
-        size = self.window.processes.size
-        self.window.place += size if micro_batches is None else micro_batches
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -325,17 +313,16 @@ class Guard:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _follow(self, at_the_end: bool = False) -> None:
-        """Guard parameters too that have joined, from a window's beginning on; with rates none do.
+    def _follow(self) -> None:
+        """Guard parameters too that have joined, from the next window on; with rates none do.
 
-        At its end what nothing has looked at is not stepped.
+        Until then nothing has looked at their gradients, and they are not stepped.
         """
-        joined = set() if self.lists else self._guarded.joined()
-        if joined and not at_the_end and not self.window.place:
-            self._guarded.look()
-            self.update.guard(self._guarded.stepped)
-            self.window.hold(self._guarded.held, self._guarded.clipped)
-        elif at_the_end:
+        now = set() if self.lists else stepped_parameters(self.update.optimizer)
+        joined = now.difference(self.update.parameters)
+        if joined and not self.window.place:
+            self.window.hold(guarded_parameters(self._trainable, self.update.optimizer))
+        else:
             for parameter in joined:
                 parameter.grad = None
 
@@ -350,7 +337,7 @@ class Guard:
             self.window.place = start
             raise
         if place is None:
-            self.skip(processes.size - processes.index - 1)
+            self.window.place = start + processes.size
 
     @contextmanager
     def _window_or_nothing(self) -> Iterator[None]:
@@ -373,11 +360,10 @@ class Guard:
         )
         try:
             (outcome,) = self.window.commit(fingerprint)
-            refused = outcome.refused
             if not outcome.applied:
                 self._rewind()
                 self._trace_window(outcome)
-            outcome.refused = (*self._aside, *refused)
+            outcome.refused = (*self._aside, *outcome.refused)
             self._scale.update(outcome.applied, outcome.refused)
             if outcome.applied and self.scheduler is not None:
                 self.scheduler.step()
@@ -388,9 +374,6 @@ class Guard:
             followers.restore()
             self.window.resume_at(steps)
             raise
-        self.forensics.suspect(outcome.index, refused)
-        self.forensics.accept(outcome)
-        self.forensics.forget()
         return outcome
 
     def _rewind(self) -> None:
@@ -405,10 +388,13 @@ class Guard:
         self.forensics.forget(self.window.committed)
         self._buffers_before = None
 
-    def _known(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Count late outcomes, and trace what was refused in them, in the state of its window."""
+    def _known(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """Account for outcomes; late ones are counted and traced first, in their window's state."""
         for outcome in outcomes:
-            if not outcome.halts:
+            if outcome.halts:
+                self.forensics.forget(outcome.index)
+                continue
+            if self.lists:
                 outcome.longest = self.counts.add(outcome, self.window.processes)
                 if self.forensics.left and outcome.refused:
                     names, parameters = self.update.names, self.update.parameters
@@ -418,12 +404,11 @@ class Guard:
                             self._trace(outcome.index, outcome.refused)
                         if not outcome.applied:
                             self._trace_window(outcome)
-                self.forensics.suspect(outcome.index, outcome.refused)
-                self.forensics.accept(outcome)
+            self.forensics.suspect(outcome.index, outcome.refused)
+            self.forensics.accept(outcome)
             self.forensics.forget(outcome.index)
-            if not outcome.halts:
-                self._ended(outcome)
-        return list(outcomes)
+            self._end(outcome)
+        return outcomes
 
     def _trace(self, window: int, refusals: Sequence[Refusal]) -> None:
         self._findings += self.forensics.trace(window, refusals)
@@ -431,8 +416,8 @@ class Guard:
     def _trace_window(self, outcome: Outcome) -> None:
         self._findings += self.forensics.trace_window(outcome, self.window.history)
 
-    def _ended(self, outcome: Outcome) -> Outcome:
-        """Return the outcome with its findings, or end a run with too many refusals."""
+    def _end(self, outcome: Outcome) -> None:
+        """Give the outcome its findings, and end a run with too many refusals."""
         self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
         outcome.findings = tuple(self._findings)
         self._aside, self._findings, self.outcome = [], [], outcome
@@ -444,7 +429,6 @@ class Guard:
             outcome.snapshot = outcome.update = None  # copies of all that was stepped
         if report is not None:
             raise TooManyRefusalsError(report)
-        return outcome
 
     def _report_too_many(self, outcome: Outcome) -> str:
         """Return why the run ends, once the post-mortem is written, if it is asked for."""

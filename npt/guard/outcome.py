@@ -1,26 +1,26 @@
 """A window from its last backward to its outcome.
 
 On the device it is a `LaunchedWindow`, whose figures `send_record` sends to the host as one tensor.
-There `read_record` makes an `Outcome` of it; what was refused is explained in `refusal.py`.
+There `read_record` makes an `Outcome` of it, with a `Refusal` in words of all that was refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
-from npt.guard.refusal import Refusal as Refusal
-from npt.guard.refusal import refusal_of, window_refusal
-from npt.guard.shared import AcrossProcesses, gathered
+from npt.errors import DataError, ProcessError
 from npt.guard.spikes import SpikeGuard
+
+R = TypeVar("R")
 
 Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]
 """By parameter name, a copy of the parameter and of all that the optimizer keeps for it."""
@@ -52,6 +52,53 @@ class MicroBatch:
     flag: Any = None
     norms: Any = None
     reached: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One refused micro-batch or step.
+
+    Attributes:
+        kind: `data` (refused before any computation), `error`, `loss` or `gradient`; for a whole
+            window `norm`, `spike` or `update` (parameters or moments after the step).
+        detail: in words.
+        micro_batch: index in the window over all processes, None for a whole window.
+        sample_ids: of the micro-batch.
+        process: that computed it.
+        tensor: the first that was not finite, by name; of finite gradients that are too large, the
+            largest.
+    """
+
+    kind: str
+    detail: str
+    micro_batch: int | None = None
+    sample_ids: tuple[str, ...] = ()
+    process: int = 0
+    tensor: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as events and post-mortems store it: the process as `rank`, the tensor in
+        `detail` alone.
+        """
+        values = asdict(self)
+        process = values.pop("process")
+        del values["tensor"]
+        return {**values, "rank": process}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Refusal:
+        """Return what `as_dict` gave, now or in an earlier version."""
+        names = tuple(map(str, values["sample_ids"]))
+        kind, detail, index = (values[key] for key in ("kind", "detail", "micro_batch"))
+        return cls(kind, detail, index, names, values["rank"])
+
+    def __str__(self) -> str:
+        where = (
+            "the whole window" if self.micro_batch is None else f"micro-batch {self.micro_batch}"
+        )
+        where += f" on process {self.process}" if self.process else ""
+        samples = f" (samples {', '.join(self.sample_ids)})" if self.sample_ids else ""
+        return f"{where}{samples}: {self.kind}: {self.detail}"
 
 
 @dataclass(frozen=True)
@@ -155,11 +202,10 @@ class LaunchedWindow:
         spikes: judge it by `limits`.
         reached: a survivor's backward reached a parameter, as far as that is tracked.
         go: scalar bool, it is to be stepped; None if nothing ran.
-        scalars: figures over its survivors, on the device.
-        parts: flags, losses, norms and reports of `ran`, and figures over all processes.
+        figures: on the device: of its survivors, of each of `ran`, of each process.
         update: of the optimizer.
         norms: [P] of the window's gradient, if it may be refused or flags are late.
-        record: scalars and parts on the host, in parts of `sizes`, valid once `arrived`.
+        record: the figures on the host, in parts of `sizes`, valid once `arrived`.
     """
 
     index: int
@@ -172,8 +218,7 @@ class LaunchedWindow:
     limits: tuple[float, float] = NO_LIMITS
     reached: bool = True
     go: Tensor | None = None
-    scalars: dict[str, Tensor] = field(default_factory=dict)
-    parts: list[Tensor] = field(default_factory=list)
+    figures: dict[str, Tensor] = field(default_factory=dict)
     update: Any = None
     norms: Tensor | None = None
     record: Tensor | None = None
@@ -195,12 +240,9 @@ def to_host(record: Tensor) -> tuple[Tensor, Any]:
 
 def send_record(window: LaunchedWindow) -> None:
     """Send the record of a window that was stepped: all on the device, without waiting."""
-    states = window.update.fingerprints
-    scalars = torch.stack([scalar.to(torch.float64) for scalar in window.scalars.values()])
-    parts = [scalars, *window.parts, scalars.new_zeros(0) if states is None else states]
+    parts = [figure.reshape(-1).to(torch.float64) for figure in window.figures.values()]
     window.sizes = [part.numel() for part in parts]
-    record = torch.cat([part.to(torch.float64) for part in parts])
-    window.record, window.arrived = to_host(record)
+    window.record, window.arrived = to_host(torch.cat(parts))
 
 
 def read_record(
@@ -219,39 +261,36 @@ def read_record(
         processes: that share the window.
         history: receives a record of each of its micro-batches.
     """
-    outcome = Outcome(window.index, window.micro_batches, False, known_steps)
-    if window.halt and processes.size == 1:
-        return replace(outcome, micro_batches=0, halts={0: window.halt})
-    refusals, outcome.limits = list(window.refusals), window.limits
-    outcome.refused = tuple(refusals)
-    if window.record is None:
-        return outcome
-    values, flags, losses, norms, reports, across, states = (
-        part.tolist() for part in window.record.split(window.sizes)
-    )
-    shared = None
+    outcome = Outcome(window.index, window.micro_batches, False, known_steps, limits=window.limits)
+    figures: dict[str, list[float]] = {}
+    if window.record is not None:
+        parts = window.record.split(window.sizes)
+        figures = {name: part.tolist() for name, part in zip(window.figures, parts, strict=True)}
+    codes = figures.get("halts", [window.halt])
+    outcome.halts = {process: int(code) for process, code in enumerate(codes) if code}
+    if outcome.halts:
+        return replace(outcome, micro_batches=0)
+    refusals = list(window.refusals)
+    if not figures:
+        return replace(outcome, refused=tuple(refusals))
     if processes.size > 1:
-        shared = AcrossProcesses(across, states, processes)
-        if shared.halts:
-            return replace(outcome, micro_batches=0, refused=(), halts=shared.halts)
-        shared.check(window.index, known_steps)
-    length = len(reports) // max(1, len(window.ran))
+        check_alike(figures, window.index, known_steps, processes)
+    length = len(figures["reports"]) // max(1, len(window.ran))
     for number, micro in enumerate(window.ran):
-        loss, index = losses[number], micro.index
+        loss, index, norm = figures["losses"][number], micro.index, figures["norms"][number]
         mean = loss / max(1, micro.tokens)
-        history.append(MicroBatchRecord(window.index, index, micro.sample_ids, mean, norms[number]))
-        if flags[number]:
+        history.append(MicroBatchRecord(window.index, index, micro.sample_ids, mean, norm))
+        if figures["flags"][number]:
             outcome.places.append(index)
-            outcome.reports.append(reports[number * length :][:length])
+            outcome.reports.append(figures["reports"][number * length :][:length])
         else:
             refusals.append(refusal_of(micro, loss, names, processes.index))
-    if shared is not None and shared.refused:
-        # All processes come here, since the number refused is a sum over them.
+    scalars = {name: values[0] for name, values in figures.items() if values}
+    if processes.size > 1 and scalars["refused"]:  # over all processes: all come here
         refusals = gathered(refusals, Refusal, processes)
     refusals.sort(key=lambda r: r.micro_batch or 0)
-    scalars = dict(zip(window.scalars, values, strict=True))
     outcome.tokens, outcome.rate = int(scalars["tokens"]), scalars.get("rate")
-    if outcome.places if shared is None else shared.survivors:
+    if scalars["survivors"]:
         outcome.loss, outcome.grad_norm = scalars["loss"], scalars["norm"]
         outcome.applied = bool(scalars["applied"])
         # survivors without a token, or without a gradient, are nothing to step on, and no fault
@@ -262,3 +301,92 @@ def read_record(
         outcome.snapshot = window.update.snapshot
     outcome.steps = int(scalars["steps"])
     return outcome
+
+
+def check_alike(
+    figures: Mapping[str, Sequence[float]], window: int, steps: int, processes: ProcessGroup
+) -> None:
+    """Raise if processes had different data in a window, or differ after `steps` alike steps.
+
+    With different data they would train on some twice, on some never. A state is 0 if it is not
+    finite.
+    """
+    data, states = figures["data"], figures.get("states", ())
+    other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
+    if other is not None:
+        message = (
+            f"process {other} reads other data than process 0 in window {window + 1} (fingerprints"
+            f" {data[other]:.0f} and {data[0]:.0f}); give every process the same data in the same"
+            " order"
+        )
+        raise processes.everywhere(ProcessError(message, DataError.exit_status))
+    bad = [process for process, state in enumerate(states) if not state]
+    wrong = bad or [process for process, state in enumerate(states) if state != states[0]]
+    if wrong and len(bad) < len(states):
+        where = ", ".join(map(str, wrong))
+        message = (
+            f"every process took step {steps + 1} alike, but what it left on process {where}"
+            f" {'is not finite' if bad else 'differs'}; it was taken back: look at the hardware of"
+            " these processes, then continue with --resume auto"
+        )
+        raise processes.everywhere(ProcessError(message))
+
+
+def gathered(records: Iterable[Any], kind: type[R], processes: ProcessGroup) -> list[R]:
+    """Return the records of all processes, those of each in their order; all must call it."""
+    entries = chain(*processes.gather_json([asdict(record) for record in records]))
+    return [
+        kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
+        for entry in entries
+    ]
+
+
+def refusal_of(micro: MicroBatch, loss: float, names: Sequence[str], process: int) -> Refusal:
+    """Return why a micro-batch was refused that ran on this process; its summed loss is given."""
+    names = names[: len(micro.norms)]  # more may have joined since
+    kind, detail, tensor = "loss", f"loss is {loss}", None
+    if not math.isfinite(loss):
+        bad = int((~micro.norms.isfinite()).sum())
+        detail += f", and {bad or 'none'} of {len(names)} gradients are not finite"
+    else:
+        kind, detail = "gradient", describe_norms(micro.norms, names)
+        tensor = worst(micro.norms, names)
+    return Refusal(kind, detail, micro.index, micro.sample_ids, process, tensor)
+
+
+def window_refusal(
+    window: LaunchedWindow, names: Sequence[str], scalars: Mapping[str, float]
+) -> Refusal:
+    """Return why a window was refused as a whole."""
+    loss, norm = scalars["loss"], scalars["norm"]
+    if not scalars["finite_norm"]:
+        assert window.norms is not None
+        detail = f"gradient norm of the window is {norm}: {describe_norms(window.norms, names)}"
+        return Refusal("norm", detail, tensor=worst(window.norms, names))
+    if scalars["spike"]:
+        assert window.spikes is not None and window.norms is not None
+        largest = worst(window.norms, names)
+        detail = window.spikes.describe(loss, norm, window.limits)
+        return Refusal("spike", f"{detail}; the largest gradient is {largest}'s", tensor=largest)
+    bad = window.update.first_bad()
+    detail = f"{bad} was not finite after the step; the state before it was restored"
+    return Refusal("update", detail, tensor=bad)
+
+
+def worst(norms: Tensor, names: Sequence[str]) -> str:
+    """Return the first of a gradient's tensors that is not finite, or the largest; norms: [P]."""
+    values = norms.tolist()
+    bad = [place for place, value in enumerate(values) if not math.isfinite(value)]
+    return names[bad[0] if bad else values.index(max(values))]
+
+
+def describe_norms(norms: Tensor, names: Sequence[str]) -> str:
+    """Return which of a gradient's tensors is not finite, in words; norms: [P]."""
+    values = norms.tolist()
+    bad = [(n, v) for n, v in zip(names, values, strict=True) if not math.isfinite(v)]
+    if not bad:
+        return (
+            f"every tensor's own norm is finite (largest {max(values):.3g}, of"
+            f" {worst(norms, names)}), their sum of squares overflows"
+        )
+    return f"gradient of {bad[0][0]} has norm {bad[0][1]} ({len(bad)} of {len(values)} tensors)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from npt.errors import ConfigError
 
@@ -26,8 +26,7 @@ class GuardSettings:
             window, which the caller computes again after a refusal (`Guard.begin_again`).
         undo: `step` copies parameters and moments before a step, checks them after it, and puts the
             copies back if one is not finite. `none` checks gradients only, before the step.
-        refuse: exceptions inside a micro-batch that refuse it, or one of them alone, which becomes
-            a tuple; others leave it and are raised.
+        refuse: exceptions inside a micro-batch that refuse it; others leave it and are raised.
         spike_sigmas: refuse a window whose loss or norm lies so many robust standard deviations
             above the accepted ones.
         max_refused: refusals in a row before TooManyRefusalsError.
@@ -40,18 +39,16 @@ class GuardSettings:
     max_grad_norm: float = math.inf
     loss: Loss = "sum"
     undo: Undo = "step"
-    refuse: tuple[type[Exception], ...] | type[Exception] = (FloatingPointError,)
+    refuse: tuple[type[Exception], ...] = (FloatingPointError,)
     spike_sigmas: float | None = None
     max_refused: int = 10
     trace: int = 0
     postmortem: str | Path | None = None
 
     def __post_init__(self) -> None:
-        refuse = classes_of(self.refuse)
-        wrong = [e for e in refuse if not (isinstance(e, type) and issubclass(e, Exception))]
-        if wrong:
-            raise ConfigError(f"refuse has {wrong[0]!r}; give classes of exceptions")
-        object.__setattr__(self, "refuse", refuse)
+        classes = self.refuse if isinstance(self.refuse, tuple) else (None,)
+        if not all(isinstance(each, type) and issubclass(each, Exception) for each in classes):
+            raise ConfigError(f"refuse is {self.refuse!r}; give a tuple of classes of exceptions")
         for name, choices in (("loss", get_args(Loss)), ("undo", get_args(Undo))):
             if getattr(self, name) not in choices:
                 raise ConfigError(
@@ -63,8 +60,3 @@ class GuardSettings:
                 raise ConfigError(f"{name} is {number}; it must be above 0")
         if self.trace < 0:
             raise ConfigError(f"trace is {self.trace}; it must be 0 or more")
-
-
-def classes_of(refuse: Any) -> tuple[Any, ...]:
-    """Return one class of exceptions, or several, as several."""
-    return tuple(refuse) if isinstance(refuse, list | tuple) else (refuse,)

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,32 +27,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from npt.errors import CheckpointError, ConfigError, DataError, TooManyRefusalsError
-from npt.files import write_json
+from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard.guard import Guard
 from npt.guard.ids import IGNORED, refuse_bad_ids
 from npt.guard.outcome import Outcome
 from npt.guard.parameters import share_buffers, whole
-from npt.guard.settings import GuardSettings, classes_of
-from npt.stored import read_json
+from npt.guard.settings import GuardSettings
 
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
     Trainer = object  # the mixin needs none of transformers
 
-STATE_FILE = "guard.json"
-
 _COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens")  # by TRL, in each forward
 _GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 _log = logging.getLogger("npt.guard")
-
-
-class TrainerGuard(Guard):
-    """Takes and clips the norm of the whole model, as a Trainer does."""
-
-    whole_norm = True
 
 
 class TrainerMixin(Trainer):
@@ -75,20 +64,17 @@ class TrainerMixin(Trainer):
     _logged: Tensor | None = None
     _counted: Mapping[str, Any] = {}
     _norm: float | None = None
-    _resumed_from: str | None = None
-    _guarded: Any = None  # the optimizer
+    _guarded: Any = None  # the optimizer, whose step is the guard's; its own, if it is an attribute
+    _own_step: Any = None
     _trains: bool = False
     _epoch: Any = None  # the iterator of the present one
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        classes = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
-        first = [
-            c for c in classes if hasattr(c, "training_step") and not issubclass(c, TrainerMixin)
-        ]
-        if first:
+        first = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
+        if any(hasattr(c, "training_step") and not issubclass(c, TrainerMixin) for c in first):
             raise ConfigError(
-                f"{cls.__name__} has {first[0].__name__} before TrainerMixin, so its steps would be"
+                f"{cls.__name__} has a Trainer before TrainerMixin, so its steps would be"
                 " unguarded; put TrainerMixin first"
             )
         check_settings(cls.guard_settings)
@@ -106,13 +92,13 @@ class TrainerMixin(Trainer):
         _refuse_unfit(self)
         if self.guard is not None:
             self.guard.close()
-        self.guard = self._resumed_from = None
+        self.guard = None
         self._trains, self._epoch = True, None
         try:
             result = super()._inner_training_loop(*arguments, **named)
         finally:
             self._trains, self._names = False, {}
-            _give_back(self._guarded)
+            self._give_back()
         if self.guard is not None:
             self.guard.close()  # its buffers are twice the gradients
         return result
@@ -219,7 +205,7 @@ class TrainerMixin(Trainer):
         losses = []
         for place, inputs in enumerate(window):
             if place in refused:
-                guard.skip()
+                guard.window.place += processes.size
             else:
                 losses.append(self._compute(guard, model, inputs, items))
         return losses
@@ -241,28 +227,17 @@ class TrainerMixin(Trainer):
         return losses[-1]
 
     def _guard_of(self, model: Any) -> Guard:
-        """Return the guard of the present optimizer, whose `step` is the guard's from now on."""
-        if self.guard is not None and self._guarded is self.optimizer:
-            return self.guard
+        """Return the guard, whose `step` is the optimizer's from now on."""
         if self.guard is not None:
-            self.guard.close()
+            return self.guard
         if self.accelerator.distributed_type.value == "DEEPSPEED":
             raise ConfigError("DeepSpeed steps by itself, unguarded; train with DDP or alone")
-        self._inputs, self._guarded = [], self.optimizer
         folder = Path(self.args.output_dir, "postmortem")
         settings = {"trace": 1, "postmortem": folder, **self.guard_settings}
-        settings["refuse"] = (*classes_of(settings.get("refuse", GuardSettings.refuse)), DataError)
+        settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
         settings |= {"loss": "share", "max_grad_norm": self.args.max_grad_norm or math.inf}
-        self.guard = TrainerGuard(model, self.optimizer, **settings)
-        state = Path(self._resumed_from or "", STATE_FILE)
-        if self._resumed_from is not None and state.is_file():
-            try:
-                self.guard.load_state_dict(read_json(state, CheckpointError))
-            except (KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{state} is not a guard's state ({error}); restore it from the original,"
-                    " or remove it to count anew"
-                ) from error
+        self.guard = Guard(model, self.optimizer, **settings)
+        self._inputs = []
         self._take_over(self.optimizer)
         return self.guard
 
@@ -289,8 +264,16 @@ class TrainerMixin(Trainer):
                 self.on_refused(outcome)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer._before_guard = vars(optimizer).get("step")  # a scheduler's, if any
+        self._guarded, self._own_step = optimizer, vars(optimizer).get("step")  # a scheduler's
         optimizer.step = step
+
+    def _give_back(self) -> None:
+        """Let the optimizer step by itself again."""
+        if self._guarded is not None:
+            del self._guarded.step
+            if self._own_step is not None:
+                self._guarded.step = self._own_step
+        self._guarded = self._own_step = None
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self._norm  # clipped when the window was closed
@@ -307,14 +290,9 @@ class TrainerMixin(Trainer):
             logs["refused"] = self.guard.counts.refused
         super().log(logs, *arguments, **named)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        self._resumed_from = checkpoint
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save only a state that is finite; older checkpoints go only if it was saved."""
-        # a first checkpoint may come before the first window
-        guard = self._guard_of(model) if self._trains else self.guard
+        guard = self.guard
         bad = None if guard is None else guard.first_bad()
         if guard is not None and any(guard.window.processes.sums([float(bad is not None)])):
             _log.error(
@@ -324,12 +302,6 @@ class TrainerMixin(Trainer):
             )
             return
         super()._save_checkpoint(model, trial)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the guard's state too, before the Trainer removes older checkpoints."""
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save and self.guard is not None:
-            write_json(Path(output_dir, STATE_FILE), self.guard.state_dict())
 
 
 def protect(trainer: Any, **settings: Any) -> Any:
@@ -349,13 +321,11 @@ def protect(trainer: Any, **settings: Any) -> Any:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that a Trainer's guard does not have, and values that it cannot have."""
-    names = [f.name for f in fields(GuardSettings) if f.name not in ("loss", "max_grad_norm")]
-    unknown = next((name for name in settings if name not in names), None)
-    if unknown is not None:
+    """Refuse settings that are the Trainer's own, and values that cannot be."""
+    for name in {"loss", "max_grad_norm"}.intersection(settings):
         raise ConfigError(
-            f"a Trainer's guard has no setting {unknown!r}; choose from {', '.join(names)} (the"
-            " norm is that of TrainingArguments)"
+            f"a Trainer's guard has no setting {name!r}; the loss is the Trainer's, the norm that"
+            " of TrainingArguments"
         )
     GuardSettings(**{"trace": 1, **settings})
 
@@ -373,16 +343,6 @@ def _refuse_unfit(trainer: Any) -> None:
             "a Trainer's checkpoint cannot hold an NPT student; pass save_strategy='no' and"
             " call npt.save_adapter(model, folder) after training, or train with npt.Trainer"
         )
-
-
-def _give_back(optimizer: Any) -> None:
-    """Let an optimizer whose step was a guard's step by itself again."""
-    attributes = vars(optimizer) if optimizer is not None else {}
-    if "_before_guard" in attributes:
-        del attributes["step"]
-        step = attributes.pop("_before_guard")
-        if step is not None:
-            attributes["step"] = step
 
 
 def _note_order(loader: Any) -> None:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -26,10 +25,6 @@ EXACT = 2**24
 """Whole numbers below it are exact in fp32: token counts, data and state fingerprints."""
 
 
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device),
-    *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType),
-)
 _TORCHS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
@@ -37,25 +32,22 @@ class Holdings:
     """A copy of what objects hold and of torch's random state, put back into the same tensors and
     containers, for whoever else holds them.
 
-    Followed are containers, torch's optimizers and schedulers, and whatever an optimizer keeps in
-    its state. Models are not, and parameters without a gradient are not copied: no step changes
-    them.
+    Followed are tensors, containers, torch's optimizers and schedulers, and whatever an optimizer
+    keeps in its state. Models are not, and parameters without a gradient are not copied: no step
+    changes them.
 
     Args:
-        owners: objects that are followed first, such as an optimizer.
-        tensors: to be copied as well, such as its parameters.
+        owners: such as an optimizer.
         without: objects and tensors that are left out.
     """
 
-    def __init__(
-        self, owners: Iterable[Any], tensors: Iterable[Tensor] = (), without: Iterable[Any] = ()
-    ):
-        self._tensors = {id(tensor): tensor for tensor in tensors}
+    def __init__(self, owners: Iterable[Any], without: Iterable[Any] = ()):
+        self._tensors: dict[int, Tensor] = {}
         self._containers: list[tuple[Any, Any]] = []  # each with a shallow copy
-        self._generators: list[torch.Generator] = []
-        self._follow(list(owners), {id(each) for each in without})
+        self._seen = {id(each) for each in without}
+        for owner in owners:
+            self._follow_attributes(owner)
         self._copies = {key: t.detach().clone() for key, t in self._tensors.items()}
-        self._drawn = [generator.get_state() for generator in self._generators]
         self._random = random_state()
 
     def of(self, value: Any) -> Any:
@@ -66,53 +58,35 @@ class Holdings:
     def restore(self) -> None:
         """Put everything back, into the same tensors and containers."""
         for container, items in self._containers:
-            if isinstance(container, dict):
-                for key in [key for key in container if key not in items]:
-                    del container[key]
-                container.update(items)
-            elif isinstance(container, list):
-                container[:] = items
-            else:
-                container.clear()
-                (container.update if isinstance(container, set) else container.extend)(items)
+            container.clear()
+            (container.update if isinstance(container, dict | set) else container.extend)(items)
         for key, tensor in self._tensors.items():
-            copy = self._copies[key]
-            if tensor.shape == copy.shape and tensor.dtype == copy.dtype:
-                tensor.copy_(copy)
-            else:
-                tensor.data = copy
-        for generator, state in zip(self._generators, self._drawn, strict=True):
-            generator.set_state(state)
+            tensor.copy_(self._copies[key])
         set_random_state(self._random)
 
-    def _follow(self, owners: list[Any], seen: set[int]) -> None:
-        # what is to be followed, and whether it is part of a state, of which every object is
-        waiting: list[tuple[Any, bool]] = [(vars(owner), False) for owner in owners]
-        while waiting:
-            holder, in_state = waiting.pop()
-            if id(holder) in seen:
-                continue
-            seen.add(id(holder))
-            if not isinstance(holder, tuple):
-                self._containers.append((holder, holder.copy()))
-            values, state = holder, None
-            if isinstance(holder, dict):
-                values, state = holder.values(), holder.get("state")
-                # hooks are others' to add and remove
-                seen.update(id(v) for k, v in holder.items() if str(k).endswith("_hooks"))
-            for value in values:
-                inside = in_state or value is state
-                if id(value) in seen or isinstance(value, _PLAIN):
-                    pass
-                elif isinstance(value, Tensor):
-                    if _can_change(value):
-                        self._tensors.setdefault(id(value), value)
-                elif isinstance(value, dict | list | tuple | set | deque):
-                    waiting.append((value, inside))
-                elif isinstance(value, torch.Generator):
-                    self._generators.append(value)
-                elif isinstance(value, _TORCHS) or (inside and _is_plain_object(value)):
-                    waiting.append((vars(value), inside))
+    def _follow(self, value: Any, in_state: bool) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            if value.requires_grad or not isinstance(value, nn.Parameter):
+                self._tensors[id(value)] = value
+        elif isinstance(value, dict | list | tuple | set | deque):
+            if not isinstance(value, tuple):
+                self._containers.append((value, value.copy()))
+            for item in value.values() if isinstance(value, dict) else value:
+                self._follow(item, in_state)
+        elif isinstance(value, _TORCHS):
+            self._follow_attributes(value)
+        elif in_state and hasattr(value, "__dict__") and not callable(value):
+            self._follow_attributes(value, in_state)
+
+    def _follow_attributes(self, owner: Any, in_state: bool = False) -> None:
+        attributes = vars(owner)
+        self._containers.append((attributes, attributes.copy()))
+        for name, value in attributes.items():
+            if not name.endswith("_hooks"):  # others' to add and remove
+                self._follow(value, in_state or name == "state")
 
 
 @dataclass
@@ -195,7 +169,7 @@ class GuardedUpdate:
         try:
             if self.late or bool(go):
                 if self.undo:
-                    update.holdings = Holdings([self.optimizer], self.parameters)
+                    update.holdings = Holdings([self.optimizer])
                     update.snapshot = self._snapshot(update.holdings)
                 self._step(go, rate)
                 if self.undo:
@@ -221,7 +195,7 @@ class GuardedUpdate:
 
     def snapshot(self) -> Snapshot:
         """Return copies of parameters and optimizer state, on their devices."""
-        return self._snapshot(Holdings([self.optimizer], self.parameters))
+        return self._snapshot(Holdings([self.optimizer]))
 
     def first_bad(self) -> str | None:
         """Return the name of the first tensor of the state that is not finite, or None."""
@@ -306,25 +280,9 @@ class GuardedUpdate:
         return named
 
 
-def clip_scale(norm: Tensor, limit: float) -> Tensor:
-    """Return the factor that clips gradients of this norm, as torch's `clip_grad_norm_` has it."""
-    return torch.clamp(limit / (norm + 1e-6), max=1.0)
-
-
 def norms_of(tensors: list[Tensor], order: float = 2.0) -> Tensor:
     """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm."""
     home = tensors[0].device
     return torch.stack(
         [norm.to(device=home, dtype=torch.float32) for norm in torch._foreach_norm(tensors, order)]
     )
-
-
-def _is_plain_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, nn.Module)
-
-
-def _can_change(tensor: Tensor) -> bool:
-    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-        return False
-    strided = tensor.layout == torch.strided
-    return not (strided and torch._debug_has_internal_overlap(tensor) == 1)  # expanded

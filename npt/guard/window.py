@@ -16,8 +16,9 @@ learning rate follows the device's own count of applied steps. The limits of the
 from steps whose results are known, so with it, and with several processes, results are read exactly
 one window late: nothing may depend on the clock.
 
-Several processes share a window (`shared.py`); after the step they compare the state it
-left, and a step that differs or is not finite on one of them is taken back on all.
+Several processes share a window: one all-reduce sums gradients, losses, token counts and flags, so
+all decide the same, and void the window if one of them must stop. After the step they compare the
+state it left, and a step that differs or is not finite on one of them is taken back on all.
 """
 
 from __future__ import annotations
@@ -42,9 +43,8 @@ from npt.guard.outcome import (
     refusal_of,
     send_record,
 )
-from npt.guard.shared import sum_over_processes
 from npt.guard.spikes import SpikeGuard
-from npt.guard.update import EXACT, GuardedUpdate, clip_scale, norms_of
+from npt.guard.update import EXACT, GuardedUpdate, norms_of
 
 HISTORY = 256
 """Micro-batches whose loss and gradient norm are remembered, with their sample ids."""
@@ -72,12 +72,10 @@ class FlatGradients:
         sum_views: likewise in the sums.
         reached: places of the parameters that the micro-batch's backward reached; None: not
             tracked.
-        clipped: the parameters whose norm is a window's, in the order of summation.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], track: bool = False):
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
-        self.clipped = self.parameters
         self.scratch, self.scratch_views = _flat_like(self.parameters)
         self.sums, self.sum_views = _flat_like(self.parameters)
         self.reached: set[int] | None = set() if track else None
@@ -206,8 +204,7 @@ class GradientWindow:
             self._rates = torch.tensor(rates, dtype=torch.float32).to(self._home)
         self._steps = torch.zeros((), dtype=torch.int64, device=self._home)
         self.gradients = FlatGradients({})
-        named = dict(zip(update.names, update.parameters, strict=True))
-        self.hold(named, update.parameters)
+        self.hold(dict(zip(update.names, update.parameters, strict=True)))
         self._divisor = divisor
         self._ran: list[MicroBatch] = []
         self._refusals: list[Refusal] = []
@@ -224,11 +221,11 @@ class GradientWindow:
         """Applied steps by the device's own count, for which this waits."""
         return int(self._steps)
 
-    def hold(self, parameters: Mapping[str, nn.Parameter], clipped: Sequence[nn.Parameter]) -> None:
-        """Hold the gradients of these parameters from now on; no micro-batch has run."""
+    def hold(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Step these parameters from now on, and hold their gradients; no micro-batch has run."""
+        self.update.guard(parameters)
         self.gradients.close()
         self.gradients = FlatGradients(parameters, track=self._rates is None)
-        self.gradients.clipped = tuple(clipped)
 
     def begin(self) -> None:
         """Point the parameters' `.grad` at empty scratch, for one forward and backward."""
@@ -301,7 +298,7 @@ class GradientWindow:
             except BaseException:
                 self.clear()
                 raise
-        return window.scalars.get("norm")
+        return window.figures.get("norm")
 
     def commit(self, fingerprint: int = 0) -> list[Outcome]:
         """Close the window, unless it is closed: one optimizer step from its survivors, or none.
@@ -346,22 +343,19 @@ class GradientWindow:
         flags = stacked([m.flag for m in ran], home, torch.bool)
         losses = stacked([m.loss.detach().to(home, torch.float32) for m in ran], home)
         tokens = torch.where(flags, sent([m.tokens for m in ran], home), 0.0).sum()
-        loss = torch.where(flags, losses, 0.0).sum()
+        loss, survivors = torch.where(flags, losses, 0.0).sum(), flags.sum()
+        refused = len(ran) - survivors + len(window.refusals)
         unreached = [] if gradients.reached is None else self._unreached(ran)
         gradients.expose(unreached)
         window.reached = len(unreached) < len(gradients.parameters)
         if self.unscale is not None and window.reached:
             self.unscale()
-        across, allowed = flags.new_zeros(0), torch.full_like(tokens, window.reached) > 0
+        allowed = torch.full_like(tokens, window.reached) > 0
         if self.processes.size > 1:
-            survivors = flags.sum()
-            refused = len(ran) - survivors + len(window.refusals)
-            figures = [count.to(torch.float32) for count in (tokens, loss, survivors, refused)]
-            codes = sent([window.halt, window.fingerprint], home)
-            (tokens, loss), across, agreed = sum_over_processes(
-                gradients.sums, torch.stack(figures), codes, self.processes
-            )
-            allowed = allowed & agreed
+            numbers = [n.to(torch.float32) for n in (tokens, loss, survivors, refused)]
+            tokens, loss, survivors, refused = self._sum_over_processes(window, numbers)
+            halts, data = window.figures["halts"], window.figures["data"]
+            allowed = allowed & (halts == 0).all() & (data == data[0]).all()
         divisor = tokens.clamp_min(1.0)
         if self._divisor is not None:
             divisor = torch.full_like(tokens, self._divisor)
@@ -373,12 +367,38 @@ class GradientWindow:
         if self.spikes is not None:
             spike = self.spikes.exceeds(loss, norm)
         window.go = (tokens > 0) & finite & ~spike & allowed
-        window.scalars = {"tokens": tokens, "loss": loss, "norm": norm}
-        window.scalars |= {"finite_norm": finite, "spike": spike}
-        norm_of_each = stacked([torch.linalg.vector_norm(m.norms) for m in ran], home)
         reports = [m.report.detach().to(home, torch.float64) for m in ran]
-        report = torch.cat(reports) if reports else flags.new_zeros(0)
-        window.parts = [flags, losses, norm_of_each, report, across]
+        window.figures |= {
+            "tokens": tokens,
+            "loss": loss,
+            "norm": norm,
+            "finite_norm": finite,
+            "spike": spike,
+            "survivors": survivors,
+            "refused": refused,
+            "flags": flags,
+            "losses": losses,
+            "norms": stacked([torch.linalg.vector_norm(m.norms) for m in ran], home),
+            "reports": torch.cat(reports) if reports else flags.new_zeros(0),
+        }
+
+    def _sum_over_processes(
+        self, window: LaunchedWindow, numbers: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Sum gradients, in place, and scalars over all processes; exchange halts and fingerprints.
+
+        All in one flat fp32 tensor, which holds whole numbers below `EXACT` as they are.
+        """
+        processes, sums = self.processes, self.gradients.sums
+        codes = torch.zeros(2, processes.size, device=self._home)
+        codes[:, processes.index] = sent([window.halt, window.fingerprint], self._home)
+        parts = [*sums, torch.stack(list(numbers)), codes.flatten()]
+        flat = processes.sum_(torch.cat([part.to(self._home, torch.float32) for part in parts]))
+        *summed, totals, of_each = flat.split([part.numel() for part in parts])
+        for gradient, total in zip(sums, summed, strict=True):
+            gradient.copy_(total)
+        window.figures["halts"], window.figures["data"] = of_each.split(processes.size)
+        return totals.unbind()
 
     def _unreached(self, ran: Sequence[MicroBatch]) -> list[int]:
         """Return the places of parameters that no survivor's backward reached, on any process.
@@ -395,32 +415,31 @@ class GradientWindow:
 
     def _clip(self, window: LaunchedWindow) -> Tensor:
         """Clip the window's gradient; return its norm before, a scalar in fp32."""
-        if self.gradients.reached is not None:
+        gradients = self.gradients
+        if gradients.reached is None:
+            window.norms = norms_of(gradients.sum_views)
+            norm = torch.linalg.vector_norm(window.norms)
+        else:
             # torch's own arithmetic, in the gradients' dtype: that of the loop which is guarded
-            reached = [p for p in self.gradients.clipped if p.grad is not None]
-            norm = get_total_norm([p.grad for p in reached if p.grad is not None])
+            norm = get_total_norm([p.grad for p in gradients.parameters if p.grad is not None])
             if self.spikes is not None or not bool(torch.isfinite(norm)):
-                window.norms = norms_of(self.gradients.sum_views)
-            clip_grads_with_norm_(reached, self.max_grad_norm, norm)
-            return norm.to(self._home, torch.float32)
-        window.norms = norms_of(self.gradients.sum_views)
-        norm = torch.linalg.vector_norm(window.norms)
-        for flat in self.gradients.sums:
-            flat.mul_(clip_scale(norm, self.max_grad_norm).to(flat.device))
-        return norm
+                window.norms = norms_of(gradients.sum_views)
+        clip_grads_with_norm_(gradients.parameters, self.max_grad_norm, norm)
+        return norm.to(self._home, torch.float32)
 
     def _step(self, window: LaunchedWindow, go: Tensor) -> None:
         """Step, verify, restore, and send the record: all on the device."""
-        scalars = window.scalars
         rate = None
         if self._rates is not None:
             # Not indexed by the step: indexing with a scalar tensor reads it.
             step = self._steps.clamp(max=len(self._rates) - 1).view(1)
-            rate = scalars["rate"] = self._rates.index_select(0, step).squeeze(0)
+            rate = window.figures["rate"] = self._rates.index_select(0, step).squeeze(0)
         with self.update.step(go, rate, self.processes) as update:
             window.update = update
             steps = self._steps + update.applied
-            scalars |= {"applied": update.applied, "steps": steps}
+            window.figures |= {"applied": update.applied, "steps": steps}
+            if update.fingerprints is not None:
+                window.figures["states"] = update.fingerprints
             send_record(window)
         self._steps, self.applied = steps, update.applied
 

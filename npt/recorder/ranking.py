@@ -71,7 +71,7 @@ def gradients(record: Record) -> list[Row]:
     return sorted(rows, key=lambda row: (row.finite, -(row.norm or 0.0) if row.finite else 0.0))
 
 
-def worst(record: Record, factor: float = FACTOR) -> str:
+def worst(record: Record) -> str:
     """Return the worst of a record as a clause: a tensor that is not finite, else an explosion,
     else the largest gradient.
     """
@@ -83,7 +83,7 @@ def worst(record: Record, factor: float = FACTOR) -> str:
             f"{len(record.bad)} of {len(record.rows)} tensors are not finite, the first: {name}"
             f" ({counts})"
         )
-    exploded = explosions(record, factor)
+    exploded = explosions(record)
     if exploded:
         more = f" ({len(exploded)} such)" if len(exploded) > 1 else ""
         return f"explosion: {exploded[0]}{more}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 400, 220  # CSS pixels of a chart before it grows with the page
-STRETCHES = 240  # parts of a long line, of which the smallest and the largest value are drawn
+MARKS = 240  # of one kind at most, evenly chosen
 DOTS = 80  # points up to which each value gets a dot
 LARGEST, SMALLEST = 1e100, 1e-100  # numbers beyond are drawn at the end of their scale
 
@@ -73,8 +73,8 @@ def drawable(values: Any, log: bool = False) -> np.ndarray:
 
 
 def scale(axes: Axes, values: Sequence[float], log: bool | None = None) -> bool:
-    """Give the y axis a scale that holds these numbers, and return whether it is logarithmic: by
-    default if they are positive and spread over a factor of 8.
+    """Give the y axis a scale for these numbers, and return whether it is logarithmic: by default
+    if they are positive and spread over a factor of 8.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
@@ -83,38 +83,18 @@ def scale(axes: Axes, values: Sequence[float], log: bool | None = None) -> bool:
     low, high = (float(numbers.min()), float(numbers.max())) if len(numbers) else (1.0, 1.0)
     log = low > 0 and high > 8 * low if log is None else log
     if log:
-        low = max(low, SMALLEST)
-        room = max(0.06 * math.log10(high / low), 0.02) if high > 1.05 * low else 0.5
-        low, high = low / 10**room, high * 10**room
         axes.set_yscale("log")
         subs = (1, 2, 5) if high < 100 * low else (1,)
         axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=6))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
-        room = 0.06 * (high - low)
-        if high - low <= 1e-9 * max(abs(low), abs(high), SMALLEST):
-            room = abs(low) / 2 or 1.0
-        low, high = (max(0.0, low - room) if low >= 0 else low - room), high + room
         axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.set_ylim(low, high)
     axes.yaxis.set_major_formatter(lambda value, _: number(value))
     return log
 
 
 Series = tuple[str, Sequence[float], Sequence[float]]
 """A line's name, its x and its y; a value is NaN for none, infinite for one that was not finite."""
-
-
-def thin(values: np.ndarray) -> np.ndarray:
-    """Return the indices of the values that are drawn: of many, the extremes of each stretch."""
-    places = np.arange(len(values))
-    if len(values) <= 2 * STRETCHES:
-        return places
-    kept: set[int] = set()
-    for part in np.array_split(places, STRETCHES):
-        if np.isfinite(values[part]).any():
-            kept |= {part[np.nanargmin(values[part])], part[np.nanargmax(values[part])]}
-    return np.array(sorted(kept), np.int64)
 
 
 def lines(
@@ -163,17 +143,14 @@ def _draw(
         at, numbers = np.asarray(places), np.asarray(values, np.float64)
         at, numbers = at[~np.isnan(numbers)], numbers[~np.isnan(numbers)]
         heights, broken = drawable(numbers, log), at[np.isinf(numbers)]
-        kept = thin(heights)
-        marker = "o" if len(kept) <= DOTS else ""
-        axes.plot(
-            at[kept], heights[kept], dash, color=colour, label=name, marker=marker, markersize=3
-        )
+        marker = "o" if len(heights) <= DOTS else ""  # matplotlib thins a line without dots
+        axes.plot(at, heights, dash, color=colour, label=name, marker=marker, markersize=3)
         if len(broken):
-            broken = broken[:: 1 + len(broken) // STRETCHES]
+            broken = broken[:: 1 + len(broken) // MARKS]
             height = np.full(len(broken), 0.95)
             axes.plot(broken, height, "x", color=BAD, label="not finite", transform=across)
     if len(marks):
-        marks = marks[:: 1 + len(marks) // STRETCHES]
+        marks = marks[:: 1 + len(marks) // MARKS]
         height = np.full(len(marks), 0.03)
         axes.plot(marks, height, "^", color=BAD, label="refused", transform=across)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))

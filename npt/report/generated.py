@@ -41,7 +41,7 @@ def page(words: str, facts: Facts, recipe: Facts, passages: Passages) -> str:
 
 
 def token_view(passages: Passages) -> dict[str, Any] | None:
-    """Return what `tokens.html.j2` shows; None if no passage has a finite number."""
+    """Return what `generated.html.j2` shows of them; None if no passage has a finite number."""
     changes = [np.array(measured["change"], np.float64) for _, measured in passages]
     finite = np.concatenate([change[np.isfinite(change)] for change in changes])
     if not len(finite):

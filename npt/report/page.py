@@ -154,8 +154,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "refused_by_kind": dict(record.refused()),
         **{name: value if math.isfinite(value) else None for name, value in figures.items()},
         "checkpoints": [
-            {"step": step_of(path), "folder": path.name, "verified": verified}
-            for path, verified, _ in record.checkpoints
+            {"step": step_of(path), "folder": path.name} for path in record.checkpoints
         ],
         "postmortems": [path.name for path, _ in record.postmortems],
         "missing": dict(record.notes),

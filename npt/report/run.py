@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,6 @@ from npt.errors import NPTError
 from npt.report.words import as_number
 from npt.stored import read_json
 
-Verify = Callable[[Path], None]
-"""Raises an NPTError if a checkpoint is not what was written."""
-
-VERIFIED = 20  # checkpoints that are verified, the last ones: a report may not take an hour
 LINE_BYTES = 1 << 20  # longest line that is read; a thousand layers take a tenth of it
 
 _MADE = frozenset({"save", "evaluation", "resume", "signal", "stopped", "error"})
@@ -51,13 +46,12 @@ class RunRecord:
         columns: by key of `metrics.jsonl` a number for each step, NaN if the line lacks the key,
             infinite if it was not finite.
         events: without those of steps that a resume undid.
-        checkpoints: each with whether every file is what was written, None if that was not looked
-            into, and what is wrong.
+        checkpoints: their folders, those set aside included, oldest first.
         postmortems: their folders and records.
         notes: by file, why it says nothing, or what it is of instead of the run's end.
     """
 
-    def __init__(self, folder: Path, verify: Verify | None = None):
+    def __init__(self, folder: Path):
         self.folder, self.notes = folder, dict[str, str]()
         self.run, self.fidelity = (
             self._object(folder / f"{name}.json") for name in ("run", "fidelity")
@@ -68,7 +62,7 @@ class RunRecord:
         self.events: list[Event] = []
         for line in self._lines("events.jsonl"):
             self._add_event(line)
-        self.checkpoints = list(_checkpoints(folder / "checkpoints", verify))
+        self.checkpoints = _step_folders(folder / "checkpoints")
         bundles = _step_folders(folder / "postmortem")
         self.postmortems = [(path, self._object(path / "postmortem.json")) for path in bundles]
         settings = self.run.get("settings")
@@ -198,20 +192,6 @@ class RunRecord:
 def _count(value: Any) -> int | None:
     """Return a step of a JSON file; None for anything else."""
     return value if type(value) is int and 0 <= value < 2**53 else None
-
-
-def _checkpoints(folder: Path, verify: Verify | None) -> Iterator[tuple[Path, bool | None, str]]:
-    """Yield all checkpoints, those set aside included, oldest first."""
-    paths = _step_folders(folder)
-    for path in paths:
-        if verify is None or path not in paths[-VERIFIED:]:
-            yield path, None, ""
-            continue
-        try:
-            verify(path)
-            yield path, True, ""
-        except (NPTError, OSError) as error:
-            yield path, False, str(error).replace(f"{folder}{os.sep}", "")
 
 
 def _step_folders(folder: Path) -> list[Path]:

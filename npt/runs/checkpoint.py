@@ -35,7 +35,7 @@ from npt.adapters.files.adapter_files import (
 from npt.adapters.files.run_layout import ADAPTER, checkpoints
 from npt.base.identity import BaseIdentity
 from npt.data.loader import Position
-from npt.errors import CheckpointError
+from npt.errors import CheckpointError, first_line
 from npt.files import new_folder, write_json
 from npt.guard.outcome import Snapshot
 from npt.guard.spikes import HISTORY
@@ -169,17 +169,28 @@ class Checkpoint:
         return State(self.step, snapshot, self._spikes(), self._random_states())
 
     def _random_states(self) -> dict[int, dict[str, Tensor]]:
-        path = self.folder / TENSORS
-        processes = {name.split(".")[1] for name in self.headers if name.startswith("rng.")}
-        if not processes or processes != set(map(str, range(len(processes)))):
+        path, states = self.folder / TENSORS, dict[int, dict[str, Tensor]]()
+        names = [name for name in self.headers if name.startswith("rng.")]
+        for name, state in read_tensors(path, names, CheckpointError).items():
+            match = re.fullmatch(r"rng\.(\d{1,6})\.(cpu|cuda\.\d{1,3})", name)
+            try:
+                if match is None:
+                    raise ValueError("no such device")
+                device = match[2].partition(".")[0]
+                if device == "cpu" or torch.cuda.is_initialized():
+                    torch.Generator(device).set_state(state)
+            except (RuntimeError, TypeError, ValueError) as problem:
+                raise CheckpointError(
+                    f"{path}: the tensor {shown(name)} is no random state"
+                    f" ({first_line(problem)}); copy it again"
+                ) from problem
+            states.setdefault(int(match[1]), {})[match[2]] = state
+        if not states or any("cpu" not in states.get(n, {}) for n in range(len(states))):
             raise CheckpointError(
-                f"{path} holds random states of the processes {shown(sorted(processes))}, expected"
-                " those from 0 on"
+                f"{path} holds random states of the processes {sorted(states)}, expected those from"
+                " 0 on, each with that of the cpu; copy it again"
             )
-        return {
-            process: _read_random_state(path, f"rng.{process}.", self.headers)
-            for process in range(len(processes))
-        }
+        return states
 
     def _spikes(self) -> tuple[list[float], list[float]] | None:
         path = self.folder / TENSORS
@@ -267,17 +278,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
     checkpoint = Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
     try:
-        position, again = record["position"], checkpoint.position.as_dict()
-        odd = sorted(n for n in again | position if again.get(n) != position.get(n))
-        if odd:
-            raise ValueError(f"position has {', '.join(map(repr, odd))}")
+        if checkpoint.position.as_dict() != record["position"]:
+            raise ValueError("the position has unknown entries")
         figures = checkpoint.initial
         models = (figures.teacher, figures.floor, figures.student)
-        numbers = [value for model in models for value in model.as_dict().values()]
-        for layer in figures.layers.values():
-            numbers += [layer["nmse_student"], *layer.values()]
-        if any(not isinstance(value, _NUMBER) for value in numbers if value is not None):
+        numbers = [*(model.as_dict() for model in models), *figures.layers.values()]
+        if any(not isinstance(value, _NUMBER) for value in _leaves(numbers) if value is not None):
             raise ValueError("a figure is no number")
+        for layer in figures.layers.values():
+            layer["nmse_student"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: the position, figures or counts cannot be used: {shown(str(error))}; use"
@@ -313,31 +322,3 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield value
-
-
-_RANDOM_BYTES = {"cpu": 5056, "cuda": 16}  # torch's Mersenne Twister; a seed and an offset
-
-
-def _read_random_state(path: Path, prefix: str, headers: Mapping[str, Header]) -> dict[str, Tensor]:
-    """Return the states that a file holds under `prefix`, as `random_state` gave them."""
-    names = [name for name in headers if name.startswith(prefix)]
-    for name in names:
-        device = re.fullmatch(r"(cpu)|(cuda)\.[0-9]{1,3}", name.removeprefix(prefix))
-        if not device or headers[name] != ("U8", (_RANDOM_BYTES[device[1] or device[2]],)):
-            raise CheckpointError(
-                f"{path}: the tensor {shown(name)}, {described(headers[name])}, is no random state;"
-                " copy it again"
-            )
-    if f"{prefix}cpu" not in names:
-        raise CheckpointError(f"{path} lacks the tensor {prefix}cpu; copy it again")
-    tensors = read_tensors(path, names, CheckpointError)
-    states = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    for name, state in states.items():
-        if name == "cpu" or torch.cuda.is_initialized():
-            try:
-                torch.Generator(name.split(".")[0]).set_state(state)
-            except RuntimeError as problem:
-                raise CheckpointError(
-                    f"{path}: {prefix}{name} is no random state ({problem}); copy it again"
-                ) from problem
-    return states

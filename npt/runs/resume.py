@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
 from npt.config import DataConfig, NPTConfig, flag_of
-from npt.data.source import Record, is_local, is_sequence
+from npt.data.source import Record, is_sequence
 from npt.errors import CheckpointError, ConfigError
 from npt.manifest import MANIFEST
 from npt.runs.checkpoint import Checkpoint, newest_good, read_checkpoint
@@ -35,16 +33,6 @@ _MATTERS = {
     "teacher": "teacher (its hash)",
 }
 """Settings that must not change: of adapters, base and the order of samples."""
-
-_RETIRED = {
-    "dataset_mix": None,
-    "stages": None,
-    "layer_weights": "uniform",
-    "token_weighting": "none",
-    "padding_side": "right",
-    "logit_temperature": 1.0,
-}
-"""Settings of earlier versions that decided what was trained, with the only value that is left."""
 
 _SOURCES = ("dataset_name", "replay_dataset")
 
@@ -86,104 +74,72 @@ def find_resumed(resume: str, output_dir: str | None) -> Resumed:
 
 
 def _find(resume: str, to: Path | None) -> Resumed:
+    path, checkpoint = Path(resume).expanduser(), None
     if resume == AUTO:
         if to is None:
             raise ConfigError(
                 "--resume auto looks for checkpoints below --output_dir; name that folder"
             )
-        return _newest(to, to, required=False)
-    path = Path(resume).expanduser()
-    if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint or run folder {resume}; check --resume")
-    if (path / CHECKPOINTS).is_dir():
-        return _newest(path, path if to is None else to, required=True)
-    if not ((path / MANIFEST).exists() or path.name.startswith("step-")):
+        if not to.is_dir() or not any(to.iterdir()):
+            check_free(to)
+            return Resumed(to, None, goes_on=True)
+        if not is_run(to):
+            raise ConfigError(
+                f"--output_dir {to} holds something other than a run; choose another folder"
+            )
+        run: Path | None = to
+    elif (path / CHECKPOINTS).is_dir():
+        run = path
+    elif path.is_dir() and ((path / MANIFEST).exists() or path.name.startswith("step-")):
+        above = path.resolve().parent
+        checkpoint, run = path, above.parent if above.name == CHECKPOINTS else None
+    else:
         raise CheckpointError(
             f"--resume {resume} is neither a checkpoint nor a run folder with checkpoints; name"
             " one, or auto"
         )
-    above = path.resolve().parent
-    of_run = above.name == CHECKPOINTS
-    if to is None and not of_run:
+    folder = run if to is None else to
+    if folder is None:
         raise ConfigError(
             f"the checkpoint {resume} lies in no run folder; name one to continue in with"
             " --output_dir"
         )
-    run = above.parent if to is None else to
-    goes_on = of_run and _same(run, above.parent)
+    goes_on = run is not None and run.resolve() == folder.resolve()
     if goes_on:
-        tidy(run)
-    return _resumed(run, read_checkpoint(path), goes_on, {})
-
-
-def _newest(run: Path, to: Path, *, required: bool) -> Resumed:
-    """Return the newest good checkpoint of a run folder, to resume in `to`."""
-    goes_on = _same(run, to)
-    if not run.is_dir() or not any(run.iterdir()):
-        check_free(run)
-        return Resumed(run, None, goes_on)
-    if not is_run(run):
-        raise ConfigError(
-            f"--output_dir {run} holds something other than a run; choose another folder"
-        )
-    if goes_on:
-        tidy(run)
-    checkpoint, broken = newest_good(run / CHECKPOINTS)
-    if checkpoint is None and (broken or required):
-        raise CheckpointError(
-            f"no checkpoint below {run} verifies: {'; '.join(broken.values()) or 'there is none'};"
-            " start anew in another folder"
-        )
-    return _resumed(to, checkpoint, goes_on, broken)
-
-
-def _resumed(
-    run: Path, checkpoint: Checkpoint | None, goes_on: bool, broken: Mapping[Path, str]
-) -> Resumed:
-    if not goes_on:
-        check_free(run)
-    seen = [path.name for path in checkpoints(run / CHECKPOINTS)] if goes_on else []
-    return Resumed(run, checkpoint, goes_on, broken, tuple(seen))
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
+        tidy(folder)
+    else:
+        check_free(folder)
+    broken: dict[Path, str] = {}
+    if checkpoint is not None or run is None:
+        chosen: Checkpoint | None = read_checkpoint(path)
+    else:
+        chosen, broken = newest_good(run / CHECKPOINTS)
+        if chosen is None and (broken or resume != AUTO):
+            faults = "; ".join(broken.values()) or "there is none"
+            raise CheckpointError(
+                f"no checkpoint below {run} verifies: {faults}; start anew in another folder"
+            )
+    seen = [path.name for path in checkpoints(folder / CHECKPOINTS)] if goes_on else []
+    return Resumed(folder, chosen, goes_on, broken, tuple(seen))
 
 
 def changed_settings(
     recorded: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, with both values; CheckpointError if one must not."""
-    for name, left in _RETIRED.items():
-        if recorded.get(name, left) != left:
-            raise CheckpointError(
-                f"the checkpoint was trained with --{name} {_shown(recorded[name])}, which this"
-                " version does not have; resume with the version that began it"
-            )
     changed: dict[str, tuple[Any, Any]] = {}
     for name in sorted(set(recorded) & set(now) - set(_OF_ONE_START)):
         old, new = _listed(recorded[name]), _listed(now[name])
-        if old == new or (name in _SOURCES and _same_source(old, new)):
+        # their content is compared by its fingerprint; a path may be relative to another folder
+        if old == new or (name in _SOURCES and Path(str(old)).name == Path(str(new)).name):
             continue
         if name in _MATTERS:
             raise CheckpointError(
-                f"the checkpoint was trained with --{_MATTERS[name]} {_shown(old)}, this run asks"
-                f" for {_shown(new)}; resume with the same, or start a new run"
+                f"the checkpoint was trained with --{_MATTERS[name]} {shown(old)}, this run asks"
+                f" for {shown(new)}; resume with the same, or start a new run"
             )
         changed[name] = (old, new)
     return changed
-
-
-def _same_source(old: Any, new: Any) -> bool:
-    """Return whether two names mean one data set. A run may be resumed from another folder than it
-    was started in, where its relative path leads to nothing.
-    """
-    plain = isinstance(old, str) and isinstance(new, str) and "\0" not in old
-    if old == new or not plain or not is_local(new):  # a record may hold anything
-        return old == new
-    one, other = (Path(os.path.expanduser(name)) for name in (old, new))
-    moved = not glob.glob(str(one)) and other.parts[-len(one.parts) :] == one.parts
-    return moved or _same(one, other)
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,12 +149,6 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return value if isinstance(value, str) and value.isprintable() else shown(value)
 
 
 def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:

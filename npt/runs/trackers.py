@@ -31,10 +31,18 @@ _PAGES = (REPORT, "trace/health.html", "trace/health.png")
 
 
 def check_trackers(config: TrainConfig) -> list[str]:
-    """Return the trackers that the configuration asks for; ConfigError if one is not installed."""
+    """Return the trackers that the configuration asks for; ConfigError if one is not installed, or
+    Weights & Biases has no key.
+    """
     names = [name for name in ("wandb", "tensorboard") if getattr(config, f"use_{name}")]
     for name in names:
         require(name, f"--use_{name}")
+    if "wandb" in names:
+        import wandb
+
+        online = wandb.setup().settings.mode == "online"
+        if online and not wandb.login(prompt=False, verify=False):
+            raise _not_started("there is no API key")
     return names
 
 
@@ -52,7 +60,7 @@ def start_trackers(
 
 
 class Trackers:
-    """The trackers of one run, opened before its base is loaded; a context, which closes them.
+    """The trackers of one run; a context, which closes them.
 
     One that cannot be started is a ConfigError. A call that fails later is a warning; the run
     continues with the same random numbers.
@@ -90,6 +98,7 @@ class Trackers:
         if "tensorboard" in names:
             options = {} if resume_at is None else {"purge_step": resume_at + 1}
             self._trackers["tensorboard"] = TensorBoardTracker("npt", str(folder), **options)
+            self._trackers["tensorboard"].start()
 
     def __enter__(self) -> Trackers:
         return self
@@ -108,24 +117,12 @@ class Trackers:
         return self._trackers["wandb"].tracker.id if "wandb" in self._trackers else None
 
     def describe(self, values: Mapping[str, Any]) -> None:
-        """Store settings and other facts known before the first step, nested or not.
-
-        TensorBoard starts only here: a run that never starts keeps an earlier run's steps.
-        """
-
-        def start(tracker: Any) -> None:
-            tracker.start()
-            plain = (int, float, str)
-            tracker.store_init_configuration(
-                {k: v if isinstance(v, plain) else str(v) for k, v in values.items()}
-            )
-
-        def store(tracker: Any) -> None:
-            # what a sweep has chosen is locked
-            locked = tracker.tracker.config.keys() if "WANDB_SWEEP_ID" in os.environ else ()
-            tracker.store_init_configuration({k: v for k, v in values.items() if k not in locked})
-
-        self._tell(wandb=store, tensorboard=start)
+        """Store settings and other facts known before the first step, nested or not."""
+        plain = {k: v if isinstance(v, int | float) else str(v) for k, v in values.items()}
+        self._tell(
+            wandb=lambda tracker: tracker.store_init_configuration(dict(values)),
+            tensorboard=lambda tracker: tracker.store_init_configuration(plain),
+        )
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log numbers at `step`, leaving out what is not finite and what is no number."""
@@ -134,7 +131,6 @@ class Trackers:
             for name, value in metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-
         self._tell(**dict.fromkeys(self._trackers, lambda tracker: tracker.log(numbers, step=step)))
 
     def alert(self, title: str, text: str) -> None:
@@ -149,7 +145,7 @@ class Trackers:
         """Close all, once, with the run's exit status."""
         self._tell(
             wandb=lambda tracker: tracker.tracker.finish(exit_code=status),
-            tensorboard=lambda tracker: tracker.finish() if hasattr(tracker, "writer") else None,
+            tensorboard=lambda tracker: tracker.finish(),
         )
         self._trackers = {}
 
@@ -201,20 +197,22 @@ def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:
         id=continued,
         resume="allow" if continued else None,
     )
-    made = not folder.exists()
     try:
         with undisturbed():
             folder.mkdir(parents=True, exist_ok=True)
             tracker.start()
     except Exception as error:  # the library raises its own
-        if made:
-            with suppress(OSError):  # the library may have left something in it
-                folder.rmdir()
-        raise ConfigError(
-            f"wandb cannot be started: {first_line(error)}; log in first (wandb login), set"
-            " WANDB_MODE=offline, or drop --use_wandb"
-        ) from error
+        with suppress(OSError):  # the library may have left something in it
+            folder.rmdir()
+        raise _not_started(first_line(error)) from error
     return tracker
+
+
+def _not_started(why: str) -> ConfigError:
+    return ConfigError(
+        f"wandb cannot be started: {why}; log in first (wandb login), set WANDB_MODE=offline, or"
+        " drop --use_wandb"
+    )
 
 
 def _log_files(run: Any, folder: Path, record: Mapping[str, Any]) -> None:

@@ -10,11 +10,9 @@ Shapes: B batch, T queries, S keys, H heads.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +24,7 @@ from npt.data.batch import Batch
 from npt.tracer.source_location import Tokens, layer_of
 from npt.tracer.tensors import dtype_name
 from npt.tracer.verdict import Verdict
+from npt.tracer.watchdogs import BadNumber
 
 MASKED = -1e3
 """An additive entry that low is masked. It lies between biases, of which every row has one near 0
@@ -33,18 +32,9 @@ MASKED = -1e3
 (in bf16 -9984) in older code."""
 
 
-@dataclass(frozen=True)
-class MaskFault:
-    """The row [b, t] of a mask that no softmax can take, its largest entry, and why it is bad."""
-
-    index: tuple[int, int]
-    value: float
-    message: str
-
-
-def mask_fault(mask: Tensor, valid: Tensor) -> MaskFault | None:
-    """Find a valid query that may attend to nothing, or a row with NaN or +Inf. A padded query may
-    be without keys. Waits for the device.
+def mask_fault(mask: Tensor, valid: Tensor) -> BadNumber | None:
+    """Find the row [b, t] of a valid query that may attend to nothing, or of one with NaN or +Inf,
+    with its largest entry. A padded query may be without keys. Waits for the device.
 
     The mask is [B, 1 or H, T, S], bool (True: may attend) or floating (added to the scores).
     """
@@ -56,24 +46,22 @@ def mask_fault(mask: Tensor, valid: Tensor) -> MaskFault | None:
     if not bool(bad.any()):
         return None
     b, t = (int(i) for i in bad.nonzero()[0])
-    message = f"attention mask {list(mask.shape)} {dtype_name(mask.dtype)}: "
+    name = f"attention mask {list(mask.shape)} {dtype_name(mask.dtype)}"
     if bad is broken:
-        message += (
-            f"{int(unusable.sum())} entries are NaN or +Inf, first in row [b={b}, t={t}], which"
-            " comes out as NaN; make the mask anew"
+        message = (
+            f"{name}: {int(unusable.sum())} entries are NaN or +Inf, first in row [b={b}, t={t}],"
+            " which comes out as NaN; make the mask anew"
         )
-        return MaskFault((b, t), float(mask[b, :, t].max()), message)
+        return BadNumber(name, (b, t), float(mask[b, :, t].max()), message)
     value = float(mask[b, :, t].amax(dim=-1).min())  # the head without a key has the lowest peak
     row = f"at most {value:g}" if mask.is_floating_point() else "all False"
-    comes_out = "NaN or zeros, depending on the kernel"
-    if mask.is_floating_point() and math.isfinite(value):
-        comes_out = "a mixture of masked keys, finite and wrong"
-    message += (
-        f"the valid token at [b={b}, t={t}] may attend to nothing (its row is {row}: {comes_out};"
-        f" such are {int((keyless & valid).sum())} valid and {int((keyless & ~valid).sum())} padded"
-        f" ones of {valid.numel()}); let every valid token see itself"
+    message = (
+        f"{name}: the valid token at [b={b}, t={t}] may attend to nothing (its row is {row};"
+        f" {int((keyless & valid).sum())} of {int(valid.sum())} valid tokens are so): NaN comes"
+        " out, or zeros or a mixture of masked keys, which are wrong; let every valid token see"
+        " itself"
     )
-    return MaskFault((b, t), value, message)
+    return BadNumber(name, (b, t), value, message)
 
 
 @contextmanager
@@ -112,7 +100,7 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
         yield verdicts
 
 
-def _fault_of(mask: Tensor, valid: Tensor | None) -> MaskFault | None:
+def _fault_of(mask: Tensor, valid: Tensor | None) -> BadNumber | None:
     """Return the fault of a mask; None also if it cannot be told whose queries are valid."""
     rows, queries = mask.shape[0], mask.shape[2]
     square = mask.shape[3] == queries
@@ -129,7 +117,7 @@ def _fault_of(mask: Tensor, valid: Tensor | None) -> MaskFault | None:
     return mask_fault(mask, valid)
 
 
-def _verdict(fault: MaskFault, module: str, mask: Tensor, tokens: Tokens) -> Verdict:
+def _verdict(fault: BadNumber, module: str, mask: Tensor, tokens: Tokens) -> Verdict:
     row, token = fault.index
     return Verdict(
         cause="fully masked row",

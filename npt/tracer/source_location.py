@@ -7,14 +7,13 @@ code between modules, such as a residual sum, is attributed as exactly as code i
 from __future__ import annotations
 
 import ast
-import functools
-import itertools
+import inspect
 import linecache
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import bitsandbytes
@@ -105,65 +104,28 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
 
 def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
     """Return the module that a frame works for: its `self`, or the function's first argument, as in
-    a hook or an attention function.
-
-    If that is the whole model, the variable of a loop around the line says more. No other local
-    does: after a loop over layers the last one is still among the locals.
+    a hook or an attention function. No other local counts: after a loop over layers the last one is
+    still among the locals.
     """
-    code, line, variables = frame.f_code, frame.f_lineno, frame.f_locals
-
-    def first(among: Iterable[str]) -> str | None:
-        modules = (names.get(id(variables.get(variable))) for variable in among)
-        return next((name for name in modules if name is not None), None)
-
-    module = first(("self", *code.co_varnames[: min(code.co_argcount, 1)]))
-    if module:
-        return module
-    around = sorted(loop for loop in _loops(code.co_filename) if loop[0] <= line <= loop[1])
-    looped = first(name for _, _, name in reversed(around))  # the innermost first
-    return module if looped is None else looped
-
-
-@functools.lru_cache(maxsize=256)
-def _loops(file: str) -> tuple[tuple[int, int, str], ...]:
-    """Return first line, last line and variable of every loop's body in a file."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ()
-    return tuple(
-        (node.body[0].lineno, node.body[-1].end_lineno or 0, name.id)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.For | ast.AsyncFor)
-        for name in ast.walk(node.target)
-        if isinstance(name, ast.Name)
-    )
+    code, variables = frame.f_code, frame.f_locals
+    first = ("self", *code.co_varnames[: min(code.co_argcount, 1)])
+    modules = (names.get(id(variables.get(variable))) for variable in first)
+    return next((name for name in modules if name is not None), None)
 
 
 def _line(frame: FrameType) -> str:
     """Return `file.py:12 in function: expression`, as exactly as the interpreter knows it."""
     code, line = frame.f_code, frame.f_lineno
-    text = _expression(code, frame.f_lasti) or linecache.getline(code.co_filename, line)
+    source: Any = "".join(linecache.getlines(code.co_filename))
+    expression: Any = inspect.getframeinfo(frame, context=0).positions
+    text = ast.get_source_segment(source, expression) if source else None
+    text = text or linecache.getline(code.co_filename, line)
     text = " ".join(text.split())
     text = text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 3] + "..."
     folder, name = os.path.split(code.co_filename)
     if os.path.basename(folder).startswith("ipykernel_"):  # a notebook's; its name is a number
         name = "cell"
     return f"{name}:{line} in {code.co_qualname}: {text}"
-
-
-def _expression(code: CodeType, instruction: int) -> str:
-    """Return the source text of one instruction, if the interpreter kept columns for it."""
-    positions = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
-    line, end_line, column, end_column = positions
-    if line is None or end_line is None or column is None or end_column is None:
-        return ""
-    # columns are counted in bytes of UTF-8
-    lines = linecache.getlines(code.co_filename)[line - 1 : end_line]
-    pieces = [text.encode() for text in lines] or [b""]
-    pieces[-1] = pieces[-1][:end_column]
-    pieces[0] = pieces[0][column:]
-    return b" ".join(pieces).decode(errors="replace")
 
 
 class Tokens:

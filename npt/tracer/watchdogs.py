@@ -5,7 +5,6 @@ costs a second pass or much memory is paid only after a cheap look has found som
 
 A 4-bit weight is judged by its statistics and its dequantised values, never by its packed bytes:
 any byte pattern is a valid pair of codes, and read as floating-point numbers random bytes hold NaN.
-Shapes: V vocabulary; `...` is any leading shape.
 """
 
 from __future__ import annotations
@@ -50,29 +49,6 @@ def require(finding: BadNumber | None) -> None:
         raise NumericalError(finding.message)
 
 
-def logits_fault(logits: Tensor, name: str = "logits") -> BadNumber | None:
-    """Find NaN or +Inf among logits [..., V], or a position with -Inf only, whose softmax is NaN.
-
-    -Inf next to a finite logit is a mask that somebody meant. A logsumexp per position shows all of
-    this and nothing else: finite logits have a finite one. The elements are read only if it is not.
-    """
-    values = logits.detach()
-    if values.numel() == 0 or bool(torch.isfinite(torch.logsumexp(values, dim=-1)).all()):
-        return None
-    empty = (values == -math.inf).all(dim=-1, keepdim=True)
-    bad = torch.isnan(values) | (values == math.inf) | empty
-    if not bool(bad.any()):
-        # in fp16 the sum inside logsumexp can overflow over a large vocabulary of equal logits
-        return None
-    index = _first(bad)
-    where = "[b={}, t={}, v={}]".format(*index) if len(index) == 3 else list(index)
-    message = (
-        f"{name} {list(values.shape)}: {_census(values)}; first bad at {where}:"
-        f" {float(values[index]):g}; look for the first non-finite activation below them"
-    )
-    return BadNumber(name, index, float(values[index]), message)
-
-
 def tensor_fault(
     named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: float = math.inf
 ) -> BadNumber | None:
@@ -92,18 +68,6 @@ def tensor_fault(
         if not (math.isfinite(size) and size <= limit):
             return _element(name, tensor, limit)
     return None
-
-
-def named_moments(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer's state, by `exp_avg of NAME` and so on."""
-    return {
-        f"{key} of {name}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
 
 
 def moments_fault(moments: Mapping[str, Tensor]) -> BadNumber | None:
@@ -173,23 +137,10 @@ def _element(
 ) -> BadNumber:
     """Return the finding of the first bad element of `tensor`."""
     bad = ~torch.isfinite(tensor) | (tensor.abs() > limit) if bad is None else bad
-    index = _first(bad)
+    index = tuple(bad.nonzero()[0].tolist())
     value = float(tensor[index])
-    why = why or (f"larger than {limit:g}" if math.isfinite(value) else _census(tensor))
+    why = why or (f"larger than {limit:g}" if math.isfinite(value) else "not finite")
     remedy = "go back to the last checkpoint" if ADAPTER in name else "load the base again"
     at = list(index) if index else ""
     share = f"{int(bad.sum())} of {tensor.numel()} elements bad"
     return BadNumber(name, index, value, f"{name}{at} is {value:g} ({share}: {why}); {remedy}")
-
-
-def _census(values: Tensor) -> str:
-    finite = values[torch.isfinite(values)]
-    extent = "no finite value"
-    if finite.numel():
-        extent = f"finite values from {float(finite.min()):g} to {float(finite.max()):g}"
-    nan, up, down = torch.isnan(values), values == math.inf, values == -math.inf
-    return f"{int(nan.sum())} NaN, {int(up.sum())} +Inf, {int(down.sum())} -Inf, {extent}"
-
-
-def _first(bad: Tensor) -> tuple[int, ...]:
-    return tuple(int(i) for i in bad.nonzero()[0])

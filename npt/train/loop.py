@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,18 +12,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from npt.adapters.converted import is_sharded
-from npt.data.batch import Batch, find_fault
-from npt.data.loader import Position
-from npt.distill.step import forward_backward, free_memory, oom_message, summed
+from npt.data.batch import Batch
+from npt.data.loader import Position, Window
+from npt.distill.local import BatchSums
+from npt.distill.step import add_batch, free_memory, oom_message, summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
 from npt.guard.guard import Guard
 from npt.guard.outcome import Outcome
 from npt.guard.spikes import SpikeGuard
+from npt.guard.update import EXACT
 from npt.guard.window import FAILED
 from npt.train.observers import StepMetrics, StepRecording
 from npt.train.refusals import Refusals
-from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run import Run
 
 if TYPE_CHECKING:
     from npt.evaluation.evaluate import Fidelity
@@ -34,28 +37,28 @@ class Loop:
     """One run of the training loop.
 
     Args:
-        context: of the run.
+        run: that it trains.
         guard: of the student; makes one step from a window.
         strategy: forward and backward of one micro-batch.
-        actions: between steps.
 
     Attributes:
         failure: the error that stops this process, one of several, at the next step.
         halts: processes that stopped, each with its code.
     """
 
-    def __init__(self, context: RunContext, guard: Guard, strategy: Strategy, actions: RunActions):
-        self.context, self.setup, self.config = context, context.setup, context.setup.config
-        self.guard, self.strategy, self.actions = guard, strategy, actions
+    def __init__(self, run: Run, guard: Guard, strategy: Strategy):
+        self.run, self.setup, self.config = run, run.setup, run.setup.config
+        self.guard, self.strategy = guard, strategy
         self.failure: Exception | None = None
         self.halts: dict[int, int] = {}
         self.steps = self.tokens = self.micro_batches = 0
         self.position = Position()
         self.best = math.inf
         self.last_evaluation: int | None = None
-        self.refusals = Refusals(context, guard)
-        self.metrics = StepMetrics(context)
-        self.recording = StepRecording(context, self.metrics)
+        self.refusals = Refusals(run, guard)
+        self.metrics = StepMetrics(run)
+        records = self.setup.processes.main and self.config.trace_steps is not None
+        self.recording = StepRecording(run, self.metrics) if records else None
         self._saved: int | None = None  # micro-batches at the last checkpoint
         self._open: dict[int, Window | None] = {}  # committed, not accounted for; None: data ended
         self._outcomes: deque[Outcome] = deque()  # known, not accounted for
@@ -63,7 +66,7 @@ class Loop:
         self._refused: tuple[Window, Outcome] | None = None
         self._ended = False  # the data are used up, or a process stopped
 
-    def run(self, windows: Iterable[Window]) -> None:
+    def train(self, windows: Iterable[Window]) -> None:
         """Train until the windows or `max_steps` are used up, or a signal came to any process.
 
         Raises:
@@ -74,7 +77,6 @@ class Loop:
         most = math.inf if self.config.max_steps is None else self.config.max_steps
         self.setup.model.eval()
         self._safely(self._evaluate_if_due)  # a signal may have ended this step's evaluation
-        self.metrics.start()
         coming = iter(windows)
         # Only outcomes end the loop, which all processes have alike and at the same window.
         while not self._ended and self.steps < most:
@@ -84,7 +86,8 @@ class Loop:
             self._open[guard.window.committed] = window
             if window is not None:
                 self._fill(window.batches)
-            self._account(guard.step(window.fingerprint if several and window is not None else 0))
+            compared = fingerprint(window.batches) if several and window is not None else 0
+            self._account(guard.step(compared))
             # Saving and evaluating must see the state of their own step and no later one, so wait
             # for late outcomes; if that window is refused, the wait was in vain.
             if self._is_boundary(self.steps + guard.window.in_flight):
@@ -98,33 +101,24 @@ class Loop:
 
     def _fill(self, batches: Sequence[Batch]) -> None:
         """Add this process's micro-batches to the window, until a signal or a failure."""
-        self.recording.open(self._coming_step)
         place = 0
         while place < len(batches) and self.failure is None:
             if self.setup.stop.number is not None:
                 self.guard.window.halt(self.setup.stop.number)
                 break
+            if place == 0 and self.recording is not None:
+                self.recording.open(self._coming_step)
             place = place + 1 if self._add(batches[place], place) else 0
         self.guard.window.place = place  # with those of the other processes
 
     def _add(self, batch: Batch, place: int) -> bool:
         """Add a micro-batch to the window; False if memory ran out and the window was cleared."""
-        model, processes, guard = self.setup.model, self.setup.processes, self.guard
+        model, processes, lack = self.setup.model, self.setup.processes, None
         if place % processes.size != processes.index:
             return True
-        ids, offset, lack = batch.sample_ids, batch.offset, None
-        arguments = (model, self.strategy, batch, self.config, self.setup.splitter)
-        again = partial(forward_backward, *arguments)
         try:
-            if (fault := find_fault(batch, model.config.vocab_size)) is not None:
-                guard.refuse(fault, ids, place)
-                return True
             try:
-                with guard.micro_batch(
-                    batch.tokens, ids, batch, again, offset=offset, place=place
-                ) as micro:
-                    sums = summed(*arguments, self.recording.observer(place))
-                    micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
+                add_batch(self.guard, batch, self._compute, model.config.vocab_size, place)
             except (RuntimeError, MemoryError) as error:
                 # one that stopped inside a layer of a shared base would be out of step
                 lack = None if is_sharded(model) else oom_message(error)
@@ -136,26 +130,31 @@ class Loop:
             self._fail(error)
         return lack is None or self.failure is not None
 
+    def _compute(self, batch: Batch) -> BatchSums:
+        observe, setup = None, self.setup
+        if self.recording is not None:
+            observe = self.recording.observer(self.guard.window.place)
+        return summed(setup.model, self.strategy, batch, self.config, setup.splitter, observe)
+
     def _shrink(self, batch: Batch, message: str) -> None:
         """Begin the window again with smaller parts.
 
         A single sample is tried again while windows in flight hold memory that will be freed.
         """
-        context, alone = self.context, self.setup.processes.size == 1
+        run, alone = self.run, self.setup.processes.size == 1
         in_flight = self.guard.window.in_flight if alone else 0
         self.guard.clear()
         free_memory()
         again = self.setup.splitter.samples_of(batch) == 1 and in_flight
         samples = 1 if again else self.setup.splitter.shrink(batch, message)
         step, now = self._coming_step, self.setup.splitter.samples
-        context.folder.event(
+        run.folder.event(
             "out_of_memory", step=step, samples=samples, samples_at_once=now, message=message
         )
         lack = f"out of memory with {samples} samples at once ({message})"
-        context.say(f"step {step}: {lack}; it is begun again with {now}")
+        run.say(f"step {step}: {lack}; it is begun again with {now}")
         if alone:  # several meet at the reading of results
             self.settle()
-        self.recording.open(self._coming_step)
 
     def _fail(self, error: Exception) -> None:
         """Raise the error, or, as one of several processes, stop with it at the next step."""
@@ -216,28 +215,28 @@ class Loop:
         self.refusals.stop(reason, last, self._accepted, self.steps)
 
     def _after_step(self, outcome: Outcome) -> None:
-        c, context = self.config, self.context
+        c, run = self.config, self.run
         self.steps += 1
         self.tokens += outcome.tokens
-        if self.steps % c.log_steps == 0 or self.steps in (1, context.total_steps):
+        if self.steps % c.log_steps == 0 or self.steps in (1, run.total_steps):
             metrics = self.metrics.line(outcome, self.steps, self.tokens, self.refusals)
             self._safely(partial(self._log, metrics))
-            context.say(self.metrics.progress(metrics))
-        with self.metrics.paused():  # evaluating and saving is not training
-            self._safely(self._evaluate_if_due)
-            if c.save_steps and self.steps % c.save_steps == 0:
-                self.save()
+            run.say(self.metrics.progress(metrics))
+        self._safely(self._evaluate_if_due)
+        if c.save_steps and self.steps % c.save_steps == 0:
+            self.save()
 
     def _log(self, metrics: dict[str, Any]) -> None:
-        self.context.folder.metrics(metrics)
-        self.context.trackers.log(metrics, self.steps)
+        self.run.folder.metrics(metrics)
+        self.run.trackers.log(metrics, self.steps)
 
     def _evaluate_if_due(self) -> None:
-        every, done = self.config.eval_steps, (0, self.context.total_steps, self.last_evaluation)
+        every, done = self.config.eval_steps, (0, self.run.total_steps, self.last_evaluation)
         if not every or self.steps % every or self.steps in done:
             return
-        with contextlib.suppress(StoppedError):  # the loop looks at the signal itself, and saves
-            fidelity = self.actions.evaluate(self.steps)
+        # the loop looks at the signal itself, and saves
+        with contextlib.suppress(StoppedError), self.metrics.paused():
+            fidelity = self.run.evaluate(self.steps)
             self.last_evaluation = self.steps
             self.keep_if_best(fidelity)
 
@@ -246,12 +245,13 @@ class Loop:
         figure = getattr(fidelity.aim, self.config.judged_by)
         if figure < self.best:  # never if it is NaN
             self.best = figure
-            self.actions.save_best(fidelity)
+            self.run.save_best(self, fidelity)
 
     def save(self) -> None:
         """Save everything as it is now."""
-        if self.actions.save():
-            self._saved = self.micro_batches
+        with self.metrics.paused():
+            if self.run.save(self):
+                self._saved = self.micro_batches
 
     @property
     def unsaved(self) -> bool:
@@ -278,7 +278,7 @@ class Loop:
         self.refusals.load_state(state)
         self.last_evaluation = state["last_evaluation"]
         # A new folder has no best yet, whatever the old one had.
-        if state["best_kl"] is not None and self.context.folder.has_best:
+        if state["best_kl"] is not None and self.run.folder.has_best:
             self.best = state["best_kl"]
         self.position = Position.from_dict(state["position"])
         self.metrics.logged_tokens = self.tokens
@@ -297,3 +297,12 @@ class Loop:
         if step == c.max_steps:
             return True
         return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps))
+
+
+def fingerprint(batches: Sequence[Batch]) -> int:
+    """Return a checksum of samples and tokens, from 1 on and below `EXACT`."""
+    checksum = 0
+    for batch in batches:
+        checksum = zlib.crc32("\n".join(batch.sample_ids).encode(), checksum)
+        checksum = zlib.crc32(batch.input_ids.numpy().tobytes(), checksum)
+    return checksum % (EXACT - 1) + 1

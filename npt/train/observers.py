@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,10 +16,7 @@ from npt.data.batch import Batch
 from npt.distill.local import REPORTED
 from npt.guard.outcome import Outcome
 from npt.train.refusals import Refusals
-from npt.train.run_context import RunContext
-
-if TYPE_CHECKING:
-    from npt.recorder.recording import Recording
+from npt.train.run import Run
 
 
 class StepMetrics:
@@ -29,18 +26,16 @@ class StepMetrics:
         logged_tokens: up to the last line.
     """
 
-    def __init__(self, context: RunContext):
-        self._context, self.logged_tokens = context, 0
-        self._layers = [index for index, _ in npt_layers(context.setup.model)]
-        self.start()
-
-    def start(self) -> None:
-        """Begin to measure time."""
+    def __init__(self, run: Run):
+        self._run, self.logged_tokens = run, 0
+        self._layers = [index for index, _ in npt_layers(run.setup.model)]
         self._started = self._since = time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what is done in this context out of the time between lines."""
+        """Leave what is done in this context, which is not training, out of the time between
+        lines.
+        """
         began = time.perf_counter()
         try:
             yield
@@ -51,13 +46,13 @@ class StepMetrics:
         """Return means per valid token over the survivors of all processes; the loss on the logits
         is a mean per predicted token. `steps` and `tokens` of the run include this step.
         """
-        config, named = self._context.setup.config, len(REPORTED)
+        config, named = self._run.setup.config, len(REPORTED)
         # From the reports, which came with the record: the survivors' own tensors may wait in a
         # queue of newer windows.
         reported = [sum(report[i] for report in result.reports) for i in range(named)]
         layers = torch.tensor([report[named:] for report in result.reports], dtype=torch.float32)
         nmses = layers.sum(dim=0).tolist() if result.reports else [0.0] * len(self._layers)
-        sums = self._context.setup.processes.sums([*reported, *nmses])
+        sums = self._run.setup.processes.sums([*reported, *nmses])
         total = dict(zip(REPORTED, sums, strict=False))
         now = time.perf_counter()
         metrics = {
@@ -84,8 +79,8 @@ class StepMetrics:
 
     def progress(self, metrics: Mapping[str, Any]) -> str:
         """Return a logged step as a line for the console, with the time that is left."""
-        step, total = metrics["step"], self._context.total_steps
-        first = self._context.setup.first_step
+        step, total = metrics["step"], self._run.total_steps
+        first = self._run.setup.first_step
         of = left = ""
         if total is not None:
             passed = time.perf_counter() - self._started
@@ -101,22 +96,19 @@ class StepRecording:
     `--trace_steps` chooses. The micro-batch is computed once in any case.
     """
 
-    def __init__(self, context: RunContext, metrics: StepMetrics):
-        self._context, self._metrics, c = context, metrics, context.setup.config
-        self._recording: Recording | None = None
-        self._step: int | None = None  # the open window's, until its first micro-batch is recorded
-        if not context.setup.processes.main or c.trace_steps is None:
-            return
+    def __init__(self, run: Run, metrics: StepMetrics):
         from npt.recorder.recording import Recording
 
-        folder = context.folder.path / "trace"
-        self._recording = Recording(folder, c.trace_steps, say=context.say)
-        context.say(str(self._recording))
+        self._model, self._metrics = run.setup.model, metrics
+        steps, folder = run.setup.config.trace_steps, run.folder.path / "trace"
+        self._recording = Recording(folder, steps, say=run.say)
+        self._step: int | None = None  # the open window's, until its first micro-batch is recorded
+        self.draw = self._recording.draw  # pictures of the records
+        run.say(str(self._recording))
 
     def open(self, step: int) -> None:
         """Begin a window that will be `step` if it is applied."""
-        wanted = self._recording is not None and self._recording.wants(step)
-        self._step = step if wanted else None
+        self._step = step if self._recording.wants(step) else None
 
     def observer(self, place: int) -> Callable[[Batch], Any] | None:
         """Return a context around each part of the micro-batch at this place, if any."""
@@ -125,19 +117,14 @@ class StepRecording:
     @contextlib.contextmanager
     def _observe(self, place: int, batch: Batch) -> Iterator[None]:
         step, self._step = self._step, None
-        if self._recording is None or step is None:
+        if step is None:  # one part is recorded
             yield
             return
         valid = batch.attention_mask.bool() if batch.padded else None
-        self._recording.start(self._context.setup.model, step, valid)
+        self._recording.start(self._model, step, valid)
         try:
             yield
             with self._metrics.paused():
                 self._recording.finish(place)
         finally:
             self._recording.stop()
-
-    def draw(self) -> None:
-        """Draw pictures of the records, however the run ended."""
-        if self._recording is not None:
-            self._recording.draw()

@@ -30,8 +30,7 @@ from npt.versions import versions
 
 if TYPE_CHECKING:
     from npt.calibration.report import Calibration
-    from npt.evaluation.attribution import Reference
-    from npt.evaluation.evaluate import Fidelity
+    from npt.evaluation.evaluate import Fidelity, Reference
 
 T = TypeVar("T")
 
@@ -134,8 +133,7 @@ def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
     reference: list[Reference] = []  # a separate teacher's outputs
 
     def measure() -> Fidelity:
-        from npt.evaluation.attribution import reference_outputs
-        from npt.evaluation.evaluate import evaluate
+        from npt.evaluation.evaluate import evaluate, reference_outputs
 
         size = splitter.samples
         if setup.teacher is not None and not reference:

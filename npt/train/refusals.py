@@ -9,11 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from npt.data.batch import Batch
+from npt.data.loader import Window
 from npt.errors import TooManyRefusalsError
 from npt.guard.forensics import KEPT
 from npt.guard.guard import Guard
 from npt.guard.outcome import Outcome
-from npt.train.run_context import RunContext, Window
+from npt.train.run import Run
 
 REFUSED_SHARE = 0.2
 """A run stops when more of its micro-batches were refused."""
@@ -25,8 +26,8 @@ SHARE_COUNTS_FROM = 50
 class Refusals:
     """Counts of a run's refused micro-batches and windows."""
 
-    def __init__(self, context: RunContext, guard: Guard):
-        self._context, self._guard = context, guard
+    def __init__(self, run: Run, guard: Guard):
+        self._run, self._guard = run, guard
         self.by_kind: Counter[str] = Counter()
         self._diagnoses = 0
 
@@ -51,22 +52,22 @@ class Refusals:
 
     def add(self, window: Window, outcome: Outcome, step: int) -> None:
         """Count and report what was refused at a step, and what the tracer found of it."""
-        context = self._context
+        run = self._run
         for refusal in outcome.refused:
             self.by_kind[refusal.kind] += 1
-            context.folder.event("refusal", step=step, epoch=window.epoch, **refusal.as_dict())
-            context.say(f"refused at step {step}, {refusal}")
+            run.folder.event("refusal", step=step, epoch=window.position.epoch, **refusal.as_dict())
+            run.say(f"refused at step {step}, {refusal}")
         if not outcome.refused:
             return
         traced = [(finding.refusal.micro_batch, finding.told) for finding in outcome.findings]
-        for micro_batch, message in itertools.chain(*context.setup.processes.gather_json(traced)):
+        for micro_batch, message in itertools.chain(*run.setup.processes.gather_json(traced)):
             self._diagnoses += 1
-            context.folder.event("diagnosis", step=step, micro_batch=micro_batch, message=message)
-            context.say(f"  diagnosis: {message}")
+            run.folder.event("diagnosis", step=step, micro_batch=micro_batch, message=message)
+            run.say(f"  diagnosis: {message}")
 
     def excess(self, longest: int, micro_batches: int) -> str | None:
         """Return why the run must stop, or None, after a longest run of refusals in a row."""
-        most = self._context.setup.config.max_consecutive_bad
+        most = self._run.setup.config.max_consecutive_bad
         if longest >= most:
             return f"{longest} refusals in a row (--max_consecutive_bad {most})"
         if micro_batches < SHARE_COUNTS_FROM or self.total <= REFUSED_SHARE * micro_batches:
@@ -84,13 +85,13 @@ class Refusals:
             accepted: the last window without one.
             steps: applied by now.
         """
-        context, (window, result), processes = self._context, last, self._context.setup.processes
+        run, (window, result), processes = self._run, last, self._run.setup.processes
         ending = f", the last: {result.refused[-1]}" if result.refused else ""
         message = f"stopped at step {steps}: {reason}{ending}"
         batches = () if accepted is None else accepted.batches
         bundle = processes.first(lambda: self._bundle(reason, window, result, batches, steps))
-        context.folder.event("stopped", step=steps, reason=reason, **bundle)
-        path = context.folder.path
+        run.folder.event("stopped", step=steps, reason=reason, **bundle)
+        path = run.folder.path
         if bundle["postmortem"] is None:
             message += (
                 f"; no post-mortem could be written below {path}: {bundle['error']}; free or choose"
@@ -107,7 +108,7 @@ class Refusals:
         from npt.forensics.bundle import write_postmortem  # few runs end so
         from npt.forensics.student import stored_batches, student_entry
 
-        setup, record, path = self._context.setup, self._context.record, self._context.folder.path
+        setup, record, path = self._run.setup, self._run.record, self._run.folder.path
         step = steps if result.snapshot is None else result.steps - result.applied
         try:
             settings = {**record["settings"], **asdict(setup.config)}

@@ -7,11 +7,11 @@ If too little would be left, training begins with them all the same.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from transformers import LlamaForCausalLM
 
@@ -21,14 +21,13 @@ from npt.adapters.fit import format_layers
 from npt.base.identity import BaseIdentity
 from npt.config import MAX_STEPS
 from npt.data.batch import Batch, Sample
-from npt.data.encoding import RecordCounts, listed_columns, lost, no_sample
-from npt.data.loader import Loader, Position, Prefetcher
+from npt.data.encoding import RecordCounts, no_sample
+from npt.data.loader import Loader, Position, Window, windows
 from npt.data.samples import Samples, within
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
 from npt.evaluation.heldout import evaluation_samples
 from npt.runs.resume import check_same_data, data_fingerprint
-from npt.train.run_context import RunContext, Window
 from npt.train.run_setup import RunSetup, check_replay
 from npt.train.sources import FIRST, REPLAY, open_sources
 
@@ -96,17 +95,9 @@ class RunData:
         self._coming = self.loader.batches(self.start)
 
     def windows(self) -> Generator[Window]:
-        """Yield windows of K batches for every process; closing ends the thread that prepares them.
-
-        Windows continue from one epoch into the next; the last one of all may be shorter.
-        """
-        stop, size = self._setup.stop, self._setup.window_size
-        prefetcher = Prefetcher(self._coming, stop=lambda: stop.number is not None)
-        with contextlib.closing(prefetcher) as ahead:
-            stream = iter(ahead)
-            while loaded := list(itertools.islice(stream, size)):
-                batches = [each.batch for each in loaded]
-                yield Window(loaded[0].epoch, batches, loaded[-1].position)
+        """Yield the run's windows until a signal; closing ends the thread that prepares them."""
+        stop = partial(getattr, self._setup.stop, "number")
+        return windows(self._coming, self._setup.window_size, stop)
 
     def first_batch(self) -> Batch:
         """Return the batch that training starts with, and put it back."""
@@ -130,24 +121,6 @@ class RunData:
             f"training layers {layers} for {steps} steps; fidelity on {len(self.eval_samples)}"
             f" {kind} samples"
         )
-
-    def report(self, context: RunContext, position: Position) -> None:
-        """Report which records were cut, left out or not used, at the run's end."""
-        read = [(self.loader.samples, position.epoch)]
-        if self.loader.replay is not None:
-            read.append((self.loader.replay, position.replay_epoch))
-        for source, (samples, begun_again) in zip(self.sources, read, strict=True):
-            counts, label = samples.counts, source.label
-            share = {"share": source.share} if len(self.sources) > 1 else {}
-            context.folder.event(
-                "data", source=label, **share, begun_again=begun_again, **counts.as_dict()
-            )
-            if left_out := lost(counts):
-                context.warn(f"{label}: of {counts.records:,} records read, {left_out}")
-            if counts.unused:
-                context.say(f"{label}: columns not used: {listed_columns(counts.unused)}")
-            if begun_again and self._setup.config.max_steps is not None:
-                context.say(f"{label}: came to its end and was begun again {begun_again} times")
 
     def count_steps(self, begun: int = 0) -> int | None:
         """Return the optimizer steps of a run that begins after so many samples, if it is known."""

@@ -138,10 +138,10 @@ class RunSetup:
         )
 
 
-def checked(setup: RunSetup, folder: Path | None) -> RunSetup:
+def checked(setup: RunSetup) -> RunSetup:
     """Check model, settings and processes, and find what is resumed.
 
-    The adapters get the ranks of the checkpoint. folder: that trackers have started in already.
+    The adapters get the ranks of the checkpoint.
     """
     from npt.data.chat import date_of, fix_date, has_template
 
@@ -157,8 +157,7 @@ def checked(setup: RunSetup, folder: Path | None) -> RunSetup:
         from npt.calibration.calibrate import check_calibration
 
         check_calibration(setup.adapter_config)
-    if resumed is not None:
-        folder = resumed.folder
+    folder = resumed.folder if resumed is not None else None
     folder = Path(processes.first(lambda: str(folder or _new_folder(config))))
     if checkpoint is not None:
         recorded, form = checkpoint.record["settings"], setup.adapter_config

@@ -33,15 +33,13 @@ from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
 from npt.tracer.watchdogs import base_fault, require, tensor_fault
 from npt.train.loop import Loop
 from npt.train.preparation import calibrated, evaluator, fitting, run_record, smoke_test
-from npt.train.run_context import RunActions, RunContext
+from npt.train.run import Run
 from npt.train.run_data import RunData
 from npt.train.run_setup import RunSetup, check_trainable, checked
-from npt.train.run_writer import RunWriter
 
 if TYPE_CHECKING:
     from npt.calibration.report import Calibration
     from npt.evaluation.evaluate import Fidelity
-    from npt.runs.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,6 @@ class Trainer:
             this one, or this one alone.
         any_base: resume a checkpoint of another base too, if its shapes fit; a warning and
             `run.json` say in what the two differ.
-        trackers: from `start_trackers`, of this run; default the configuration's, which then start
-            before the smoke test.
         report: write `report.html`.
 
     Raises:
@@ -129,11 +125,10 @@ class Trainer:
         console: Console | None = None,
         processes: ProcessGroup | None = None,
         any_base: bool = False,
-        trackers: Trackers | None = None,
         report: bool = True,
     ):
         config, data_config = config or TrainConfig(), data_config or DataConfig()
-        self.report, self._any_base, self._trackers = report, any_base, trackers
+        self.report, self._any_base = report, any_base
         processes = processes_of(model) or processes or join_processes()
         with processes.member():
             named = data_config if data is None else None
@@ -149,8 +144,7 @@ class Trainer:
                 MicroBatchSplitter(config.batch_size),
                 settings or {},
             )
-            started_in = trackers.folder if trackers is not None and trackers.active else None
-            self.setup = setup = checked(setup, started_in)
+            self.setup = setup = checked(setup)
             self.data = RunData(setup, data, eval_data, replay_data)
         self.strategy: Strategy = STRATEGIES[config.strategy]
         if teacher is not None:
@@ -190,32 +184,27 @@ class Trainer:
         self._trained = True
         setup = self.setup
         setup.stop.at_once = True  # until the loop there is nothing to save
-        with setup.processes.member(), setup.stop, contextlib.ExitStack() as stack:
+        from npt.runs.trackers import start_trackers
+
+        with setup.processes.member(), setup.stop:
             base = self._checked_base()
             self.data.agree(base)  # all have read the checkpoint, before its folder changes
-            trackers = self._trackers
-            if trackers is None:
-                from npt.runs.trackers import start_trackers
-
-                started = start_trackers(
-                    setup.processes, setup.config, setup.folder, resume_at=setup.resume_at
-                )
-                trackers = stack.enter_context(started)
-            self.initial = self._prepare(base)
-            record = run_record(setup, self.data, base, self.calibration)
-            record["other_base"] = None
-            if setup.checkpoint is not None and self._any_base:
-                record["other_base"] = setup.checkpoint.base_mismatch(base)
-            setup.stop.check()
-            setup.stop.at_once = False  # from here on there is a folder to be left in order
-            folder: RunFolder = NullRunFolder(setup.folder)
-            if setup.processes.main:
-                folder = RunFolder(setup.folder, resume_at=setup.resume_at)
-            with contextlib.closing(folder):
-                context = RunContext(setup, folder, trackers, self.total_steps, record)
-                writer = RunWriter(context, self.data, base, self.initial, self.report)
-                result = self._run(context, writer)
-            stack.close()
+            with start_trackers(
+                setup.processes, setup.config, setup.folder, resume_at=setup.resume_at
+            ) as trackers:
+                self.initial = self._prepare(base)
+                record = run_record(setup, self.data, base, self.calibration)
+                record["other_base"] = None
+                if setup.checkpoint is not None and self._any_base:
+                    record["other_base"] = setup.checkpoint.base_mismatch(base)
+                setup.stop.check()
+                setup.stop.at_once = False  # from here on there is a folder to be left in order
+                folder: RunFolder = NullRunFolder(setup.folder)
+                if setup.processes.main:
+                    folder = RunFolder(setup.folder, resume_at=setup.resume_at)
+                with contextlib.closing(folder):
+                    parts = (setup, self.data, folder, trackers, record)
+                    result = self._run(Run(*parts, base, self.evaluate, self.initial))
             # A launcher may end the other processes when the first has ended, so wait for the main
             # one to write everything.
             setup.processes.wait()
@@ -256,23 +245,23 @@ class Trainer:
         setup.say(data.note())
         return self.evaluate() if resumed is None else resumed.initial
 
-    def _run(self, context: RunContext, writer: RunWriter) -> TrainResult:
+    def _run(self, run: Run) -> TrainResult:
         """Train, and leave the folder in order."""
-        writer.begin()
+        run.begin()
         status = None
         try:
-            writer.report_start(self.calibration)
-            result = self._train(self._make_loop(context, writer), writer)
+            run.report_start(self.calibration)
+            result = self._train(run, self._make_loop(run))
             status = result.exit_status
         except Exception as error:
             status = getattr(error, "exit_status", 1)
-            context.trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
+            run.trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
             raise
         finally:
-            writer.close(status)
+            run.close(status, self.report)
         return result
 
-    def _make_loop(self, context: RunContext, writer: RunWriter) -> Loop:
+    def _make_loop(self, run: Run) -> Loop:
         """Return the loop, in the state that is resumed, if any."""
         setup, c, total = self.setup, self.setup.config, self.total_steps
         schedule = kind_of_run(c.scheduler_type, total)
@@ -280,16 +269,7 @@ class Trainer:
         # one process alone would wait for the others' parts of a base that they share
         traced = 0 if is_sharded(setup.model) else 1
         guard = student_guard(setup.model, c, rates, processes=setup.processes, trace=traced)
-
-        def evaluate(step: int) -> Fidelity:
-            fidelity = self.evaluate()
-            writer.report_evaluation(step, fidelity)
-            return fidelity
-
-        actions = RunActions(
-            evaluate, lambda: writer.save(loop), lambda fidelity: writer.save_best(loop, fidelity)
-        )
-        loop = Loop(context, guard, self.strategy, actions)
+        loop = Loop(run, guard, self.strategy)
         if setup.checkpoint is not None and self._state is not None:
             self._state.restore(guard.window)
             loop.load_state(setup.checkpoint.record, setup.resume_at is not None)
@@ -302,29 +282,30 @@ class Trainer:
             self._state = None  # a copy of everything
         return loop
 
-    def _train(self, loop: Loop, writer: RunWriter) -> TrainResult:
+    def _train(self, run: Run, loop: Loop) -> TrainResult:
         """Run the loop, save, and evaluate."""
-        setup, folder = self.setup, loop.context.folder
+        setup, folder = self.setup, run.folder
         started = time.perf_counter()
         try:
             try:
                 with contextlib.closing(self.data.windows()) as windows:
-                    loop.run(windows)
+                    loop.train(windows)
             except BaseException as error:
-                writer.rescue(loop, error)
+                run.rescue(loop, error)
                 raise
             seconds = time.perf_counter() - started
             number = self._signal()
             if number is not None:
-                self.data.report(loop.context, loop.position)
+                run.report_data(loop.position)
                 folder.event("signal", number=number, step=loop.steps)
             elif loop.steps == 0:
                 self._refuse_empty(loop)
             if loop.unsaved:
-                writer.save(loop, last=True)
+                run.save(loop, last=True)
         finally:
             loop.guard.close()  # the model is as it was found, and evaluated without its buffers
-            loop.recording.draw()  # pictures can wait until all is saved
+            if loop.recording is not None:
+                loop.recording.draw()  # pictures can wait until all is saved
         number, fidelity = self._signal(), None
         if number is not None:
             setup.say(
@@ -340,7 +321,7 @@ class Trainer:
             if fidelity is None:
                 folder.event("signal", number=number, step=loop.steps)
             else:
-                writer.finish(loop, fidelity, seconds)
+                run.finish(loop, fidelity, seconds)
                 number = self._signal()
         return TrainResult(
             folder=folder.path,
@@ -352,13 +333,13 @@ class Trainer:
             seconds=seconds,
             fidelity=fidelity,
             heldout=self.data.heldout,
-            diverged=writer.diverged,
+            diverged=run.diverged,
             signal=number,
         )
 
     def _refuse_empty(self, loop: Loop) -> None:
         """End a run without one applied step."""
-        folder = loop.context.folder
+        folder = loop.run.folder
         folder.event("stopped", step=0, reason="no step was applied")
         error = no_sample(self.data.loader.samples.counts)
         if loop.micro_batches:

@@ -1,7 +1,5 @@
 import pytest
 import torch
-from accelerate import dispatch_model
-from accelerate.hooks import remove_hook_from_submodules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from students import enlarge
@@ -284,33 +282,6 @@ class TestModes:
         assert_close(student[valid], floor[valid], rtol=0, atol=1e-2)
         assert (student - teacher)[valid].abs().max() > 1
         assert not torch.equal(student[valid], floor[valid])
-
-
-def hooked(model: nn.Module) -> nn.Module:
-    """The hooks that accelerate puts on a model which is spread over several devices; the only one
-    here is the CPU.
-    """
-    parts = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"]
-    places = dict.fromkeys(
-        [*parts, *(f"model.layers.{i}" for i in range(len(model.model.layers)))], "cpu"
-    )
-    return dispatch_model(model, places, force_hooks=True)
-
-
-def test_adapters_take_part_in_a_model_that_is_spread_over_devices(load_model, batch):
-    config = npt.NPTConfig(layers="1,3", additive_scale=1.0)
-    plain, spread = load_model(), hooked(load_model())
-    teacher = logits(spread, batch)
-    for model in (plain, spread):
-        npt.attach(model, config)
-    assert torch.equal(logits(spread, batch), logits(plain, batch))
-    assert not torch.equal(logits(spread, batch), teacher)
-    with npt.adapters_disabled(spread):
-        assert torch.equal(logits(spread, batch), teacher)
-    remove_hook_from_submodules(spread)
-    assert torch.equal(logits(spread, batch), logits(plain, batch))
-    npt.detach(spread)
-    assert torch.equal(logits(spread, batch), teacher)
 
 
 def test_a_layer_whose_forward_was_replaced_is_refused_and_left_alone(load_model):

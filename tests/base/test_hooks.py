@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate.hooks import (
-    AlignDevicesHook,
-    ModelHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-)
 from torch import nn
 
 from npt.base.hooks import call_around, has_forward_hooks, may_change, only_looks
@@ -50,25 +44,6 @@ def test_hooks_that_transformers_leaves_on_the_layers_only_look(load_model):
     assert hooked and not any(map(may_change, hooked))
 
 
-def test_a_replaced_forward_may_change_and_accelerates_wrapper_may_not_unless_it_does_more(module):
-    add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
-    assert not may_change(module)
-    wrapped = module.forward
-    module.forward = lambda x: 2 * wrapped(x)  # before the wrapper
-    assert may_change(module)
-    module.forward = wrapped
-    add_hook_to_module(module, ModelHook(), append=True)
-    assert may_change(module)
-    remove_hook_from_module(module)
-    forward = module.forward
-    assert "forward" in vars(module) and not may_change(module)  # accelerate leaves the class's own
-    module.forward = lambda x: 2 * forward(x)  # after it
-    add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
-    assert may_change(module)
-    module.forward = nn.Linear(3, 3).forward  # another module's
-    assert may_change(module)
-
-
 class TestCallAround:
     def test_hooks_see_and_change_what_goes_in_and_comes_out(self, module):
         module.register_forward_pre_hook(
@@ -84,13 +59,6 @@ class TestCallAround:
         with pytest.raises(ZeroDivisionError):
             call_around(module, "it", lambda x: x, torch.ones(2))
         assert "forward" not in vars(module)
-
-    def test_what_accelerate_put_there_comes_back(self, module):
-        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
-        wrapped = module.forward
-        module.register_forward_hook(lambda _, __, output: -output)
-        assert call_around(module, "it", lambda x: x, torch.ones(2)).tolist() == [-1, -1]
-        assert module.forward is wrapped
 
     def test_a_replaced_forward_is_refused_by_name(self, module):
         module.forward = lambda x: x

@@ -15,11 +15,11 @@ from flop_count import count_flops
 from flop_formulas import adapter_flops, floor_flops, layer_flops
 from npt.adapters.converted import npt_layers
 from npt.adapters.fit import resolve_layers
-from npt.base.random_base import random_base
 from npt.config import PRODUCTS, NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.doctor.shape import SHAPES, Shape
+from random_base import random_base
 
 LLAMA_3_1_8B = SHAPES["llama-3.1-8b"]
 ALL = range(32)

@@ -14,7 +14,7 @@ import real
 from npt.adapters.converted import npt_layers
 from npt.console import silent_console
 from npt.data.readers import is_heldout
-from npt.errors import DataError, TooLittleTextError
+from npt.errors import DataError
 from real import ROWS, Bench
 from real_text import Document, divided, read_text, token_count
 
@@ -89,7 +89,7 @@ class TestDocuments:
 
     def test_too_little_text_is_one_line(self, base, tmp_path):
         (tmp_path / "a.txt").write_text(prose(0))
-        with pytest.raises(TooLittleTextError, match=r"--text .* has 1 documents"):
+        with pytest.raises(DataError, match=r"--text .* has 1 documents"):
             read_text(str(tmp_path / "a.txt"), base[1], 2048)
         (tmp_path / "b.jsonl").write_text('{"body": "x"}\n')
         with pytest.raises(DataError, match="record 0 has no 'text'"):

@@ -97,7 +97,7 @@ def special(short_library: None, tmp_path_factory) -> Ended:
     config = place / "run.yaml"
     config.write_text("max_steps: 5\nadapter_rank: 4\nsafe_mode: true\ntargets: gate\n")
     line = (
-        "--use_fp16 --device_map auto --learning_rate 0.01 --max_steps 4 --batch_size 8"
+        "--use_fp16 --learning_rate 0.01 --max_steps 4 --batch_size 8"
         " --num_samples 8 --num_epochs 4"
     )
     with heard() as (out, err):
@@ -137,12 +137,12 @@ def test_a_run_ends_0_with_its_folder_and_its_table(plain: Ended, capsys) -> Non
 
 def test_rare_settings_are_those_of_the_run(special: Ended) -> None:
     """Flags win over the file, fp16 with quantisation is fp32 and one warning, the original form
-    trains in safe mode on a base spread over what there is, and brackets in a path are no markup.
+    trains in safe mode, and brackets in a path are no markup.
     """
     record, folder = record_of(special.folder), special.folder
     settings = record["settings"]
     assert (settings["max_steps"], settings["rank"], settings["modulation"]) == (4, 4, "additive")
-    assert settings["device_map"] == "auto" and "computes in fp32 on " in special.out
+    assert "computes in fp32 on " in special.out
     adapter = folder / "checkpoints" / "step-00000004" / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())["npt"]
     assert (config["modulation"], config["targets"]) == ("additive", ["gate"])
@@ -205,7 +205,6 @@ def test_one_of_several_processes_that_no_launcher_started_is_refused(
 @pytest.mark.parametrize(
     ("settings", "strategy", "init", "said"),
     [
-        ({"device_map": "auto"}, "local", "random", "--device_map auto gives all GPUs to one"),
         ({"shard_base": True}, "local", "calibrated", "--init calibrated needs all of it"),
         ({"shard_base": True}, "end_to_end", "random", "--strategy end_to_end does not support"),
         (
@@ -295,7 +294,6 @@ def test_a_tracker_that_cannot_start_is_one_line_and_leaves_no_folder(
         raise RuntimeError("api_key not configured")
 
     monkeypatch.setattr(WandBTracker, "start", refuse)
-    monkeypatch.setattr("npt.cli.pretrain.load", lambda *_: pytest.fail("the base was loaded"))
     assert run(tmp_path / "run", "--use_wandb --max_steps 1") == 2
     error = capsys.readouterr().err
     assert (
@@ -392,8 +390,8 @@ def test_a_bad_checkpoint_is_one_line_and_status_5_before_loading(
         ("--resume auto --adapter_rank 8", "--adapter_rank 16", "asks for 8"),
         ("--resume auto --seed 3", "--seed 0", "asks for 3"),
         ("--resume auto --max_length 64", "--max_length 32", "asks for 64"),
-        ("--resume auto --quant_type fp4", "--quant_type nf4", "asks for fp4"),
-        ("--resume none", "no checkpoint or run folder none"),
+        ("--resume auto --quant_type fp4", "--quant_type 'nf4'", "asks for 'fp4'"),
+        ("--resume none", "--resume none is neither a checkpoint"),
     ):
         assert run(stopped_run, f"--gradient_accumulation_steps 2 {line}") == 5
         (error,) = capsys.readouterr().err.splitlines()

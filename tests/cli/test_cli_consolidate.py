@@ -133,14 +133,6 @@ def test_on_the_embedded_model_a_fact_rises_while_the_rest_stays(short_library, 
         assert found["forgetting"][stream]["kl"] < 0.02, stream
 
 
-def test_an_output_that_cannot_be_is_refused_before_measuring(call, monkeypatch, tmp_path):
-    monkeypatch.setattr("npt.tools.editing.edit_metrics.Baseline", None)
-    (tmp_path / "file").write_text("text")
-    assert call("--text", "a fact", output="file/out")[0] == 2
-    status, _, said = call("--text", "a fact", output="x" * 300)
-    assert status == 2 and "File name too long" in said and said.count("\n") == 1
-
-
 def test_a_disk_that_fills_later_is_one_line_after_the_figures(call, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out")

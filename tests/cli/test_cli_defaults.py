@@ -11,7 +11,6 @@ from cli_words import flags
 
 from npt.cli.defaults import with_data, with_defaults
 from npt.cli.main import main
-from npt.config import NPTConfig
 from npt.train.sources import DATASETS
 
 WEB_TEXT = DATASETS["slimpajama"]["dataset_name"]
@@ -56,21 +55,18 @@ def test_defaults_suit_the_start_and_what_is_given_stays(case):
     assert not found.keys() & set(absent.split())
 
 
-def test_a_start_that_was_chosen_is_said_and_may_fall_back():
+def test_a_start_that_was_chosen_is_said():
     found = with_defaults(BASE)
     (line,) = found.notes
     for words in ("a start in closed form", "--learning_rate 5e-05", "--init random"):
         assert words in line
-    assert found.fallback
-    asked = with_defaults({"init": "calibrated", **BASE})
-    assert asked.notes == () and not asked.fallback
+    assert with_defaults({"init": "calibrated", **BASE}).notes == ()
 
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         ({"shard_base": True}, "--shard_base"),
-        ({"device_map": "auto"}, "--device_map"),
         ({"residual": "keep"}, "--residual keep"),
         ({"mult_form": "half_sigmoid"}, "--mult_form half_sigmoid"),
         ({"targets": "gate,up"}, "--targets gate,up, without stream"),
@@ -79,7 +75,7 @@ def test_a_start_that_was_chosen_is_said_and_may_fall_back():
 )
 def test_a_start_is_random_where_none_can_be_solved_and_says_why(flags, reason):
     found = with_defaults({**flags, "init": "auto"})
-    assert found.flags["init"] == "random" and not found.fallback
+    assert found.flags["init"] == "random"
     assert "learning_rate" not in found.flags
     assert "a random start" in found.notes[0] and reason in found.notes[0]
 
@@ -94,7 +90,7 @@ def test_a_run_that_is_taken_up_keeps_what_it_began_with():
 def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
-        main(["pretrain", "--help_all"])
+        main(["pretrain", "--help"])
     words = " ".join(capsys.readouterr().out.split())
     shown = dict(re.findall(r" --(\w+) (?:(?! --\w+ ).)*?\(default: ([^)]*)\)", words))
     for name, value in with_defaults({}).flags.items():
@@ -104,7 +100,7 @@ def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatc
 
 
 def test_the_embedded_text_is_of_the_embedded_model_alone():
-    assert with_data({}, "tiny") == ({}, (), False)
+    assert with_data({}, "tiny") == ({}, ())
     found = with_data({}, "some/llama")
     assert found.flags == {"dataset_name": WEB_TEXT, "streaming": True}
     assert "no --dataset_name" in found.notes[0]
@@ -141,23 +137,11 @@ def test_no_data_and_no_hub_for_another_base_names_the_flag(tmp_path, capsys, mo
     assert "no --dataset_name" in said.out and not (tmp_path / "run").exists()
 
 
-@pytest.fixture
-def on_little_text(tmp_path) -> list[str]:
+def test_too_little_text_for_a_calibrated_start_is_an_error(tmp_path, capsys):
     data, rows = tmp_path / "little.jsonl", [[3, 4 + i, 5, 6 + i] for i in range(12)]
     data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    return flags("pretrain --dataset_name", data, "--output_dir", tmp_path / "run", *SHORT)
-
-
-def test_too_little_text_for_a_solved_start_means_a_random_one(on_little_text, tmp_path, capsys):
-    assert main(on_little_text) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "a random start, because of too little text" in out
-    settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
-    assert settings["init"] == "random" and settings["additive_scale"] == NPTConfig().additive_scale
-    # it is not asked for a solved start now
-    assert main([*on_little_text, "--resume", "auto", "--max_steps", "2"]) == 0
-
-
-def test_too_little_text_for_a_start_that_was_asked_for_is_an_error(on_little_text, capsys):
-    assert main([*on_little_text, "--init", "calibrated"]) == 2
-    assert "calibration has" in capsys.readouterr().err
+    run = flags("pretrain --dataset_name", data, "--output_dir", tmp_path / "run", *SHORT)
+    assert main(run) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "calibration has" in line and "--init random" in line
+    assert not (tmp_path / "run").exists()

@@ -24,7 +24,7 @@ def call(adapter, line: str) -> int:
     return main([*where, *flags(line)])
 
 
-WHOLE = "--attribution --divergence_prompts 2 --max_new_tokens 4"
+WHOLE = "--divergence_prompts 2 --max_new_tokens 4"
 
 
 def test_all_that_is_asked_for_is_in_the_json(adapter, capsys) -> None:
@@ -35,10 +35,6 @@ def test_all_that_is_asked_for_is_in_the_json(adapter, capsys) -> None:
     assert list(found["positions"]) == ["0-1", "2-3", "4-7", "8-15", "16-31"]
     tokens = sum(figures["tokens"] for figures in found["positions"].values())
     assert tokens == found["student"]["tokens"]
-    parts = found["attribution"]
-    assert parts.keys() == {"unquantized_to_4bit", "4bit_to_npt", "unquantized_to_npt"}
-    assert parts["4bit_to_npt"] == found["student"]
-    assert 0 < parts["unquantized_to_4bit"]["kl"] < parts["unquantized_to_npt"]["kl"]
     read = Fidelity.from_dict(found)
     assert read.divergence is not None and read.student.tokens == tokens
 
@@ -46,7 +42,7 @@ def test_all_that_is_asked_for_is_in_the_json(adapter, capsys) -> None:
 def test_the_tables_show_it(adapter, capsys) -> None:
     assert call(adapter, WHOLE) == 0
     out = capsys.readouterr().out
-    for part in ("floor", "acceptance", "student, free", "16-31", "unquantised to 4-bit"):
+    for part in ("floor", "acceptance", "student, free", "16-31"):
         assert part in out, part
     assert "after 2 prompts" in out
 
@@ -55,10 +51,3 @@ def test_nothing_more_is_measured_than_is_asked_for(adapter, capsys) -> None:
     assert call(adapter, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert not found.keys() & {"divergence", "attribution", "lm_eval"}
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_original_may_run_in_sixteen_bits(adapter, precision: str, capsys) -> None:
-    assert call(adapter, f"--attribution {precision} --json") == 0
-    parts = json.loads(capsys.readouterr().out)["attribution"]
-    assert parts["unquantized_to_4bit"]["kl"] > 0

@@ -38,8 +38,7 @@ def test_json_holds_what_was_found(tmp_path, capsys) -> None:
     expected = {"state": "stopped", "step": 12, "refused": 2, "kl": 0.02}
     assert expected.items() <= found.items()
     assert found["refused_by_kind"] == {"loss": 1, "gradient": 1}
-    # it has no manifest
-    assert found["checkpoints"] == [{"step": 4, "folder": "step-00000004", "verified": False}]
+    assert found["checkpoints"] == [{"step": 4, "folder": "step-00000004"}]
     assert found["missing"]["fidelity.json"].startswith("it is of an earlier end")
 
 

@@ -87,7 +87,7 @@ class TestWeights:
             assert trained({"messages": [USER, good, USER, poor]}, calling, counts) == ["good</s>"]
             assert trained({"messages": [USER, poor]}, calling, counts) == []
             assert trained({"prompt": [USER], "completion": [poor]}, calling, counts) == []
-        assert counts.skipped == {"answer of weight 0": 4} and not counts.unused
+        assert counts.skipped == {"answer of weight 0": 4}
         assert "4 skipped (answer of weight 0)" in lost(counts)
 
 

@@ -87,7 +87,7 @@ def content(loaded: Loaded) -> tuple[Any, ...]:
     batch = loaded.batch
     documents = None if batch.documents is None else batch.documents.tolist()
     tensors = [getattr(batch, name).tolist() for name in TENSORS]
-    return loaded.epoch, loaded.position, batch.sample_ids, documents, *tensors
+    return loaded.position, batch.sample_ids, documents, *tensors
 
 
 class TestPosition:
@@ -179,7 +179,7 @@ class TestBatches:
         found: dict[int, list[str]] = {}
         for loaded in loader.batches():
             assert len(loaded.batch.sample_ids) <= batch_size
-            found.setdefault(loaded.epoch, []).extend(loaded.batch.sample_ids)
+            found.setdefault(loaded.position.epoch, []).extend(loaded.batch.sample_ids)
         assert list(found) == list(range(epochs))
         assert all(sorted(ids) == expected for ids in found.values())
 

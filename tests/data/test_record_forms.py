@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 import npt
 from npt.base.load import load_tokenizer
-from npt.cli.main import main
 from npt.data.encoding import RecordCounts
 from npt.data.samples import cut
 
@@ -67,16 +65,3 @@ def test_earlier_answers_are_context_and_later_messages_left_out(chatting) -> No
     )
     prompt, answer = one(turns, chatting)
     assert (prompt, answer) == ("[user]a</s>[assistant]b</s>[user]c</s>[assistant]", "d</s>")
-
-
-def test_the_doctor_says_what_was_not_used(tmp_path, capsys) -> None:
-    path = tmp_path / "pairs.jsonl"
-    record = {"prompt": "Say.", "weight": 1}
-    path.write_text("".join(json.dumps({**record, "completion": str(i)}) + "\n" for i in range(40)))
-    assert main(["doctor", "--data", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["data"]
-    assert (found["records"], found["samples"]) == (40, 40)
-    assert found["unused"] == {"weight": 40}
-    main(["doctor", "--data", str(path)])
-    out = capsys.readouterr().out
-    assert "columns not used" in out and "'weight' of 40 records" in out

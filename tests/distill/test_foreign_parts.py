@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 from torch import Tensor
 
 import npt
@@ -248,16 +247,3 @@ def test_a_replaced_forward_that_training_would_leave_out_is_refused(
     module.forward = lambda *args, **kwargs: 2 * own(*args, **kwargs)
     with pytest.raises(ModelError, match=rf"the forward of layer {WHERE}.* was replaced"):
         trained(model, padded, strategy)
-
-
-@every_strategy
-def test_a_model_accelerate_once_dispatched_trains_to_the_same_bits(load_model, padded, strategy):
-    expected = trained(student(load_model("nf4")), padded, strategy)
-    model = load_model("nf4")
-    for module in model.modules():
-        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
-    remove_hook_from_submodules(model)
-    found = trained(student(model), padded, strategy)
-    assert torch.equal(found[0], expected[0]) and all(
-        torch.equal(found[1][name], expected[1][name]) for name in found[1]
-    )

@@ -17,12 +17,12 @@ from transformers import LlamaConfig
 import npt
 from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
-from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.doctor.measure import peak_bytes
 from npt.errors import ConfigError
+from random_base import random_base
 
 FORMS = (
     NPTConfig(rank=4, layers="all", additive_scale=1.0),

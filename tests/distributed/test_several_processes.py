@@ -15,7 +15,6 @@ import pytest
 from process_work import loaded, looped, loops, records, trained
 from several import Ended, several, values
 
-from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.runs.checkpoint import read_checkpoint
 
@@ -352,13 +351,3 @@ def test_weights_that_drift_apart_are_found_before_a_save(run: Any, tmp_path: Pa
             one.error
         )
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
-
-
-def test_a_launcher_that_started_one_of_several_is_warned_of() -> None:
-    environment = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "ACCELERATE_MIXED_PRECISION": "no",
-    }
-    with pytest.warns(UserWarning, match="--multi_gpu"):
-        assert join_processes(environment=environment).size == 1

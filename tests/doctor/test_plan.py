@@ -11,24 +11,24 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import npt
+from live_memory import measure_window, storage_bytes, tensors_of
 from npt.adapters.converted import adapter_parameters, decoder_layers
-from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Sample
-from npt.doctor.measure import measure_window, peak_bytes, storage_bytes, tensors_of
+from npt.doctor.measure import peak_bytes
 from npt.doctor.plan import Workload, base_bytes, shown
-from npt.doctor.shape import SHAPES, Shape, llama_config, parse_shape
-from npt.errors import ConfigError
+from npt.doctor.shape import SHAPES, Shape, llama_config, shape_named
 from npt.evaluation.evaluate import evaluate
 from npt.guard.window import IN_FLIGHT
+from random_base import random_base
 
-SMALL = "64,160,5,4,2,5000"
+SMALL = Shape(5, 64, 160, 4, 2, 16, 5000)
 
 
 def workload(
-    shape: str = SMALL, layers: str = "upper_half", length: int = 48, **training: Any
+    shape: Shape = SMALL, layers: str = "upper_half", length: int = 48, **training: Any
 ) -> Workload:
-    config = llama_config(parse_shape(shape), length)
+    config = llama_config(shape, length)
     settings = TrainConfig(**{"batch_size": 4, **training})
     adapter = NPTConfig(rank=8, layers=layers)
     return Workload(config, adapter, settings, length, "nf4", torch.bfloat16)
@@ -54,10 +54,14 @@ CASES: dict[str, Workload] = {
     "cross entropy": workload(layers="3", logit_loss="cross_entropy", **KL),
     "checkpointed": workload(layers="0,3", gradient_checkpointing=True, **KL),
     "logits alone": workload(layers="0,3", hidden_weight=0.0, **KL),
-    "embedded": workload("embedded", length=128, **KL),
-    "long rows": workload("128,336,4,4,2,300", length=512, batch_size=2, strategy="end_to_end"),
-    "wide": workload("512,1024,2,8,2,500", length=16, strategy="local"),
-    "dense": replace(workload("96,256,4,6,6,1000", **KL), quantization=None, stored=torch.float32),
+    "embedded": workload(SHAPES["embedded"], length=128, **KL),
+    "long rows": workload(
+        Shape(4, 128, 336, 4, 2, 32, 300), length=512, batch_size=2, strategy="end_to_end"
+    ),
+    "wide": workload(Shape(2, 512, 1024, 8, 2, 64, 500), length=16, strategy="local"),
+    "dense": replace(
+        workload(Shape(4, 96, 256, 6, 6, 16, 1000), **KL), quantization=None, stored=torch.float32
+    ),
 }
 for strategy in ("local", "end_to_end"):
     CASES[f"{strategy}, another form"] = replace(
@@ -74,7 +78,7 @@ def test_a_predicted_peak_is_within_15_percent_of_the_measured_one(case: str) ->
     planned = CASES[case]
     memory, model = planned.plan(), student(planned)
     training = planned.training
-    peak = measure_window(model, training, training.batch_size, planned.length)[0]
+    peak = measure_window(model, training, training.batch_size, planned.length)
     assert memory.of("micro-batch", "step") == pytest.approx(peak, rel=0.15)
 
 
@@ -93,17 +97,15 @@ def test_an_evaluation_is_within_15_percent(case: str) -> None:
 @pytest.mark.parametrize("quantization", ["nf4", None])
 def test_the_bytes_of_a_base_are_those_of_its_tensors(quantization: str | None) -> None:
     stored = torch.float32 if quantization is None else torch.bfloat16
-    for name in ("embedded", SMALL):
-        model = random_base(
-            llama_config(parse_shape(name)), quantization=quantization, device="cpu"
-        )
+    for shape in (SHAPES["embedded"], SMALL):
+        model = random_base(llama_config(shape), quantization=quantization, device="cpu")
         size = base_bytes(Shape.of(model.config), quantization, stored)
         assert size == pytest.approx(storage_bytes(tensors_of(model)), rel=0.1)
 
 
 def test_named_shapes_have_the_sizes_in_their_names_and_make_models_of_that_shape() -> None:
     for name, shape in SHAPES.items():
-        config = llama_config(parse_shape(name), 4096)
+        config = llama_config(shape_named(name), 4096)
         assert Shape.of(config) == shape and config.max_position_embeddings == 4096
     for name, numbers in {
         "llama-3.1-8b": 8.03e9,
@@ -165,14 +167,6 @@ def test_trainable_numbers_are_those_that_attach_makes(load_model: Any, settings
     npt.attach(model, config)
     trainable = sum(p.numel() for p in adapter_parameters(model).values())
     assert Shape.of(model.config).adapter_numbers(config) == trainable
-
-
-def test_a_shape_is_given_in_numbers_or_refused_in_one_line() -> None:
-    assert parse_shape("256,512,8,4,2,1000") == Shape(8, 256, 512, 4, 2, 64, 1000)
-    odd = ["llama", "1,2,3", "256,512,8,4,2,x", "256,512,8,0,2,1000", "100,512,8,8,2,1000"]
-    for text in (*odd, "256,512,8,4,3,1000", f"256,512,{10**30},4,2,1000"):
-        with pytest.raises(ConfigError, match=r"^--shape is .*$"):
-            parse_shape(text)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import npt
 from npt.config import NPTConfig
 from npt.data.batch import Sample
 from npt.errors import DataError
-from npt.evaluation.attribution import reference_outputs
-from npt.evaluation.evaluate import evaluate
+from npt.evaluation.evaluate import evaluate, reference_outputs
 
 
 def samples() -> list[Sample]:

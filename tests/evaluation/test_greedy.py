@@ -7,10 +7,8 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from slow_greedy import alone
 from students import moved, random_samples
 
@@ -122,8 +120,7 @@ def test_a_student_that_is_its_teacher_never_parts(load_model) -> None:
     found = compare_prompts(model, prompts(), 6, frozenset())
     assert {(c.position, len(c.completion)) for c in found} == {(None, 6)}
     same = measure_divergence(model, prompts(), frozenset(), 6, 4)
-    assert (same.parted, same.censored, same.ended, same.tokens) == (0, 12, 0, 72)
-    assert same.agreed == 6.0 and math.isnan(same.median)
+    assert (same.parted, same.tokens, same.agreed) == (0, 72, 6.0)
 
 
 def test_what_is_no_token_or_not_finite_is_refused_and_named(load_model) -> None:
@@ -146,8 +143,7 @@ def test_the_figures_are_those_of_the_comparisons_in_batches_of_any_size(
     found = measure_divergence(
         student, prompts(), ends, 8, batch_size, between=lambda: calls.append(1)
     )
-    assert repr(found) == repr(expected)  # where fewer than half part, the median is NaN
-    assert found.parted and len(calls) == -(-12 // batch_size)
+    assert found == expected and found.parted and len(calls) == -(-12 // batch_size)
 
 
 def compared(position: int | None, length: int) -> Comparison:
@@ -160,25 +156,10 @@ def test_figures_by_hand() -> None:
     # tokens, the same throughout.
     texts = [(2, 6), (0, 6), (4, 6), (None, 6), (None, 6), (None, 3)]
     found = divergence([compared(*text) for text in texts], 6)
-    assert (found.prompts, found.parted, found.censored, found.ended) == (6, 3, 2, 1)
-    assert found.tokens == 33 and found.agreed == pytest.approx((2 + 0 + 4 + 6 + 6 + 3) / 6)
-    # At 0: 6 at risk, survival 5/6. At 2: 5, 4/6. At 4: the one that ended is gone, 3 at risk, 4/9.
-    assert found.median == 4.0
+    assert (found.prompts, found.parted, found.tokens) == (6, 3, 33)
+    assert found.agreed == pytest.approx((2 + 0 + 4 + 6 + 6 + 3) / 6)
     one = divergence([compared(2, 6)], 6)
-    assert (one.agreed, one.median) == (2.0, 2.0) and math.isnan(one.agreed_se)
-
-
-@given(outcomes=st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=30))
-@settings(deadline=None, max_examples=80, derandomize=True)
-def test_the_parts_make_up_the_whole_and_bounds_hold(outcomes) -> None:
-    limit = 8
-    texts = [(n, limit) if parts and n < limit else (None, max(n, 1)) for n, parts in outcomes]
-    found = divergence([compared(*text) for text in texts], limit)
-    assert found.parted + found.censored + found.ended == found.prompts == len(outcomes)
-    assert 0 <= found.agreed <= limit
-    assert math.isnan(found.median) or 0 <= found.median < limit
-    if 2 * found.parted < found.prompts and not found.ended:
-        assert math.isnan(found.median)  # fewer than half part, and nothing left the count early
+    assert one.agreed == 2.0 and math.isnan(one.agreed_se)
 
 
 def test_prompts_are_the_text_before_a_completion_or_its_beginning() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import re
-from dataclasses import replace
 
 from rich.console import Console
 
@@ -35,7 +34,7 @@ LAYERS = {
         "free_running_student": 0.3125,
     },
 }
-DIVERGENCE = Divergence(20, 64, 12, 7, 1, 1200, 31.25, 2.5, 27.0)
+DIVERGENCE = Divergence(20, 64, 12, 1200, 31.25, 2.5)
 
 
 def shown(fidelity: Fidelity, width: int = 200) -> list[str]:
@@ -86,14 +85,11 @@ def test_attribution_and_positions_have_their_tables() -> None:
     assert row(lines, "64-127") == ["64-127", "12,345", *figures]
 
 
-def test_partings_are_said_with_what_the_limit_hides() -> None:
+def test_partings_are_said_in_a_line() -> None:
     assert divergence_line(DIVERGENCE) == (
-        "Greedy texts of student and teacher after 20 prompts, up to 64 tokens: 12 part, 7 are the"
-        " same at the limit, 1 ended the same. 31.2 ± 2.5 tokens agree on average (at least: the"
-        " limit cuts some off); half have parted within 27 tokens."
+        "Greedy texts of student and teacher after 20 prompts, up to 64 tokens: 12 part; 31.2 ± 2.5"
+        " tokens agree before that, on average."
     )
-    line = divergence_line(replace(DIVERGENCE, censored=0, ended=0, median=math.nan))
-    assert "at least" not in line and "ended" not in line and "fewer than half part" in line
 
 
 def test_an_error_that_is_unknown_or_none_is_left_out() -> None:

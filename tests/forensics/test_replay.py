@@ -26,6 +26,7 @@ from npt.base.precision import declared_dtype
 from npt.cli.main import main
 from npt.config import DataConfig
 from npt.data.batch import Sample, collate
+from npt.data.loader import Window
 from npt.errors import BundleError, TooManyRefusalsError
 from npt.forensics import student
 from npt.forensics.replay import Replay, suspects
@@ -35,7 +36,6 @@ from npt.guard.forensics import Finding
 from npt.guard.outcome import MicroBatchRecord, Refusal
 from npt.manifest import write_manifest
 from npt.runs.run_folder import RunFolder
-from npt.train.run_context import Window
 from npt.train.run_data import RunData
 
 ROOT = Path(npt.__file__).parent.parent
@@ -315,7 +315,7 @@ def test_a_share_exceeded_at_a_clean_window_leaves_the_last_bad_one(
     bad, fine = (
         collate([Sample(name, ids)], 2) for name, ids in (("bad", (5, 99, 7)), ("fine", (5, 6, 7)))
     )
-    windows = [Window(0, [bad])] * 3 + [Window(0, [fine])] * 60
+    windows = [Window([bad])] * 3 + [Window(0, [fine])] * 60
     monkeypatch.setattr(RunData, "windows", lambda self: (window for window in windows))
     monkeypatch.setattr("npt.train.refusals.REFUSED_SHARE", 0.05)
     found = replay(stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100)))

@@ -18,11 +18,11 @@ from windows import StudentStep
 import npt
 from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters
-from npt.base.random_base import random_base
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.doctor.measure import peak_bytes
 from npt.train.observers import StepMetrics
+from random_base import random_base
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from several import several, values
 
 from clean_runs import EXAMPLES
 from clean_runs.watched import Example, compared
-from npt.guard.trainer import TrainerGuard, TrainerMixin
+from npt.guard.trainer import TrainerMixin
 from npt.guard.window import FlatGradients, GradientWindow
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +31,6 @@ def test_a_guard_changes_nothing_of_a_clean_run(example: Example) -> None:
 def loses_what_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     own = TrainerMixin.log
     monkeypatch.setattr(TrainerMixin, "log", lambda self, logs, *rest: own(self, dict(logs), *rest))
-
-
-def clips_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainerGuard, "whole_norm", False)
 
 
 def hides_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +54,6 @@ def loses_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     ("broken", "name", "where"),
     [
         (loses_what_is_added, "defaults", "returned epoch: only plain"),
-        (clips_a_part, "Muon-over-matrices", "weights lm_head.weight: other bits"),
         (hides_gradients, "accumulation", "grad model.embed_tokens.weight: "),
         (adds_by_index, "resnet-channels-last", "convolution.weight: other bits"),
         (loses_what_is_moved, "gradients-replaced-by-data", "mlp.up_proj.weight: other bits"),

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 
 import npt
 from faults.row_faults import VOCABULARY, row
-from npt.errors import CheckpointError, ConfigError
+from npt.errors import ConfigError
 from npt.guard import protect
 from npt.guard.ids import refuse_bad_ids
 
@@ -128,26 +128,6 @@ def test_placeholders_that_are_never_looked_up_are_good(placeholder) -> None:
     assert not model.table._forward_pre_hooks
 
 
-def test_the_guards_state_is_written_before_older_ones_go(tmp_path, monkeypatch) -> None:
-    def rotate(output_dir: str, **_: Any) -> None:
-        seen.append({path.name for path in tmp_path.glob("checkpoint-*/guard.json")})
-
-    seen: list[set[str]] = []
-    monkeypatch.setattr("transformers.trainer.rotate_checkpoints", rotate)
-    trainer = protect(
-        trainer_of(
-            InOrder, points(), tmp_path, Points(Config()), save_strategy="steps", save_steps=3
-        )
-    )
-    trainer.train()
-    assert seen == [{"guard.json"}]
-    (state,) = tmp_path.glob("checkpoint-*/guard.json")
-    state.write_text("{}")
-    again = protect(trainer_of(InOrder, points(), tmp_path, Points(Config()), max_steps=4))
-    with pytest.raises(CheckpointError, match="is not a guard's state"):
-        again.train(resume_from_checkpoint=str(state.parent))
-
-
 def test_a_student_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path) -> None:
     model = small_llama()
     npt.attach(model, npt.NPTConfig(rank=2, layers="all"))
@@ -157,25 +137,8 @@ def test_a_student_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path) -> N
     protect(trainer_of(InOrder, data, tmp_path, model)).train()
 
 
-class LastLayer(InOrder):
-    """Its optimizer has one layer; the others get gradients that nobody steps."""
-
-    def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            last = list(self.model.lm_head.parameters())
-            self.optimizer = torch.optim.AdamW(last, lr=self.args.learning_rate)
-        return self.optimizer
-
-
 def logged(trainer: Any, *names: str) -> list[dict[str, Any]]:
     return [{name: entry.get(name) for name in names} for entry in trainer.state.log_history]
-
-
-def test_the_norm_is_the_models_whatever_the_optimizer_has(tmp_path) -> None:
-    plain, guarded = both([row(i) for i in range(8)], tmp_path, small_llama, LastLayer)
-    assert logged(plain, "loss", "grad_norm") == logged(guarded, "loss", "grad_norm")
-    last = [p.grad for p in plain.model.lm_head.parameters()]
-    assert last == [None] and plain.state.log_history[0]["grad_norm"] > 1.0  # so it was clipped
 
 
 class Unfreezing(InOrder):
@@ -222,54 +185,6 @@ def test_what_is_frozen_for_a_while_is_clipped_again(tmp_path) -> None:
     assert logged(plain, "loss", "grad_norm") == logged(guarded, "loss", "grad_norm")
 
 
-class Scaled(InOrder):
-    """Its loss has a parameter, which is not of the model."""
-
-    def __init__(self, *arguments: Any, **named: Any):
-        super().__init__(*arguments, **named)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            super().create_optimizer(*arguments)
-            self.optimizer.add_param_group({"params": [self.scale]})
-        return self.optimizer
-
-    def compute_loss(self, *arguments: Any, **named: Any) -> Any:
-        return super().compute_loss(*arguments, **named) * self.scale
-
-    def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
-        self.scale.grad = None  # a Trainer zeroes the gradients of its model alone
-        return super().get_batch_samples(*arguments, **named)
-
-
-def test_parameters_of_a_loss_are_trained_too(tmp_path) -> None:
-    plain, guarded = both([row(i) for i in range(8)], tmp_path, small_llama, Scaled)
-    assert plain.scale.item() == guarded.scale.item() != 1.0
-    assert logged(plain, "grad_norm") == logged(guarded, "grad_norm")
-
-
-class ScaledAlone(Scaled):
-    """The optimizer has no other parameter; the model stays as it is."""
-
-    def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            self.optimizer = torch.optim.AdamW([self.scale], lr=0.1)
-        return self.optimizer
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_loss_may_be_all_that_is_trained(frozen, tmp_path) -> None:
-    plain, guarded = both(
-        [row(i) for i in range(8)],
-        tmp_path,
-        lambda: small_llama().requires_grad_(not frozen),
-        ScaledAlone,
-    )
-    assert plain.scale.item() == guarded.scale.item() != 1.0
-    assert logged(plain, "grad_norm") == logged(guarded, "grad_norm")
-
-
 def test_a_trainer_is_a_plain_one_before_and_after_training(tmp_path) -> None:
     """Its training_step called alone, a loop of one's own with its optimizer, its checkpoint."""
     seen = []
@@ -308,24 +223,3 @@ def test_an_optimizer_is_its_own_again_after_an_error(tmp_path) -> None:
     trainer.model.line.weight.grad = torch.ones_like(before)
     trainer.optimizer.step()
     assert not torch.equal(trainer.model.line.weight, before)
-
-
-class SavingAtOnce(TrainerCallback):
-    """Saves before the first window, as a checkpoint at a signal does."""
-
-    trainer: Any = None
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if self.trainer.state.global_step == 0:
-            self.trainer._save_checkpoint(self.trainer.model, None)
-
-
-@pytest.mark.parametrize("finite", [True, False])
-def test_a_save_before_the_first_window_is_looked_at_too(finite, tmp_path) -> None:
-    trainer = protect(trainer_of(InOrder, points(), tmp_path, Points(Config())), max_refused=100)
-    trainer.add_callback(saving := SavingAtOnce())
-    saving.trainer = trainer
-    if not finite:
-        torch.nn.init.constant_(trainer.model.line.weight, float("nan"))
-    trainer.train()
-    assert (tmp_path / "checkpoint-0" / "guard.json").exists() == finite

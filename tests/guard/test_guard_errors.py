@@ -127,16 +127,6 @@ def test_the_sum_of_a_loss_in_fp16_does_not_overflow() -> None:
     assert guard.step().loss == 2.5
 
 
-@pytest.mark.parametrize("refuse", [ValueError, [ValueError], (KeyError, ValueError)])
-def test_an_exception_to_refuse_needs_no_tuple(refuse) -> None:
-    world = World()
-    guard = Guard(world.model, world.optimizer, refuse=refuse)
-    assert ValueError in guard.settings.refuse
-    with guard.micro_batch():
-        raise ValueError("planted")
-    assert [r.detail for r in guard.step().refused] == ["ValueError: planted"]
-
-
 class FailingSchedule(torch.optim.lr_scheduler.ExponentialLR):
     """Fails at the end of a step; errors: as those of `FailingOnce`."""
 

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
+from npt.data.loader import Window
 from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, student_guard
 from npt.distill.strategies import STRATEGIES
@@ -40,7 +42,7 @@ from npt.runs.run_folder import NullRunFolder, RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.train.loop import Loop
-from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run import Run
 from npt.train.run_setup import RunSetup
 from npt.train.trainer import Trainer
 
@@ -160,21 +162,18 @@ def looped(
     console, splitter = Console(file=io.StringIO()), MicroBatchSplitter(config.batch_size)
     of_run = (model, NoTokenizer(), None, config, DataConfig(), processes, console, splitter, {})
     setup = RunSetup(*of_run, stop=stop)
-    identity = BaseIdentity(*[""] * 5).as_record()
+    identity = BaseIdentity(*[""] * 4).as_record()
     record = {"settings": {}, **identity, "versions": {}, "device": "cpu"}
     trackers = Trackers(config, folder.path)
-    context = RunContext(setup, folder, trackers, len(windows), record)
-    actions = RunActions(
-        evaluate=lambda step: None,  # type: ignore[arg-type, return-value]
-        save=lambda: saved.append(loop.steps) is None,
-        save_best=lambda fidelity: None,
-    )
-    loop = Loop(context, guard, planting, actions)
+    data, nothing = SimpleNamespace(total_steps=len(windows)), None
+    run = Run(setup, data, folder, trackers, record, nothing, nothing, nothing)
+    run.save = lambda loop, last=False: saved.append(loop.steps) is None
+    loop = Loop(run, guard, planting)
     MOMENTS[:] = [loop]
     error = None
     with stop:
         try:
-            loop.run(Window(0, [micro_batch(name) for name in window]) for window in windows)
+            loop.train(Window([micro_batch(name) for name in window]) for window in windows)
         except Exception as raised:
             error = raised
             if not processes.met_by_all(raised):
@@ -239,7 +238,7 @@ def trained(
         return STRATEGIES[config.strategy](model, batch, config)
 
     trainer.strategy = watching
-    with mock.patch("npt.train.run_writer.write_checkpoint", failing_at(plant)):
+    with mock.patch("npt.train.run.write_checkpoint", failing_at(plant)):
         result = without_report(trainer).train()
     folder = Path(out)
     return {

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenizers.trainers import BpeTrainer
 from transformers import LlamaConfig, LlamaTokenizer, PreTrainedTokenizerFast
 
-from npt.base.random_base import random_base
+from random_base import random_base
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 BOS, EOS = 1, 2

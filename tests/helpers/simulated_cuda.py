@@ -21,7 +21,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -507,17 +506,13 @@ def no_waits() -> Iterator[None]:
         state.forbidden = before
 
 
-def to_cuda(model: Any, place: Callable[[str], int] = lambda name: 0) -> Any:
-    """Move a model's parameters, quantisation statistics and buffers to simulated devices, in
+def to_cuda(model: Any) -> Any:
+    """Move a model's parameters, quantisation statistics and buffers to a simulated device, in
     place.
-
-    Args:
-        model: on the CPU, 4-bit or not.
-        place: the index of the device for a module of this name.
     """
     moved: dict[int, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        device = torch.device("cuda", place(path))
+    device = torch.device("cuda", 0)
+    for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or isinstance(parameter, Simulated):
                 continue
@@ -538,27 +533,3 @@ def _moved(parameter: nn.Parameter, device: torch.device) -> Any:
         moved.blocksize, moved.bnb_quantized = parameter.blocksize, True
         moved.quant_state.to(device)
     return moved
-
-
-def spread(model: Any, first_away: int) -> Any:
-    """Put the layers from `first_away` on, the final norm and lm_head on `cuda:1`, the rest on
-    `cuda:0`, with the hooks that `device_map` gives a model: they carry a module's inputs along."""
-    layers = model.model.layers
-    away = {f"model.layers.{index}" for index in range(first_away, len(layers))}
-    away |= {"model.norm", "lm_head"}
-
-    def place(path: str) -> int:
-        return int(path in away or ".".join(path.split(".")[:3]) in away)
-
-    to_cuda(model, place)
-    own = model.model
-    parts = (own.embed_tokens, own.rotary_emb, *layers, own.norm, model.lm_head)
-    # Weights are where they belong; accelerate would move them through torch's own CUDA calls.
-    with mock.patch.object(AlignDevicesHook, "init_hook", lambda _, module: module):
-        for part in parts:
-            device = next((p.device for p in part.parameters()), torch.device("cuda", 0))
-            for module in part.modules():
-                add_hook_to_module(module, AlignDevicesHook(device))
-        first = torch.device("cuda", 0)
-        add_hook_to_module(model, AlignDevicesHook(first, io_same_device=True))
-    return model

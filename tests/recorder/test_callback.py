@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import npt
+import npt.diagnostics
 from npt.diagnostics import RecorderCallback
 from npt.recorder.record import Record
 from npt.recorder.recorder import Recorder
@@ -164,12 +166,19 @@ def printed(word: str) -> str:
     return code
 
 
-def test_the_guides_lines_around_a_pass_do_what_they_say(model, data, capsys) -> None:
+def test_the_guides_lines_around_a_pass_do_what_they_say(
+    model, data, monkeypatch, capsys, drawn
+) -> None:
+    # undone afterwards: the package keeps what was imported from it
+    monkeypatch.setitem(
+        vars(npt.diagnostics), "write_pictures", sys.modules["npt.recorder.picture"].write_pictures
+    )
     batch = {name: torch.tensor([row[name] for row in data[:2]]) for name in data[0]}
     scope: dict[str, Any] = {"model": model, "batch": batch}
     exec(printed("with Recorder(model)"), scope)
-    assert scope["worst"] == [] and scope["steepest"][0].direction == "gradient"
-    assert "step 1, micro-batch 0: all" in capsys.readouterr().out and hooks(model) == 0
+    assert scope["exploded"] == [] and scope["steepest"][0].direction == "gradient"
+    assert "tensors finite" in capsys.readouterr().out and hooks(model) == 0
+    assert drawn == [([1], Path("health"))]
 
 
 def test_the_guides_lines_record_a_training_as_printed(

@@ -11,8 +11,6 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from made_runs import Reader, event, fidelity, make_run, metrics, refusal
 
 from npt.report import charts
@@ -74,16 +72,6 @@ def test_a_spike_of_one_step_in_a_hundred_thousand_reaches_the_chart() -> None:
     made = lines("loss", "nats", [("loss", range(1, 100_001), values)])
     assert max(made.figure.axes[0].lines[0].get_ydata()) == 900.0
     assert len(made.svg) < 60_000
-
-
-@given(st.lists(st.floats(allow_infinity=False), min_size=1, max_size=2000))
-def test_thinning_keeps_the_extremes(values) -> None:
-    numbers = np.array(values)
-    kept = charts.thin(numbers)
-    assert len(kept) <= 2 * charts.STRETCHES and (np.diff(kept) > 0).all()
-    if np.isfinite(numbers).any():
-        assert np.nanmin(numbers[kept]) == np.nanmin(numbers)
-        assert np.nanmax(numbers[kept]) == np.nanmax(numbers)
 
 
 @pytest.mark.parametrize(

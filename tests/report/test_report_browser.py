@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 from browser import Browser
 from made_runs import event, fidelity, make_run, metrics, refusal
-from made_study import table
 from test_generated_page import TOKENS_SHOWN, passage
 
 from npt.report.generated import page as generated_page
 from npt.report.page import page
 from npt.report.run import RunRecord
-from npt.tools.sweep.page import page as study_page
 
 HOSTILE = (
     '</script><script>document.title = "taken"</script><img src=x onerror="document.title ='
@@ -86,18 +84,13 @@ def test_the_policy_stops_a_script_that_got_in(browser, tmp_path, report) -> Non
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (400, False)])
-@pytest.mark.parametrize("kind", ["generated", "study"])
-def test_the_other_pages_fit_and_are_shown_without_complaint(
-    browser: Browser, tmp_path: Path, kind: str, width: int, dark: bool
+def test_the_page_about_a_text_fits_and_is_shown_without_complaint(
+    browser: Browser, tmp_path: Path, width: int, dark: bool
 ) -> None:
     place = tmp_path / "page.html"
     tokens = [*TOKENS_SHOWN, *(" word" for _ in range(150)), "-" * 200]
     passages = [(name, passage(tokens, 32, start=4, parts=9)) for name in ("one", "other")]
-    made = {
-        "generated": lambda: generated_page("Said", [], [], passages),
-        "study": lambda: study_page({"name": "made", "parts": {}}, table()),
-    }
-    place.write_text(made[kind](), encoding="utf-8")
+    place.write_text(generated_page("Said", [], [], passages), encoding="utf-8")
     browser.complaints.clear()
     browser.open(place, width=width, dark=dark)
     assert browser.complaints == [] and browser.evaluate(FITS) <= width

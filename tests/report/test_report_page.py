@@ -15,7 +15,6 @@ import pytest
 from made_runs import Reader, event, fidelity, figures, make_run, metrics, refusal
 from rich.console import Console
 
-from npt.errors import CheckpointError
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.metrics import Figures
 from npt.evaluation.table import print_fidelity
@@ -28,15 +27,11 @@ HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
 START = event("start")
 
 
-def sound(folder: Path) -> None:
-    """Verifies every checkpoint."""
-
-
-def read(folder: Path, verify: Any = sound, **files: Any) -> Reader:
+def read(folder: Path, **files: Any) -> Reader:
     """Read the page of a folder; of a made run there if files are named."""
     if files or not folder.exists():
         make_run(folder, **files)
-    return Reader(page(RunRecord(folder, verify), folder / "report.html"))
+    return Reader(page(RunRecord(folder), folder / "report.html"))
 
 
 def test_a_finished_run_is_shown_as_a_whole(tmp_path) -> None:
@@ -206,7 +201,7 @@ def test_a_student_is_told_from_its_teacher_wherever_it_lies(tmp_path, figures, 
 def test_what_only_some_evaluations_measure_is_listed(tmp_path) -> None:
     more = fidelity()
     more["attribution"] = {"unquantized_to_4bit": figures(0.016)}
-    more["divergence"] = {"prompts": 12, "agreed": 31.5, "agreed_se": 4.0, "median": None}
+    more["divergence"] = {"prompts": 12, "agreed": 31.5, "agreed_se": 4.0}
     more["positions"] = {"64-127": figures(0.25)}
     for values in more["layers"].values():
         values["free_running_student"] = 0.0625
@@ -241,21 +236,14 @@ def checkpoint(folder: Path, name: str) -> None:
     (folder / "checkpoints" / name).mkdir(parents=True)
 
 
-def test_checkpoints_are_linked_and_verified_broken_ones_say_why(tmp_path) -> None:
+def test_checkpoints_are_linked(tmp_path) -> None:
     folder = make_run(tmp_path / "runs" / "run")
     for name in ("step-00000004", "step-00000012.broken"):
         checkpoint(folder, name)
-
-    def verify(path: Path) -> None:
-        if path.name.endswith("broken"):
-            raise CheckpointError(f"{path / 'state.json'}: sha256 00 of 2 bytes")
-
-    reader = read(folder, verify)
+    reader = read(folder)
     links = [found["href"] for found in reader.of("a") if "step-" in (found["href"] or "")]
     assert links == ["./checkpoints/step-00000004/", "./checkpoints/step-00000012.broken/"]
-    saved = reader.sections["saved"]
-    assert "step-00000012.broken/state.json: sha256 00 of 2 bytes" in saved
-    assert str(tmp_path) not in saved
+    assert str(tmp_path) not in reader.sections["saved"]
     text = page(RunRecord(folder), tmp_path / "pages" / "page.html")
     assert 'href="./../runs/run/checkpoints/step-00000004/"' in text
 
@@ -312,11 +300,7 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, drawn) -> None:
     record["findings"] = [{"verdict": {HOSTILE: HOSTILE}}]
     (bundle / "postmortem.json").write_text(json.dumps(record))
     checkpoint(folder, "step-00000004")
-
-    def verify(path: Path) -> None:
-        raise CheckpointError(HOSTILE)
-
-    reader = read(folder, verify)
+    reader = read(folder)
     assert "alert(1)" in reader.text  # it is shown
     assert not reader.of("script")
     assert all((found["src"] or "").startswith("data:image/svg") for found in reader.of("img"))

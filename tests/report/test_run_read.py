@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import event, figures, make_run, metrics, refusal, write_lines
 
-from npt.errors import CheckpointError
 from npt.report.run import RunRecord
 from npt.report.words import address, as_number, clean, figure, number
 
@@ -119,20 +118,13 @@ def test_events_of_odd_forms_are_read(tmp_path) -> None:
     assert [(e["event"], e["step"]) for e in events] == [("start", None), ("resume", None)]
 
 
-def test_checkpoints_are_verified_and_links_are_not_followed_out_of_the_folder(tmp_path) -> None:
+def test_links_are_not_followed_out_of_the_folder(tmp_path) -> None:
     folder = make_run(tmp_path / "run")
     for name in ("step-00000008", "step-00000012.broken", "not-one", ".step-00000016.abc.partial"):
         (folder / "checkpoints" / name).mkdir(parents=True)
     (folder / "checkpoints" / "step-00000004").symlink_to(tmp_path)
-
-    def verify(path: Path) -> None:
-        if path.name.endswith("broken"):
-            raise CheckpointError(f"{path / 'state.json'}: sha256 00 of 2 bytes")
-
-    sound, broken = RunRecord(folder, verify).checkpoints
-    assert (sound[0].name, *sound[1:]) == ("step-00000008", True, "")
-    assert broken[1:] == (False, "step-00000012.broken/state.json: sha256 00 of 2 bytes")
-    assert [verified for _, verified, _ in RunRecord(folder).checkpoints] == [None, None]
+    names = [path.name for path in RunRecord(folder).checkpoints]
+    assert names == ["step-00000008", "step-00000012.broken"]
 
 
 def test_reading_changes_nothing_in_the_folder(tmp_path) -> None:

@@ -292,7 +292,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "refusals that are no counts": (entry("refused_by_kind")({"data": "x"}), "refused_by_kind is"),
     "refusals below zero": (entry("refused_by_kind")({"data": -1}), "refused_by_kind is"),
     "no position": (entry("position")({}), "the position"),
-    "a position with an entry too many": (entry("position", "x")(1), "'x'"),
+    "a position with an entry too many": (entry("position", "x")(1), "x"),
     "a place of two": (entry("position", "place")([1, 2]), "position"),
     "a place of text": (entry("position", "place")("abc"), "position"),
     "a place below zero": (entry("position", "place")([0, -1, 0]), "-1"),
@@ -336,14 +336,17 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
     "no random state": (lambda t: t.pop("rng.0.cpu"), "random states of the processes []"),
     "a process that is none": (
         lambda t: t.update({"rng.x.cpu": t["rng.0.cpu"].clone()}),
-        "processes ['0', 'x']",
+        "'rng.x.cpu' is no random state",
     ),
     "a device that is none": (
         lambda t: t.update({"rng.0.tpu": t["rng.0.cpu"].clone()}),
         "'rng.0.tpu'",
     ),
-    "a short random state": (of_some(lambda r: r[:9], "rng.0.cpu"), "'rng.0.cpu', U8 [9]"),
-    "a random state of zeros": (lambda t: t["rng.0.cpu"].zero_(), "rng.0.cpu is no random state"),
+    "a short random state": (
+        of_some(lambda r: r[:9], "rng.0.cpu"),
+        "'rng.0.cpu' is no random state",
+    ),
+    "a random state of zeros": (lambda t: t["rng.0.cpu"].zero_(), "'rng.0.cpu' is no random state"),
     "half a spike guard": (lambda t: t.pop("spikes.norms"), "lacks the tensor 'spikes.norms'"),
     "too many spikes": (
         of_some(lambda _: torch.zeros(129, dtype=torch.float64), "spikes.norms"),

@@ -218,8 +218,8 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(folder, load_mo
     below = folder.path / "checkpoints"
     shutil.copytree(below / "step-00000001", below / ".step-00000002.abcdefgh.partial")
     (folder.path / ".run.json.q1w2e3r4.partial").write_text("{")
-    (folder.path / ".best.hgfedcba.old").mkdir()  # killed between the two renames that replace it
-    (folder.path / "best").rename(folder.path / ".best.hgfedcba.old" / "best")
+    # killed between the two renames that replace it
+    (folder.path / "best").rename(folder.path / ".best.hgfedcba.old")
     (folder.path / ".mine").touch()
     tidy(folder.path)
     with gone_on(folder.path, 1) as again:

@@ -182,8 +182,6 @@ def test_a_run_of_wandb_agent_has_the_agents_name_and_settings(tmp_path, monkeyp
     found = told(tmp_path / "run")
     assert (found.run.run_id, found.run.project, found.run.sweep_id) == ("of-agent", "theirs", "s1")
     assert found.config["learning_rate"] == 0.25 and found.config["rank"] == 2
-    said = program.errors.read_text()
-    assert "locked" not in said and "Ignor" not in said
     assert json.loads((tmp_path / "run" / "run.json").read_text())["wandb_run"] == "of-agent"
 
 

@@ -30,7 +30,7 @@ from npt.guard.outcome import MicroBatch
 from npt.guard.spikes import SpikeGuard
 from npt.guard.window import IN_FLIGHT, GradientWindow
 from npt.train import loop as loop_module
-from npt.train import run_writer as writer_module
+from npt.train import run as run_module
 from npt.train import trainer as trainer_module
 
 
@@ -209,7 +209,7 @@ def test_a_run_that_gives_up_saves_the_step_of_its_weights(late_runs, monkeypatc
     """
     runs, _ = late_runs([0, 2, 0, 0, 0, 0])
     saved: list[tuple[int, int, int, int]] = []
-    write = writer_module.write_checkpoint
+    write = run_module.write_checkpoint
 
     def writing(
         path: Path, model: Any, transaction: GradientWindow, record: dict[str, Any], *others: Any
@@ -224,7 +224,7 @@ def test_a_run_that_gives_up_saves_the_step_of_its_weights(late_runs, monkeypatc
         )
         write(path, model, transaction, record, *others)
 
-    monkeypatch.setattr(writer_module, "write_checkpoint", writing)
+    monkeypatch.setattr(run_module, "write_checkpoint", writing)
     with pytest.raises(TooManyRefusalsError, match="stopped at step 4: 1 refusals in a row"):
         runs.run("run", poisoning(runs.model, 1), max_consecutive_bad=1)
     assert saved == [(4, 4, 5, 5)]

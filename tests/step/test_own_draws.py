@@ -31,7 +31,7 @@ from npt.data.loader import Loader
 from npt.data.samples import Samples
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
-from npt.evaluation.attribution import reference_outputs
+from npt.evaluation.evaluate import reference_outputs
 from npt.forensics.student import replay_student as replay
 from npt.guard.outcome import MicroBatch
 from npt.random_state import named_draws, random_state

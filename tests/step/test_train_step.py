@@ -14,7 +14,7 @@ from npt.distill.strategies import drive
 from npt.distributed.processes import ProcessGroup
 from npt.guard.window import FAILED, GradientWindow
 from npt.train import loop as loop_module
-from npt.train.run_context import RunContext
+from npt.train.run import Run
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -31,8 +31,8 @@ def test_memory_is_freed_before_a_window_begins_again(monkeypatch, rows) -> None
 
     free = loop_module.free_memory
     monkeypatch.setattr(loop_module, "free_memory", lambda: done.append("freed") or free())
-    said = RunContext.say
-    monkeypatch.setattr(RunContext, "say", lambda *words: done.append(words[1]) or said(*words))
+    said = Run.say
+    monkeypatch.setattr(Run, "say", lambda *words: done.append(words[1]) or said(*words))
     monkeypatch.setattr(GradientWindow, "in_flight", 1)
     student = Student(Setting(size=1, rows=rows))
     looped(student, [[student.setting.batch((0, 0))]], strategy, late=True)
@@ -48,7 +48,7 @@ def test_a_failing_check_stops_one_process_of_several_at_the_step(monkeypatch) -
     student = Student(Setting(size=1))
     loop, _ = looped(student, [])
     batch = student.setting.batch((0, 0))
-    monkeypatch.setattr(loop_module, "find_fault", broken)
+    monkeypatch.setattr("npt.distill.step.find_fault", broken)
     with pytest.raises(IndexError, match="another shape"):
         loop._add(batch, 0)
     loop.guard.window.processes = ProcessGroup(0, 2)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
+from npt.distill import step as step_module
 from npt.distill.step import student_guard
 from npt.errors import TooManyRefusalsError
 from npt.recorder.record import Record
 from npt.recorder.recorder import Recorder
-from npt.train import loop as step_module
 from npt.train import trainer as trainer_module
 
 

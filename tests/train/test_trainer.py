@@ -26,6 +26,7 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
+from npt.data.loader import Window
 from npt.distill.local import BatchSums
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
@@ -38,7 +39,6 @@ from npt.errors import (
     TooManyRefusalsError,
 )
 from npt.train import trainer as trainer_module
-from npt.train.run_context import Window
 from npt.train.run_data import RunData
 from npt.train.trainer import Trainer
 
@@ -424,7 +424,7 @@ def windows_of(seed: int, bad: str | None) -> list[Window]:
     made = [[batch(), batch()] for _ in range(4)]
     made[1] = [*broken, *made[1]]
     made[2] = [made[2][0], *broken, made[2][1]]
-    return [Window(0, batches) for batches in (*made[:3], *([broken] if broken else []), made[3])]
+    return [Window(batches) for batches in (*made[:3], *([broken] if broken else []), made[3])]
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
@@ -492,7 +492,7 @@ def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(
     begin.
     """
     rows = [collate([Sample("broken", (5, 999))], 2), collate([Sample("good", (5, 6, 7))], 2)]
-    made = [Window(0, [rows[i] for i in window]) for window in windows]
+    made = [Window([rows[i] for i in window]) for window in windows]
     monkeypatch.setattr(RunData, "windows", lambda self: (window for window in made))
     trainer = build(max_consecutive_bad=3)
     if stops:
@@ -825,7 +825,7 @@ def test_data_that_break_mid_run_leave_a_checkpoint_of_that_step(build, monkeypa
     rows = [collate([Sample(str(i), (5 + i, 6, 7 + i))], 2) for i in range(4)]
 
     def breaking(self: RunData) -> Iterator[Window]:
-        yield from (Window(0, [row]) for row in rows)
+        yield from (Window([row]) for row in rows)
         raise DataError("line 5 is broken")
 
     monkeypatch.setattr(RunData, "windows", breaking)

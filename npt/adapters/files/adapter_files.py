@@ -120,7 +120,7 @@ def write_adapter(
         "npt": asdict(attached_config(model)),
     }
     if (recipe := Recipe.of(model)) is not None:
-        record[ENTRY] = recipe.as_record()
+        record[ENTRY] = asdict(recipe)
     if (origin := origin_of(model.config)) is not None:
         record[ORIGIN_ENTRY] = origin
     tensors = adapter_parameters(model) if tensors is None else tensors
@@ -213,7 +213,6 @@ def from_pretrained(
     *,
     base_name: str | None = None,
     device: str | torch.device | None = None,
-    device_map: str | Mapping[str, Any] | None = None,
     attn_implementation: str = "sdpa",
     revision: str | None = None,
     check_base: bool = True,
@@ -226,7 +225,6 @@ def from_pretrained(
             checkpoint, or USER/NAME on the hub.
         base_name: of the base, if not the name that the adapter knows.
         device: as for `npt.load_base`.
-        device_map: likewise.
         attn_implementation: likewise.
         revision: of the adapter on the hub.
         check_base: False takes any base that the adapter's shapes fit.
@@ -250,11 +248,7 @@ def from_pretrained(
             f" npt.load_adapter(model, {str(stored.folder)!r})"
         )
     model, tokenizer = load_base(
-        name,
-        device=device,
-        device_map=device_map,
-        attn_implementation=attn_implementation,
-        **recipe.arguments,
+        name, device=device, attn_implementation=attn_implementation, **recipe.arguments
     )
     load_adapter(model, stored, check_base=check_base)
     return model, tokenizer

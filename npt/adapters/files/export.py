@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +9,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.consolidate import product_of
 from npt.adapters.converted import attached_config, decoder_layers, npt_layers
-from npt.adapters.files.adapter_files import find_adapter, from_pretrained
+from npt.adapters.files.adapter_files import from_pretrained
 from npt.adapters.files.card import export_card
 from npt.base.families import FAMILIES
 from npt.base.linear import quantized_linears
@@ -28,42 +22,12 @@ from npt.base.precision import declared_dtype
 from npt.base.rows import rows_of
 from npt.base.shards import write_shards
 from npt.config import TARGETS
-from npt.errors import ConfigError, ModelError, first_line
+from npt.errors import ConfigError, first_line
 from npt.files import new_folder, write_json, write_text
 
 CODE = Path(__file__).parent / "exported"
 CODE_FILES = ("configuration_npt.py", "modeling_npt.py")
 _FORM = ("multiplicative", "additive", "mult_form", "mult_bound", "additive_scale")
-
-_TEXT = (
-    "def add(a, b):\n    return a + b\n\nOnce upon a time there was a house by the sea, and whoever"
-    " lived there could hear it at night. "
-)
-_TOKENS = 64
-
-_SHARES = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.02}
-"""Largest difference of logits, as a share of the largest, by the dtype of computation: on a GPU
-attention may sum in another order. A layer with another modulation is off by about 1."""
-
-_LOADER = """
-import sys
-sys.modules["npt"] = None  # whoever imports it fails
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
-folder, file, device = sys.argv[1:]
-model, report = AutoModelForCausalLM.from_pretrained(
-    folder, trust_remote_code=True, device_map={"": device}, output_loading_info=True,
-    local_files_only=True,
-)
-if any(report.values()):
-    sys.exit(f"keys of the weights do not fit: {report}"[:300])
-student = load_file(file)
-with torch.no_grad():
-    logits = model(student["ids"].to(device)).logits.to("cpu", torch.float32)
-print(float((logits - student["logits"]).abs().max()))
-"""
 
 
 @dataclass(frozen=True)
@@ -75,16 +39,12 @@ class Exported:
         packed: whether the base's weights are in 4 bit.
         files: number of files of weights.
         size: bytes of all weights.
-        tokens: number of tokens compared.
-        largest: largest difference of a logit.
     """
 
     folder: Path
     packed: bool
     files: int
     size: int
-    tokens: int
-    largest: float
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON can hold."""
@@ -100,8 +60,8 @@ def export(
     revision: str | None = None,
 ) -> Exported:
     """Write the student of a saved adapter as a folder that
-    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` loads without npt. All or
-    nothing: another process without npt reads it back and compares before it gets its name.
+    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` loads without npt, all or
+    nothing.
 
     Nothing is rounded: a packed base stays packed, and another one's weights are stored in 16 bit
     where that holds them. Memory: the student once, and one file of weights (4 GiB) on the host.
@@ -115,33 +75,22 @@ def export(
 
     Raises:
         ConfigError: the folder is not empty or cannot be written.
-        ModelError: what was written does not load, or gives other logits than the student; or as
-            `npt.from_pretrained`.
-        AdapterFileError, HubError: as `npt.from_pretrained`.
+        AdapterFileError, HubError, ModelError: as `npt.from_pretrained`.
     """
     folder = Path(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"--output {folder} exists and is not empty; choose another folder")
-    stored = find_adapter(adapter, revision)
-    model, tokenizer = from_pretrained(stored, base_name=base_name, device=device)
-    packed, dtype = bool(quantized_linears(model)), declared_dtype(model)
+    model, tokenizer = from_pretrained(
+        adapter, base_name=base_name, device=device, revision=revision
+    )
     try:
         with new_folder(folder) as temporary:
             files, size = write_export(model, tokenizer, temporary)
-            length = min(_TOKENS, model.config.max_position_embeddings)
-            ids = torch.tensor([tokenizer(_TEXT * 4)["input_ids"][:length]], device=model.device)
-            with torch.no_grad():
-                expected = model(ids).logits.to("cpu", torch.float32)
-            del model
-            gc.collect()
-            if ids.is_cuda:
-                torch.cuda.empty_cache()
-            largest = _check(temporary, ids, expected, _SHARES[dtype])
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"--output {folder} cannot be written: {first_line(error)}; nothing is left of it"
         ) from error
-    return Exported(folder, packed, files, size, ids.shape[1], largest)
+    return Exported(folder, bool(quantized_linears(model)), files, size)
 
 
 def write_export(model: Any, tokenizer: Any, folder: Path) -> tuple[int, int]:
@@ -228,37 +177,3 @@ def _smallest(tensor: Tensor) -> Tensor:
             if torch.equal(half.to(torch.float32), tensor):
                 return half
     return tensor
-
-
-def _check(folder: Path, ids: Tensor, expected: Tensor, share: float) -> float:
-    """Load the folder by its own code in a process without npt; return the largest difference of a
-    logit, at most this share of the largest logit.
-    """
-    with tempfile.TemporaryDirectory(prefix="npt-export-") as scratch:
-        file = Path(scratch, "student.safetensors")
-        save_file({"ids": ids.cpu().contiguous(), "logits": expected.contiguous()}, file)
-        # as many threads as here, since sums depend on it
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(torch.get_num_threads()),
-            "HF_MODULES_CACHE": str(Path(scratch, "modules")),
-        }
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _LOADER, str(folder), str(file), str(ids.device)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-        )
-    if done.returncode:
-        reason = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
-        raise ModelError(
-            f"the exported folder does not load without npt: {reason[:300]}; nothing is left of it"
-        )
-    largest, limit = float(done.stdout.split()[-1]), share * float(expected.abs().max())
-    if not largest <= limit:  # NaN is none
-        raise ModelError(
-            f"the exported folder gives other logits than the student: {largest:.3g} apart, more"
-            f" than the {limit:.3g} that rounding explains; nothing is left of it"
-        )
-    return largest

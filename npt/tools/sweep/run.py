@@ -41,12 +41,11 @@ class Bases:
     """The base of the trials of one process: loaded once for those in a row that share it.
 
     Args:
-        scratch: folder for the run folder of the trial under way.
         device: of the base; default the first GPU, else the CPU.
     """
 
-    def __init__(self, scratch: Path, device: Any = None):
-        self.scratch, self._device = scratch, device
+    def __init__(self, device: Any = None):
+        self._device = device
         self._last: tuple[BaseConfig, Base] | None = None
 
     def get(self, base: BaseConfig) -> Base:
@@ -116,7 +115,7 @@ def run(bases: Bases, settings: TrialSettings) -> Row:
     attach(model, settings.adapter, seed=settings.training.seed)
     try:
         parameters = sum(p.numel() for p in adapter_parameters(model).values())
-        with tempfile.TemporaryDirectory(prefix="trial-", dir=bases.scratch) as folder:
+        with tempfile.TemporaryDirectory(prefix="npt-trial-") as folder:
             output = Path(folder) / "run"
             trainer = Trainer(
                 model,

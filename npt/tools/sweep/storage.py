@@ -22,8 +22,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optuna
+import sqlalchemy
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState
+
 from npt.errors import ConfigError, first_line
-from npt.extras import install_command
 from npt.files import finite_or_null
 from npt.tools.sweep.spec import Trial
 
@@ -32,6 +36,9 @@ GRACE_SECONDS = 45
 """Silence after which a trial is run again: many beats, since a busy database may delay some."""
 
 RETRIES = 2  # of a trial whose worker falls silent, before it counts as failed
+
+_UNREACHED = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.OperationalError)
+_OVER = optuna.exceptions.UpdateFinishedTrialError
 
 _LOCK_SECONDS = 60.0
 _OPENINGS = 5  # tries to open a database whose tables other workers make at that moment
@@ -72,25 +79,17 @@ class Storage:
         beat: seconds between heartbeats.
 
     Raises:
-        ConfigError: Optuna is not installed, or the database cannot be opened.
+        ConfigError: the database cannot be opened.
     """
 
     def __init__(
         self, url: str, name: str, *, grace: Any = GRACE_SECONDS, beat: Any = BEAT_SECONDS
     ):
-        try:
-            import optuna
-            import sqlalchemy
-        except ImportError as error:
-            raise ConfigError(
-                f"a study needs {error.name}, which is not installed; {install_command('sweep')}"
-            ) from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.ERROR)
-        self._optuna, self._beat, self._grace = optuna, beat, grace
-        self._states = optuna.trial.TrialState
-        self._over = optuna.exceptions.UpdateFinishedTrialError
-        self._unreached = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.OperationalError)
+        # heartbeats are experimental
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        self._beat, self._grace = beat, grace
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
         try:
             address = sqlalchemy.make_url(url)
@@ -115,31 +114,26 @@ class Storage:
             self._study = optuna.create_study(
                 storage=self._storage, study_name=name, load_if_exists=True, direction="minimize"
             )
-        except (*failures, *self._unreached) as error:
+        except (*failures, *_UNREACHED) as error:
             raise ConfigError(
                 f"the study's database {self._shown} cannot be opened: {_reason(error)}; check"
                 " --study and --storage"
             ) from error
 
-    def _opened(self, url: str, local: bool) -> Any:
-        import sqlalchemy
-
-        storages = self._optuna.storages
+    def _opened(self, url: str, local: bool) -> RDBStorage:
         options: dict[str, Any] = {"pool_pre_ping": True}
         if local:
             options = {"connect_args": {"timeout": _LOCK_SECONDS, "isolation_level": None}}
-        with self._quietly():
-            retry = storages.RetryHeartbeatStaleTrialCallback(max_retry=RETRIES)
+        retry = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=RETRIES)
         for number in range(_OPENINGS):
             try:
-                with self._quietly():
-                    storage = storages.RDBStorage(
-                        url, options, heartbeat_interval=self._beat, grace_period=self._grace,
-                        heartbeat_stale_trial_callback=retry,
-                    )  # fmt: skip
+                storage = RDBStorage(
+                    url, options, heartbeat_interval=self._beat, grace_period=self._grace,
+                    heartbeat_stale_trial_callback=retry,
+                )  # fmt: skip
                 break
             # two workers that make the tables at once get into each other's way
-            except (sqlalchemy.exc.SQLAlchemyError, *self._unreached) as error:
+            except (sqlalchemy.exc.SQLAlchemyError, *_UNREACHED) as error:
                 at_once = re.search("already exists|duplicate|unique", str(error), re.IGNORECASE)
                 if not at_once or number == _OPENINGS - 1:
                     raise
@@ -155,7 +149,7 @@ class Storage:
         """Raise ConfigError if the database is out of reach within the context."""
         try:
             yield
-        except self._unreached as error:
+        except _UNREACHED as error:
             raise ConfigError(
                 f"the study's database {self._shown} cannot be reached: {_reason(error)}; run npt"
                 " sweep again when it can be, which repeats no finished trial"
@@ -166,7 +160,8 @@ class Storage:
         them.
         """
         attempts = self._attempts()
-        new = [t for t in trials if t.key not in attempts or self._failed(attempts[t.key])]
+        kept = {key for key, a in attempts.items() if a.state != TrialState.FAIL}
+        new = [trial for trial in trials if trial.key not in kept]
         for trial in new:
             self._wait(trial)
         return len(new)
@@ -175,14 +170,11 @@ class Storage:
         """Take the first waiting trial of these; None if none waits. Trials whose workers are gone
         wait again first.
         """
-        with self._quietly():
-            self._optuna.storages.fail_stale_trials(self._study)
+        optuna.storages.fail_stale_trials(self._study)
         attempts = self._attempts()
         for key in trials:
             attempt = attempts.get(key)
-            if attempt is None or attempt.state != self._states.WAITING:
-                continue
-            if self._take(attempt._trial_id):
+            if attempt and attempt.state == TrialState.WAITING and self._take(attempt._trial_id):
                 return Claim(key, attempt._trial_id)
         return None
 
@@ -190,8 +182,8 @@ class Storage:
         # first: what is running and has no heartbeat is never found silent
         self._storage.record_heartbeat(id_)
         try:
-            taken = self._storage.set_trial_state_values(id_, self._states.RUNNING)
-        except self._over:
+            taken = self._storage.set_trial_state_values(id_, TrialState.RUNNING)
+        except _OVER:
             return False
         if taken:
             self._storage.set_trial_user_attr(id_, "worker", self.worker)
@@ -222,22 +214,22 @@ class Storage:
         if another worker has the trial by now, whose result counts.
         """
         kl = row.get("kl")
-        with contextlib.suppress(self._over):
+        with contextlib.suppress(_OVER):
             self._storage.set_trial_user_attr(claim.id, "row", finite_or_null(dict(row)))
             value = math.inf if kl is None or math.isnan(kl) else kl
-            self._storage.set_trial_state_values(claim.id, self._states.COMPLETE, [value])
-        return bool(self._storage.get_trial(claim.id).state == self._states.COMPLETE)
+            self._storage.set_trial_state_values(claim.id, TrialState.COMPLETE, [value])
+        return bool(self._storage.get_trial(claim.id).state == TrialState.COMPLETE)
 
     def fail(self, claim: Claim, error: str) -> None:
         """Record why a trial cannot be computed."""
-        with contextlib.suppress(self._over):
+        with contextlib.suppress(_OVER):
             self._storage.set_trial_user_attr(claim.id, "error", error)
-            self._storage.set_trial_state_values(claim.id, self._states.FAIL)
+            self._storage.set_trial_state_values(claim.id, TrialState.FAIL)
 
     def give_back(self, claim: Claim, trial: Trial) -> None:
         """Let an unfinished trial wait again."""
-        with contextlib.suppress(self._over):
-            self._storage.set_trial_state_values(claim.id, self._states.FAIL)
+        with contextlib.suppress(_OVER):
+            self._storage.set_trial_state_values(claim.id, TrialState.FAIL)
             self._wait(trial)
 
     def progress(self, keys: Iterable[str]) -> Progress:
@@ -255,26 +247,23 @@ class Storage:
             row = {"trial": attempt.number, "worker": attributes.get("worker")}
             moments = {"started": attempt.datetime_start, "ended": attempt.datetime_complete}
             row |= {name: at and at.isoformat(timespec="seconds") for name, at in moments.items()}
-            if attempt.state == self._states.COMPLETE:
+            if attempt.state == TrialState.COMPLETE:
                 rows[key] = {**row, **attributes["row"]}
-            elif self._failed(attempt):
+            elif attempt.state == TrialState.FAIL:
                 rows[key] = {**row, "outcome": "failed", "reason": attributes.get("error", silent)}
         return rows
 
-    def _failed(self, attempt: Any) -> bool:
-        return bool(attempt.state == self._states.FAIL)
-
-    def _attempts(self) -> dict[str, Any]:
+    def _attempts(self) -> dict[str, FrozenTrial]:
         """Return by key the attempt that counts. Of two that wait, as when two workers added them
         at once, every worker takes the first; of two that failed the last has the reason.
         """
 
-        def rank(attempt: Any) -> tuple[int, int]:
-            last_first = self._failed(attempt)
+        def rank(attempt: FrozenTrial) -> tuple[int, int]:
+            last_first = attempt.state == TrialState.FAIL
             order = _STATES.index(attempt.state.name)
             return order, -attempt.number if last_first else attempt.number
 
-        attempts: dict[str, Any] = {}
+        attempts: dict[str, FrozenTrial] = {}
         for attempt in sorted(self._study.get_trials(deepcopy=False), key=rank):
             if "key" in attempt.user_attrs:
                 attempts.setdefault(attempt.user_attrs["key"], attempt)
@@ -283,10 +272,3 @@ class Storage:
     def _wait(self, trial: Trial) -> None:
         settings = {**trial.flags, "seed": trial.settings.training.seed}
         self._study.enqueue_trial(settings, user_attrs={"key": trial.key})
-
-    @contextlib.contextmanager
-    def _quietly(self) -> Iterator[None]:
-        """Suppress Optuna's warning that heartbeats are experimental."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
-            yield

@@ -4,23 +4,19 @@ spec.yaml        the specification, as it was given
 study.json       name, parts with their notes, storage (without its password), versions
 study.db         the storage, unless another one was named
 trials.csv       the table; written anew while the study runs
-running/         run folders of the trials under way, one folder a worker
-report.html      the page that `npt report` makes of the table
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import sqlalchemy
 
 from npt.errors import ConfigError
 from npt.files import write_bytes, write_json
@@ -29,7 +25,7 @@ from npt.tools.sweep.spec import Design, read_design
 from npt.tools.sweep.storage import Storage
 from npt.tools.sweep.table import rows_of, write_table
 
-SPEC, STUDY, DATABASE, RUNNING = "spec.yaml", "study.json", "study.db", "running"
+SPEC, STUDY, DATABASE = "spec.yaml", "study.json", "study.db"
 
 _FIRST_FILES = (DATABASE, f".{STUDY}.", f".{SPEC}.")
 """How names begin that a study leaves which is killed before `study.json` is written."""
@@ -87,8 +83,6 @@ def open_folder(
 ) -> None:
     """Make the folder, or continue in it after `check_folder`."""
     if storage is not None:
-        import sqlalchemy
-
         storage = sqlalchemy.make_url(storage).render_as_string(hide_password=True)
     record = {"name": design.name, "parts": dict(design.parts), "storage": storage}
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,41 +94,6 @@ def open_folder(
 def design_in(folder: Path) -> Design:
     """Return the design of a study's folder, with the name on record: the file may give none."""
     return replace(read_design(str(folder / SPEC)), name=read_study(folder)["name"])
-
-
-@contextlib.contextmanager
-def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Make this worker's folder for run folders, locked while the worker lives, and remove those
-    that killed workers left.
-    """
-    running = folder / RUNNING
-    running.mkdir(parents=True, exist_ok=True)
-    turn = _locked(running, fcntl.LOCK_EX)  # None where there are no locks: nothing is removed
-    for left in running.iterdir() if turn is not None else ():
-        if (handle := _locked(left)) is not None:
-            os.close(handle)
-            shutil.rmtree(left, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(dir=running))
-    lock = _locked(scratch)
-    if turn is not None:
-        os.close(turn)
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def _locked(folder: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> int | None:
-    """Return the handle of a lock, which ends with the process; None if it is not to be had."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, how)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
 
 
 def run_workers(command: Sequence[str], count: int, threads: int, look: Callable[[], None]) -> int:

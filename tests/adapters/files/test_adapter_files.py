@@ -284,15 +284,7 @@ class TestRefusedLoad:
         assert same(values(other), values(student(load_model)))
         assert base_mismatch(saved, npt.base_identity(other)) is None
 
-    def test_a_folder_of_an_earlier_version_is_compared_by_every_byte(self, load_model, saved):
-        in_record(lambda record: record.pop("base_parts"))(saved)
-        npt.load_adapter(load_model(), saved)
-        other = load_model()
-        round_otherwise(other)
-        with pytest.raises(AdapterFileError, match=r"another base .*: base hash .* there, .* here"):
-            npt.load_adapter(other, saved)
-
     def test_a_folder_that_records_no_base_is_refused(self, load_model, saved):
         in_record(lambda record: record.update(base_hash=None, base_parts=None))(saved)
-        with pytest.raises(AdapterFileError, match=r"another base .*: base hash None there"):
+        with pytest.raises(AdapterFileError, match=r"another base .*: configuration None there"):
             npt.load_adapter(load_model(), saved)

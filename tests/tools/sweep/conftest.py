@@ -46,8 +46,8 @@ def small(llama_folder: Path, load_model: Any, tokens_file: Path) -> dict[str, A
 
 
 @pytest.fixture(scope="session")
-def bases(tmp_path_factory) -> Bases:
-    return Bases(tmp_path_factory.mktemp("running"), "cpu")
+def bases() -> Bases:
+    return Bases("cpu")
 
 
 @pytest.fixture

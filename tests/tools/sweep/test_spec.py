@@ -168,16 +168,14 @@ def test_what_cannot_work_is_refused_in_one_line_that_names_it(written: str) -> 
     assert ROWS[written] in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_slip_of_the_pen_is_no_million_trials_and_no_endless_name() -> None:
-    many = list(range(1, 500))
-    with pytest.raises(ConfigError, match="249,001"):
-        design(a={"grid": {"adapter_rank": many, "learning_rate": [i * 1e-6 for i in many]}})
+def test_a_name_is_not_endless() -> None:
     with pytest.raises(ConfigError, match="use up to 200"):
         design_of({"name": "a" * 201, "parts": {"a": {}}}, "study.yaml")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("[1, 2]", "is a list"), ("a: [", "is not valid YAML"), ("", "has no parts")]
+    ("text", "said"),
+    [("[1, 2]", "is a list"), ("a: [", "cannot be read as YAML"), ("", "has no parts")],
 )
 def test_a_file_that_is_no_specification_is_refused(tmp_path, text: str, said: str) -> None:
     path = tmp_path / "study.yaml"

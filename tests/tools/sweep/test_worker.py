@@ -13,7 +13,7 @@ from npt.errors import ConfigError, StoppedError
 from npt.tools.sweep.spec import Design, design_of
 from npt.tools.sweep.storage import Storage
 from npt.tools.sweep.study import progress_line, update_table
-from npt.tools.sweep.table import read_table, rows_of
+from npt.tools.sweep.table import CSV, rows_of
 from npt.tools.sweep.worker import Worker
 
 
@@ -142,8 +142,9 @@ def test_the_progress_and_the_table_of_a_study_under_way(design, storage, tmp_pa
     assert claim is not None and progress_line(storage, design) == "0 of 4 trials, 1 under way"
     worker(design, storage, bases)[0]._run(claim, design.by_key[claim.key])
     assert progress_line(storage, design) == "1 of 4 trials, 0 under way"
-    update_table(storage, design, tmp_path)
-    assert [row["outcome"] for row in read_table(tmp_path)] == ["stable", None, None, None]
+    rows = update_table(storage, design, tmp_path)
+    assert [row["outcome"] for row in rows] == ["stable", None, None, None]
+    assert len((tmp_path / CSV).read_text().splitlines()) == 5
 
 
 def test_a_trial_is_called_by_its_origin_and_what_varies_there() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
@@ -14,6 +15,8 @@ from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.base.recipe import Recipe
+from npt.data.encoding import lost
+from npt.data.loader import Position
 from npt.errors import (
     CheckpointError,
     ConfigError,
@@ -21,65 +24,82 @@ from npt.errors import (
     StoppedError,
     TooManyRefusalsError,
 )
+from npt.files import write_text
 from npt.guard.schedule import kind_of_run
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.resume import Resumed, plain_settings
 from npt.runs.run_folder import BROKEN, EVENTS, METRICS, REPORT, RUN, SUPERSEDED, RunFolder
 from npt.stored import read_json
-from npt.train.loop import Loop
-from npt.train.run_context import RunContext
 from npt.train.run_data import RunData
+from npt.train.run_setup import RunSetup
 from npt.versions import versions
 
 if TYPE_CHECKING:
     from npt.calibration.report import Calibration
     from npt.evaluation.evaluate import Fidelity
     from npt.evaluation.metrics import Figures
+    from npt.report.run import RunRecord
+    from npt.runs.trackers import Trackers
+    from npt.train.loop import Loop
 
 DESCRIBED = ("base_hash", "precision", "versions", "device", "processes", "trainable_parameters")
 """Entries of `run.json` that trackers are told, besides the settings."""
 
 
-class RunWriter:
-    """Writes a run's folder, and tells its trackers.
+class Run:
+    """A run: its folder, and the trackers that are told the same.
 
     Args:
-        context: of the run.
+        setup: of the run.
         data: of the run.
-        base: the identity of its base.
-        initial: the figures of the student before training.
-        reports: write `report.html`.
+        folder: that it writes.
+        trackers: that are told.
+        record: the content of `run.json`.
+        base: the identity of the student's base.
+        measure: evaluates the student as it is.
+        initial: figures of the student before training.
 
     Attributes:
+        total_steps: of the run, None if unknown.
         diverged: why the student is worse than having no adapters, by the last evaluation.
     """
 
     def __init__(
         self,
-        context: RunContext,
+        setup: RunSetup,
         data: RunData,
+        folder: RunFolder,
+        trackers: Trackers,
+        record: Mapping[str, Any],
         base: BaseIdentity,
+        measure: Callable[[], Fidelity],
         initial: Fidelity,
-        reports: bool,
     ):
-        self._context, self._setup = context, context.setup
-        self._folder, self._trackers = context.folder, context.trackers
-        self._data, self._base, self._initial = data, base, initial
-        self._reports = reports and context.setup.processes.main
+        self.setup, self.folder, self.trackers, self.record = setup, folder, trackers, record
+        self._data, self._base, self._measure, self._initial = data, base, measure, initial
+        self.total_steps = data.total_steps
         self.diverged: tuple[str, ...] = ()
         self._warned = False
 
+    def say(self, message: str) -> None:
+        self.setup.say(message)
+
+    def warn(self, message: str) -> None:
+        """Print a warning and keep it as an event."""
+        self.say(f"warning: {message}")
+        self.folder.event("warning", message=message)
+
     def begin(self) -> None:
         """Write `run.json`, before anything else is done."""
-        setup, folder, warn = self._setup, self._folder, self._context.warn
-        record = {**self._context.record, "wandb_run": self._trackers.run_id}
+        setup, folder, warn = self.setup, self.folder, self.warn
+        record = {**self.record, "wandb_run": self.trackers.run_id}
         if setup.resumed is not None:
             set_aside_unused(setup.resumed, folder, warn)
         if setup.resume_at is not None:
             from npt.runs.trackers import known_run
 
-            record["wandb_run"] = self._trackers.run_id or known_run(folder.path)
+            record["wandb_run"] = self.trackers.run_id or known_run(folder.path)
             if setup.checkpoint is not None:
                 with contextlib.suppress(CheckpointError):
                     earlier = read_json(folder.path / RUN, CheckpointError)
@@ -100,20 +120,20 @@ class RunWriter:
         self._facts = {
             **plain_settings(record["settings"]),
             **{name: record[name] for name in DESCRIBED},
-            "base_loading": None if recipe is None else recipe.as_record(),
+            "base_loading": None if recipe is None else asdict(recipe),
             "converted_layers": record["layers"],
             "folder": str(folder.path),
         }
-        self._trackers.warn = warn
-        self._trackers.describe(self._facts)
+        self.trackers.warn = warn
+        self.trackers.describe(self._facts)
         initial = self._initial
         measured = {"floor": initial.floor, "teacher": initial.teacher, "initial": initial.aim}
-        self._trackers.log(_by_name(measured), setup.first_step)
+        self.trackers.log(_by_name(measured), setup.first_step)
 
     def report_start(self, calibration: Calibration | None) -> None:
         """Write the first events, and warn of settings that will have no effect."""
-        setup, folder, warn = self._setup, self._folder, self._context.warn
-        config, total, size = setup.config, self._context.total_steps, setup.processes.size
+        setup, folder, warn = self.setup, self.folder, self.warn
+        config, total, size = setup.config, self.total_steps, setup.processes.size
         folder.event("start", device=str(setup.device), total_steps=total, processes=size)
         if calibration is not None:
             begun = self._data.start.begun
@@ -140,37 +160,39 @@ class RunWriter:
         setup.say(f"run folder {folder.path}")
 
     def _report_resumed(self, resumed: Resumed) -> None:
-        say, checkpoint, path = self._setup.say, resumed.checkpoint, None
+        say, checkpoint, path = self.setup.say, resumed.checkpoint, None
         if checkpoint is None:
             say(f"no checkpoint below {resumed.folder}; the run starts at step 1")
         else:
             path = str(checkpoint.folder)
             say(f"continuing from {path} at step {checkpoint.step}")
-            if (other_base := self._context.record["other_base"]) is not None:
-                self._context.warn(f"--any_base: {path} was trained on another base: {other_base}")
-        changed = {name: list(values) for name, values in self._setup.changed.items()}
-        self._folder.event("resume", step=resumed.step, checkpoint=path, changed=changed)
+            if (other_base := self.record["other_base"]) is not None:
+                self.warn(f"--any_base: {path} was trained on another base: {other_base}")
+        changed = {name: list(values) for name, values in self.setup.changed.items()}
+        self.folder.event("resume", step=resumed.step, checkpoint=path, changed=changed)
         for name, (old, new) in changed.items():
             say(f"changed since: {name} was {old}, is {new}")
 
-    def report_evaluation(self, step: int, fidelity: Fidelity) -> None:
-        """Report an evaluation during the run."""
+    def evaluate(self, step: int) -> Fidelity:
+        """Evaluate the student during the run, and report its figures."""
+        fidelity = self._measure()
         student, aim = fidelity.student.as_dict(), fidelity.aim
         against = {"unquantized": aim.as_dict()} if fidelity.attribution else {}
-        self._folder.event("evaluation", step=step, student=student, **against)
+        self.folder.event("evaluation", step=step, student=student, **against)
         logged = {f"eval/{key}": value for key, value in student.items()}
         for key, value in against.get("unquantized", {}).items():
             logged[f"eval/unquantized_{key}"] = value
-        self._trackers.log(logged, step)
+        self.trackers.log(logged, step)
         ratio = f"held-out perplexity ratio {aim.perplexity_ratio:.4f}"
-        self._setup.say(f"step {step}: {ratio}, KL {aim.kl:.4f}")
+        self.setup.say(f"step {step}: {ratio}, KL {aim.kl:.4f}")
         self._judge(step, fidelity)
+        return fidelity
 
     def _judge(self, step: int, fidelity: Fidelity) -> None:
         """Warn once if the student is worse than its floor, which has no adapters, beyond one
         standard error: the run is ruined although all of its numbers are finite.
         """
-        figure = self._setup.config.judged_by
+        figure = self.setup.config.judged_by
         student, floor = (getattr(f, figure) for f in (fidelity.student, fidelity.floor))
         name = "KL to its teacher" if figure == "kl" else figure
         cause = f"the student's {name} is {student:.4g}, the floor's {floor:.4g}"
@@ -179,8 +201,8 @@ class RunWriter:
         if worse and not self._warned:
             self._warned = True
             advice = "a smaller --learning_rate or a longer --warmup_steps helps as a rule"
-            self._context.warn(f"step {step}: the run has diverged: {cause}; {advice}")
-            self._trackers.alert("npt: the run has diverged", cause)
+            self.warn(f"step {step}: the run has diverged: {cause}; {advice}")
+            self.trackers.alert("npt: the run has diverged", cause)
 
     def save(self, loop: Loop, last: bool = False) -> bool:
         """Write a checkpoint of all processes' state.
@@ -195,7 +217,7 @@ class RunWriter:
             False if it could not be written, an older one exists, and the run continues; else that
             is a CheckpointError.
         """
-        model, processes, splitter = self._setup.model, self._setup.processes, self._setup.splitter
+        model, processes, splitter = self.setup.model, self.setup.processes, self.setup.splitter
         audit_precision(model, policy_dtype(model))
         shrunk_to = [splitter.shrunk_to]
         if processes.broken:  # the others are gone
@@ -209,16 +231,16 @@ class RunWriter:
         """Keep the adapters as the best so far; if that fails, say so."""
         figures = {"step": loop.steps, **fidelity.as_dict()}
         try:
-            self._folder.save_best(self._setup.model, self._base, figures)
+            self.folder.save_best(self.setup.model, self._base, figures)
         except (OSError, SafetensorError) as error:
             self._failed("save_failed", loop, error, f"best: {error}")
-            self._setup.say(
+            self.setup.say(
                 f"WARNING: the best adapters could not be kept at step {loop.steps}: {error}"
             )
 
     def _compare_processes(self, loop: Loop) -> None:
         """Refuse to save if processes hold different adapters or moments."""
-        processes = self._setup.processes
+        processes = self.setup.processes
         first, *others = processes.gather_json(loop.guard.update.checksum())
         for process, checksum in enumerate(others, start=1):
             if checksum != first:
@@ -231,7 +253,7 @@ class RunWriter:
                 )
 
     def _write(self, loop: Loop, shrunk_to: list[int | None], last: bool) -> bool:
-        setup, folder, step = self._setup, self._folder, loop.steps
+        setup, folder, step = self.setup, self.folder, loop.steps
         record = {
             **loop.state(),
             "samples_at_once": shrunk_to,
@@ -268,12 +290,12 @@ class RunWriter:
 
     def _failed(self, event: str, loop: Loop, error: BaseException, message: str) -> None:
         kind = type(error).__name__
-        self._folder.event(event, step=loop.steps, error=kind, message=message[:500])
+        self.folder.event(event, step=loop.steps, error=kind, message=message[:500])
 
     def rescue(self, loop: Loop, error: BaseException) -> None:
         """Save the steps before an error that ended the loop; a second signal does not wait."""
-        processes = self._setup.processes
-        if isinstance(error, KeyboardInterrupt) and self._setup.stop.number is not None:
+        processes = self.setup.processes
+        if isinstance(error, KeyboardInterrupt) and self.setup.stop.number is not None:
             return
         if not isinstance(error, TooManyRefusalsError):
             self._failed("error", loop, error, str(error))
@@ -291,18 +313,18 @@ class RunWriter:
 
     def finish(self, loop: Loop, fidelity: Fidelity, seconds: float) -> None:
         """Write the figures and the final adapter of a run that came to its end."""
-        folder, config, figures = self._folder, self._setup.config, fidelity.as_dict()
+        folder, config, figures = self.folder, self.setup.config, fidelity.as_dict()
         with self._written("fidelity.json", "npt evaluate measures the adapter again"):
             folder.write("fidelity.json", {**figures, "heldout": self._data.heldout})
         with self._written("the final adapter", f"its numbers are in {CHECKPOINTS}"):
-            folder.save_final(self._setup.model, self._base, figures)
+            folder.save_final(self.setup.model, self._base, figures)
         if config.eval_steps:
             loop.keep_if_best(fidelity)
         measured = {"eval": fidelity.student, "final": fidelity.aim}
-        self._trackers.log(_by_name(measured), loop.steps)
-        self._data.report(self._context, loop.position)
+        self.trackers.log(_by_name(measured), loop.steps)
+        self.report_data(loop.position)
         if config.max_steps is not None and loop.steps < config.max_steps:
-            self._context.warn(
+            self.warn(
                 f"the data ended after {loop.steps} of --max_steps {config.max_steps} steps and"
                 " cannot be read again; pass a list, which can"
             )
@@ -317,34 +339,49 @@ class RunWriter:
             seconds=round(seconds, 3),
         )
 
-    def close(self, status: int | None) -> None:
+    def report_data(self, position: Position) -> None:
+        """Report which records were cut, left out or not used, at the run's end."""
+        data = self._data
+        read = [(data.loader.samples, position.epoch)]
+        if data.loader.replay is not None:
+            read.append((data.loader.replay, position.replay_epoch))
+        for source, (samples, begun_again) in zip(data.sources, read, strict=True):
+            counts, label = samples.counts, source.label
+            share = {"share": source.share} if len(data.sources) > 1 else {}
+            self.folder.event(
+                "data", source=label, **share, begun_again=begun_again, **counts.as_dict()
+            )
+            if left_out := lost(counts):
+                self.warn(f"{label}: of {counts.records:,} records read, {left_out}")
+            if begun_again and self.setup.config.max_steps is not None:
+                self.say(f"{label}: came to its end and was begun again {begun_again} times")
+
+    def close(self, status: int | None, report: bool) -> None:
         """Write `report.html`, and close the trackers; neither changes how the run ended.
 
-        status: of the run; None if a second signal interrupted it, which waits for no report.
+        Args:
+            status: of the run; None if a second signal interrupted it, which waits for no report.
+            report: write one.
         """
-        path = self._folder.path
-        if self._reports and status is not None:
+        path = self.folder.path
+        if report and status is not None and self.setup.processes.main:
             with self._written(REPORT):
-                from npt.train.run_report import write_report
-
                 write_report(path)
-        if lost := self._folder.lines_lost:
-            self._context.warn(
-                f"{lost} lines of {METRICS} and {EVENTS} could not be written below {path}"
-            )
-        if not self._trackers.active:
+        if lost := self.folder.lines_lost:
+            self.warn(f"{lost} lines of {METRICS} and {EVENTS} could not be written below {path}")
+        if not self.trackers.active:
             return
-        self._setup.stop.at_once = True  # trackers may wait for a network
+        self.setup.stop.at_once = True  # trackers may wait for a network
         try:
-            self._trackers.files(self._facts)
-            self._trackers.close(1 if status is None else status)
+            self.trackers.files(self._facts)
+            self.trackers.close(1 if status is None else status)
         except StoppedError as signal:
-            self._context.warn(
+            self.warn(
                 f"signal {signal.exit_status - 128} ended the wait for trackers, which may lack the"
                 " end of this run"
             )
         finally:
-            self._setup.stop.at_once = False
+            self.setup.stop.at_once = False
 
     @contextlib.contextmanager
     def _written(self, name: str, remedy: str = "") -> Iterator[None]:
@@ -354,8 +391,21 @@ class RunWriter:
         except Exception as error:
             end = f"; {remedy}" if remedy else ""
             why = f"{type(error).__name__}: {error}"
-            failure = f"{name} could not be written below {self._folder.path}: {why}"
-            self._context.warn(failure[:500] + end)
+            failure = f"{name} could not be written below {self.folder.path}: {why}"
+            self.warn(failure[:500] + end)
+
+
+def write_report(folder: Path, output: Path | None = None) -> RunRecord:
+    """Read the run folder and write the page about it, by default as `report.html` in the folder;
+    OSError if it cannot be written.
+    """
+    from npt.report.page import page
+    from npt.report.run import RunRecord
+
+    record = RunRecord(folder)
+    output = folder / REPORT if output is None else output
+    write_text(output, page(record, output))
+    return record
 
 
 def set_aside_unused(resumed: Resumed, folder: RunFolder, warn: Callable[[str], None]) -> None:

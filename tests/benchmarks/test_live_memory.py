@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
+import live_memory
+from live_memory import storage_bytes, tensors_of
+from npt.doctor.measure import peak_bytes
 
 MIB = 1 << 20
 
@@ -146,7 +149,13 @@ def test_the_process_grows_by_what_was_measured() -> None:
     """In a process of its own: one that has freed much before may hold room for a block already,
     and then grows by less. Nothing else is said, though bitsandbytes would on some machines.
     """
-    ran = subprocess.run([sys.executable, "-c", GROWN], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", GROWN],
+        cwd=Path(live_memory.__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     added, grown = map(int, ran.stdout.split())
     # blocks of this size are mapped and unmapped one by one; the profiler's records are small
     assert added == 192 * MIB and abs(grown - added) < 8 * MIB and ran.stderr == ""
