@@ -29,7 +29,7 @@ from npt.recorder.recording import Recording
 def measure(rounds: int, rows: int, length: int, folder: str) -> dict[str, Any]:
     """Return the figures over so many rounds, after one that is not counted."""
     untouched, watched = (builtin_bench("tiny", rows, length, 1) for _ in range(2))
-    recording = Recording(folder)
+    recording = Recording(folder, "1")
 
     def plain(window: list[Batch]) -> None:
         untouched.strategy(window[0])

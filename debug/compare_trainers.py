@@ -7,9 +7,9 @@ with npt.guard.protect, compared bit for bit.
     python debug/compare_trainers.py --json                   all differences
 
 Compared are weights, optimizer, schedule, random numbers, the log, what train(), evaluate() and
-predict() return, the Trainer's state, the files of checkpoints, and every callback event with the
-gradients at it. What the guard adds is left out: `refused` in the log. Nothing is left on the disk.
-The exit status is 0 when all runs are equal, else 1.
+predict() return, the Trainer's state, the files of checkpoints, and every callback event, with the
+gradients before a step. What the guard adds is left out: `refused` in the log. Nothing is left on
+the disk. The exit status is 0 when all runs are equal, else 1.
 """
 
 import argparse

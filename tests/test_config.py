@@ -111,14 +111,14 @@ TOGETHER = [
     (BaseConfig, {"quant_type": "fp4"}, "means nothing without --use_quantization"),
     (BaseConfig, {"teacher_precision": "bf16"}, "means nothing without --use_quantization"),
     (BaseConfig, {"compute_dtype": "bf16"}, "means nothing without --use_quantization"),
-    (DataConfig, {"completion_column": "a"}, "is 'a' without --prompt_column"),
+    (DataConfig, {"completion_column": "a"}, "a means nothing without --prompt_column"),
     (DataConfig, {"prompt_column": "a", "completion_column": "a"}, "are both 'a'"),
     (TrainConfig, {"logit_loss": "reverse_kl"}, "without a --logit_kl_weight above 0"),
-    (TrainConfig, {"logit_kl_weight": 0.5}, "--strategy local, which computes no logits"),
-    (TrainConfig, {"hidden_weight": 0, "strategy": "propagated"}, "trains on hidden states alone"),
+    (TrainConfig, {"logit_kl_weight": 0.5}, "without --strategy end_to_end"),
+    (TrainConfig, {"hidden_weight": 0, "strategy": "propagated"}, "--logit_kl_weight are both 0"),
     (TrainConfig, {"hidden_weight": 0, **WHOLE}, "--logit_kl_weight are both 0"),
     (TrainConfig, {"loss": "mse", "hidden_weight": 0, **LOGITS}, "a --hidden_weight above 0"),
-    (TrainConfig, {"gradient_checkpointing": True}, "which keeps one layer's graph"),
+    (TrainConfig, {"gradient_checkpointing": True}, "without --strategy end_to_end"),
 ]
 
 

@@ -73,14 +73,10 @@ def test_is_what_another_load_would_be(
     name: str, quantization: str | None, llama_folder: Path, load_model: Any
 ) -> None:
     name = str(llama_folder) if name == "random" else name
-    arguments: dict = {
-        "device_map": {"": torch.device("cpu")},
-        "attn_implementation": "sdpa",
-        "dtype": "auto",
-    }
+    how: dict = {"dtype": "auto"}
     if quantization:
-        arguments["quantization_config"] = loading.packing_config(quantization)
-    first, second = (loading._read_weights(name, loading._find(name), arguments) for _ in range(2))
+        how["quantization_config"] = loading.packing_config(quantization)
+    first, second = (loading._read_weights(name, "cpu", "sdpa", **how) for _ in range(2))
     copy = copied(first)
     assert described(copy) == described(second)
     assert all(map(torch.equal, tensors(copy), tensors(second)))
@@ -91,16 +87,15 @@ def test_is_what_another_load_would_be(
 def test_a_file_that_changes_is_read_again(llama_folder: Path, tmp_path: Path) -> None:
     read: list[str] = []
 
-    def load(name: str, source: str, arguments: Any) -> Any:
-        read.append(source)
+    def load(name: str, device: str, attention: str, **how: Any) -> Any:
+        read.append(name)
         return torch.nn.Linear(2, 2)
 
     loads = Loads(load)
-    arguments = {"device_map": {"": torch.device("cpu")}}
     (tmp_path / "model.safetensors").write_bytes(b"1")
     for _ in range(2):
-        loads("name", str(tmp_path), arguments)
+        loads(str(tmp_path), "cpu", "sdpa")
     (tmp_path / "model.safetensors").write_bytes(b"23")
-    loads("name", str(tmp_path), arguments)
-    loads("name", str(tmp_path), {**arguments, "dtype": "auto"})
+    loads(str(tmp_path), "cpu", "sdpa")
+    loads(str(tmp_path), "cpu", "sdpa", dtype="auto")
     assert len(read) == 3

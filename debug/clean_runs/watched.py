@@ -23,8 +23,6 @@ OF_THE_CLOCK = ("_runtime", "_per_second")
 """Endings of figures in a log that no two runs share."""
 ADDED_FIGURE = "refused"
 """What docs/guides/guard.md says that a guard adds to each log entry."""
-WITH_GRADIENTS = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
-"""Events at which the norm of each parameter's `.grad` is noted."""
 
 
 def train(trainer: Any) -> Any:
@@ -58,7 +56,7 @@ class Watching(TrainerCallback):
         entry |= {name: getattr(state, name) for name in ("global_step", "epoch", "total_flos")}
         entry["num_input_tokens_seen"] = state.num_input_tokens_seen
         entry |= {name: unclocked(given[name]) for name in ("logs", "metrics") if name in given}
-        if event in WITH_GRADIENTS:
+        if event == "on_pre_optimizer_step":
             entry["grad"] = {
                 name: None if parameter.grad is None else float(parameter.grad.norm())
                 for name, parameter in given["model"].named_parameters()

@@ -7,6 +7,7 @@ allows. Tests compare the results with that forward.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ flash kernels take none."""
 
 @dataclass(frozen=True)
 class Stream:
-    """The state before a layer, and the arguments that the decoder gives its layers.
+    """The states between two layers, and the arguments that the decoder gives its layers.
 
     Attributes:
         hidden: h, [B, T, D].
@@ -49,6 +50,17 @@ class Stream:
     def context_of(self, layer: Any) -> dict[str, Any]:
         """Return the arguments that the decoder gives this layer, h aside."""
         return {**self.shared, "attention_mask": self.masks[layer.self_attn.layer_idx]}
+
+    def after(self, layer: Any, hidden: Tensor) -> Tensor:
+        """Return the states [B, T, D] after a layer that is given `hidden`."""
+        return self.clean(layer(hidden, **self.context_of(layer)))
+
+    def through(self, layers: Iterable[Any]) -> Stream:
+        """Return the stream after these layers."""
+        hidden = self.hidden
+        for layer in layers:
+            hidden = self.after(layer, hidden)
+        return replace(self, hidden=hidden)
 
     def rows(self, states: Tensor) -> Tensor:
         """Return the valid tokens' rows [N, D] of [B, T, D] states."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -82,15 +82,9 @@ MODEL_PARTS = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary
 
 
 def missing_parts(module: nn.Module, parts: Iterable[str]) -> list[str]:
-    """Return those of the dotted names that lead nowhere from `module`."""
-
-    def follow(name: str) -> Any:
-        part: Any = module
-        for step in name.split("."):
-            part = getattr(part, step, None)
-        return part
-
-    return [name for name in parts if follow(name) is None]
+    """Return those of the dotted names that are no module below `module`."""
+    present = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    return [name for name in parts if name not in present]
 
 
 def check_layer(index: int, layer: nn.Module) -> None:

@@ -16,10 +16,6 @@ from npt.config import COMPUTE_DTYPES, QUANT_TYPES
 ENTRY = "base_loading"
 """The entry of `adapter_config.json`."""
 
-ORIGIN, ORIGIN_ENTRY = "npt_origin", "base_origin"
-"""Entries that say which GGUF file a model was read from: of `config.json`; of `run.json` and
-`adapter_config.json`."""
-
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DTYPE = "_npt_dtype"
@@ -111,12 +107,6 @@ class Recipe:
         """Arguments of `load_base` that are not its defaults."""
         mine, usual = ({**asdict(recipe), **recipe.storage} for recipe in (self, Recipe()))
         return {name: value for name, value in mine.items() if value != usual[name]}
-
-
-def origin_of(config: Any) -> dict[str, Any] | None:
-    """Return what is known of the GGUF file that a model was read from; None if it was not."""
-    origin = getattr(config, ORIGIN, None)
-    return origin if isinstance(origin, dict) else None
 
 
 def note_dtype(model: PreTrainedModel, dtype: str | None) -> None:

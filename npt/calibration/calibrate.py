@@ -118,11 +118,11 @@ def calibrate(
     console = console or silent_console()
     say(console, f"calibrating layers {format_layers(layers)} on {read:,} tokens")
 
-    def measured(place: torch.device) -> dict[int, Sensitivity]:
+    def measured(matrices_on: torch.device) -> dict[int, Sensitivity]:
         shown = track(
             parts, "calibrating", console=console, transient=True, disable=not console.is_terminal
         )
-        return measure(model, shown, seed, place)
+        return measure(model, shown, seed, matrices_on)
 
     cuts: dict[int, Cut] = {}
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from npt.base.linear import cast_once
 from npt.base.precision import fp32_products
 from npt.calibration.cut import Cut
 from npt.data.batch import Batch
-from npt.distill.local import run_layers
 from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.errors import NumericalError
 
@@ -58,10 +58,10 @@ class Sensitivity:
         self.to_attention += _moved(_gram(to_attention * usual), self.to_attention.device)
         self.tokens += len(attention)
 
-    def cut(self, place: torch.device) -> Cut:
+    def cut(self, device: torch.device) -> Cut:
         """Return the cut of the layer, factorised on a device and kept where the matrices are."""
         matrices = self.covariance, self.to_attention
-        return Cut.of(*(m.to(place) for m in matrices)).to(self.covariance.device)
+        return Cut.of(*(m.to(device) for m in matrices)).to(self.covariance.device)
 
     def divide(self) -> None:
         """Turn sums into means, in place: a copy would double the largest thing in memory."""
@@ -89,10 +89,10 @@ def measure(
                 stack.enter_context(_watched(watched, index, seen))
             with torch.no_grad():
                 stream = open_stream(model, batch)
-                hidden = run_layers(stream, layers, stream.hidden, 0, first)
+                stream = stream.through(layers[:first])
             with torch.enable_grad():
-                hidden = hidden.detach().requires_grad_()
-                hidden = run_layers(stream, layers, hidden, first, len(layers))
+                stream = replace(stream, hidden=stream.hidden.detach().requires_grad_())
+                hidden = stream.through(layers[first:]).hidden
                 states = stream.rows(model.model.norm(hidden))
             for index in sums:
                 for name in ("attention output", "stream"):

@@ -16,7 +16,6 @@ from npt.config import INITS, STREAM, BaseConfig, DataConfig, NPTConfig, TrainCo
 from npt.config.field import words
 from npt.flags import add_settings, read_yaml
 from npt.presets import presets
-from npt.train.sources import DATASETS, named
 
 SETTINGS = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 """The settings of a run."""
@@ -24,6 +23,7 @@ SETTINGS = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 AUTO = "auto"
 
 EMBEDDED, BUILTIN = BaseConfig.model_name, DataConfig.dataset_name
+WEB_TEXT = "cerebras/SlimPajama-627B"
 
 NEAR_DEFAULTS: dict[str, Any] = {
     "targets": STREAM,
@@ -145,21 +145,16 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
 
 
 def with_data(flags: Mapping[str, Any], model_name: str) -> Chosen:
-    """Return the flags with a data set: short names written out; if none is named, the embedded
-    text for the embedded model alone.
+    """Return the flags with a data set: if none is named, the embedded text for the embedded model,
+    else text of the web.
     """
-    name = flags.get("dataset_name")
-    short = None if name is None else named(name)
-    if short is not None:
-        return Chosen({**short, **{f: v for f, v in flags.items() if f != "dataset_name"}})
-    if name is not None or model_name == EMBEDDED:
+    if "dataset_name" in flags or model_name == EMBEDDED:
         return Chosen(dict(flags))
-    web_text = DATASETS["slimpajama"]
     note = (
-        f"no --dataset_name: text is streamed from {web_text['dataset_name']}; name a file, a"
-        " folder or another data set to use that"
+        f"no --dataset_name: text is streamed from {WEB_TEXT}; name a file, a folder or another"
+        " data set to use that"
     )
-    return Chosen({**web_text, **flags}, (note,))
+    return Chosen({"dataset_name": WEB_TEXT, "streaming": True, **flags}, (note,))
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from npt.cli.arguments import (
     print_json,
     print_table,
 )
-from npt.cli.defaults import EMBEDDED, SETTINGS, add_config, with_config, with_data
+from npt.cli.defaults import SETTINGS, add_config, with_config
 from npt.config import BaseConfig, DataConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -59,7 +59,6 @@ def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
             other = flags["dataset_name"]
             raise ConfigError(f"--data {name} and --dataset_name {other} differ; give one of them")
         flags = {**flags, "dataset_name": name}
-    flags = with_data(flags, EMBEDDED).flags
     base, data = build(BaseConfig, flags), build(DataConfig, flags)
     from npt.adapters.fit import check_length
     from npt.base.load import load_tokenizer, read_config

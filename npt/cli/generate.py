@@ -46,7 +46,12 @@ def generate(flags: dict[str, Any]) -> int:
         about = {"prompt": prompt, "prompt_tokens": len(ids), "max_new_tokens": limit}
         print_json({**about, **figures, **student.other})
     elif compare:
-        _print_texts(tokenizer, prompt, ids, texts, figures)
+        from rich.panel import Panel
+
+        console = make_console()
+        for mode, text in texts.items():
+            console.print(Panel(prompt + text.text, title=mode, title_align="left"))
+        console.say(_parting_line(figures))
     else:
         words = prompt + texts[modes[0]].text
         put(printable(words) if sys.stdout.isatty() else words)
@@ -59,25 +64,6 @@ def generate(flags: dict[str, Any]) -> int:
         _write_page(page, student, ids, figures, {**recipe, "tokens": f"{limit:,} at most"})
         notes.say(f"page {page}")
     return 0
-
-
-def _print_texts(
-    tokenizer: Any, prompt: str, ids: list[int], texts: dict[str, Any], figures: dict[str, Any]
-) -> None:
-    """Print the texts one below the other, from where they part in bold."""
-    from rich.panel import Panel
-    from rich.text import Text
-
-    from npt.evaluation.generate import shared_text
-
-    console = make_console()
-    for mode, written in texts.items():
-        common, rest = shared_text(tokenizer, ids, written.ids, figures["parts_at"])
-        text = Text.assemble(
-            (printable(prompt), "dim"), printable(common), (printable(rest), "bold")
-        )
-        console.print(Panel(text, title=mode, title_align="left"))
-    console.say(_parting_line(figures))
 
 
 def _parting_line(figures: dict[str, Any]) -> str:

@@ -34,8 +34,8 @@ from npt.flags import build, with_safe_mode
 REFUSED_SHARE_WORTH_SAYING = 0.01
 
 
-class _Settings(NamedTuple):
-    """Settings of a run, and what its folder holds.
+class _Run(NamedTuple):
+    """Settings of a run.
 
     Attributes:
         start: the saved adapter to train from, if any.
@@ -51,25 +51,18 @@ class _Settings(NamedTuple):
     any_base: bool
     resumes: bool = False
 
-    @classmethod
-    def of(cls, base: BaseConfig, flags: dict[str, Any], any_base: bool) -> _Settings:
-        start = flags.get("adapter")
-        adapter = build(NPTConfig, flags) if start is None else _form_of(start, flags)
-        return cls(
-            base, adapter, build(DataConfig, flags), build(TrainConfig, flags), start, any_base
-        )
-
 
 def pretrain(flags: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
     tokens = flags.get("calibration_tokens")
     flags, base = with_base(with_safe_mode(with_config(flags)))
     any_base = flags.pop("any_base", False)
-    flags, notes = with_data(flags, base.model_name)
-    chosen = with_defaults(flags, _resumed_flags(flags), model_name=base.model_name)
-    settings = _Settings.of(base, chosen.flags, any_base)
-    training, start = settings.training, settings.start
-    if tokens is not None and (start is not None or settings.adapter.init != "calibrated"):
+    flags, data_notes = with_data(flags, base.model_name)
+    flags, notes = with_defaults(flags, _resumed_flags(flags), model_name=base.model_name)
+    data, training = build(DataConfig, flags), build(TrainConfig, flags)
+    start = flags.get("adapter")
+    adapter = build(NPTConfig, flags) if start is None else _form_of(start, flags)
+    if tokens is not None and (start is not None or adapter.init != "calibrated"):
         raise ConfigError(
             f"--calibration_tokens {tokens} has no effect without a calibrated start: add --init"
             " calibrated and give no --adapter, or remove it"
@@ -80,13 +73,20 @@ def pretrain(flags: dict[str, Any]) -> int:
         )
     from npt.distributed.join import join_processes
 
+    run = _Run(base, adapter, data, training, start, any_base)
     processes = join_processes()
     try:
         with processes.member():
-            _check_placing(base, training.strategy, processes.size, settings.adapter.init)
+            _check_placing(base, training.strategy, processes.size, adapter.init)
             console = make_console() if processes.main else silent_console()
-            console.say(*notes, *chosen.notes)
-            return _train(processes, console, _check(processes, settings))
+            console.say(*data_notes, *notes)
+            # what can be refused before the minutes that loading a large base takes
+            processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
+            resumes, ranks = processes.first(lambda: _check_folder(run))
+            if resumes:
+                run = run._replace(adapter=replace(adapter, ranks=ranks), resumes=True)
+            check_run(base, run.adapter, data, training, starts=not resumes and start is None)
+            return _train(processes, console, run)
     finally:
         processes.close()
 
@@ -137,25 +137,14 @@ def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -
             raise ConfigError(f"--shard_base shares the base out, but {why}")
 
 
-def _check(processes: Any, settings: _Settings) -> _Settings:
-    """Refuse what can be refused before the minutes that loading a large base takes."""
-    base, adapter, data, training, start, *_ = settings
-    processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
-    resumes, ranks = processes.first(lambda: _check_folder(settings))
-    if resumes:
-        adapter = replace(adapter, ranks=ranks)
-    check_run(base, adapter, data, training, starts=not resumes and start is None)
-    return settings._replace(adapter=adapter, resumes=resumes)
-
-
-def _check_folder(settings: _Settings) -> tuple[bool, Any]:
+def _check_folder(run: _Run) -> tuple[bool, Any]:
     """Check the run's folder; return whether a checkpoint in it is resumed, and that one's ranks,
     as JSON for other processes.
     """
     from npt.runs.resume import changed_settings, find_resumed
     from npt.runs.run_folder import check_free, default_folder
 
-    adapter, training = settings.adapter, settings.training
+    adapter, training = run.adapter, run.training
     if training.resume is None:
         check_free(Path(training.output_dir or default_folder()))
         return False, None
@@ -165,19 +154,19 @@ def _check_folder(settings: _Settings) -> tuple[bool, Any]:
     recorded = resumed.checkpoint.record["settings"]
     # the ranks that a budget was spent on
     ranks = recorded.get("ranks") if adapter.spends_ranks else adapter.ranks
-    asked = {name: value for part in settings[:4] for name, value in asdict(part).items()}
+    asked = {name: value for part in run[:4] for name, value in asdict(part).items()}
     changed_settings(recorded, {**asked, "ranks": ranks})
     return True, ranks
 
 
-def _train(processes: Any, console: Any, settings: _Settings) -> int:
+def _train(processes: Any, console: Any, run: _Run) -> int:
     """Train as one of the run's processes."""
     import npt
     from npt.adapters.attach import AttachReport
     from npt.evaluation.table import print_fidelity
     from npt.runs.signals import StopOnSignal
 
-    base, adapter, data, training, start, any_base, resumes, *_ = settings
+    base, adapter, data, training, start, any_base, resumes = run
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
         device, pack_on = ("cpu", processes.device) if base.shard_base else (processes.device, None)
         model, tokenizer = load(base, console, device, pack_on, adapter=start)

@@ -102,13 +102,13 @@ def _work(flags: dict[str, Any], console: Any) -> None:
     from npt.tools.sweep.run import Bases
     from npt.tools.sweep.storage import Storage
     from npt.tools.sweep.study import design_in, storage_url
-    from npt.tools.sweep.worker import Worker
+    from npt.tools.sweep.worker import work
 
     folder = Path(flags["study"])
     design = design_in(folder)
     storage = Storage(storage_url(folder, flags["storage"]), design.name)
     with storage.reached():
-        Worker(design, storage, Bases(), console.say, flags["parent"]).work()
+        work(design, storage, Bases(), console.say, flags["parent"])
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

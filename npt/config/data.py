@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from npt.config.field import Bound, SettingsGroup, at_least, setting
+from npt.config.field import Bound, Need, SettingsGroup, at_least, setting
 from npt.errors import ConfigError
 
 REPLAY_RATIO = 0.2
 _data = partial(setting, group="data")
+_PAIR = Need(lambda c: c.prompt_column is not None, "--prompt_column")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class DataConfig(SettingsGroup):
         None, "field that holds the prompt, a text or a list of messages"
     )
     completion_column: str | None = _data(
-        None, "field that holds the completion, of messages the last one"
+        None, "field that holds the completion, of messages the last one", need=_PAIR
     )
     streaming: bool = _data(False, "read as it comes, keeping nothing")
     num_samples: int | None = _data(
@@ -46,12 +47,7 @@ class DataConfig(SettingsGroup):
     )
 
     def check(self) -> None:
-        """Refuse half a pair of columns."""
-        if self.completion_column is not None and self.prompt_column is None:
-            raise ConfigError(
-                f"--completion_column is {self.completion_column!r} without --prompt_column; name"
-                " both"
-            )
+        """Refuse a pair of columns that are one."""
         if self.prompt_column is not None and self.prompt_column == self.completion_column:
             raise ConfigError(
                 f"--prompt_column and --completion_column are both {self.prompt_column!r}; they are"

@@ -32,6 +32,7 @@ _optimiser = partial(setting, group="optimiser")
 _guards = partial(setting, group="guards")
 _output = partial(setting, group="output")
 _COUNT = at_least(1)
+_WHOLE = Need(lambda c: c.strategy == "end_to_end", "--strategy end_to_end")
 _HIDDEN = Need(lambda c: c.hidden_weight > 0, "a --hidden_weight above 0")
 _LOGITS = Need(lambda c: c.logit_kl_weight > 0, "a --logit_kl_weight above 0")
 
@@ -48,7 +49,7 @@ class TrainConfig(SettingsGroup):
         1.0, "weight of the loss on hidden states; 0: logits alone", bound=at_least(0.0)
     )
     logit_kl_weight: float = _objective(
-        0.0, "weight of the loss on the logits of end_to_end", bound=at_least(0.0)
+        0.0, "weight of the loss on the logits of end_to_end", bound=at_least(0.0), need=_WHOLE
     )
     logit_loss: str = _objective(
         "kl", "loss on the logits, per position", choices=LOGIT_LOSSES, need=_LOGITS
@@ -78,7 +79,7 @@ class TrainConfig(SettingsGroup):
     seed: int = _optimiser(0, "seed of initialisation and data order", bound=at_least(0))
 
     gradient_checkpointing: bool = _guards(
-        False, "end_to_end only: compute layers again in backward; less memory, the same bits"
+        False, "compute layers again in backward; less memory, the same bits", need=_WHOLE
     )
     max_consecutive_bad: int = _guards(10, "stop after this many refusals in a row", bound=_COUNT)
     skip_spikes: bool = _guards(
@@ -109,27 +110,11 @@ class TrainConfig(SettingsGroup):
     )
 
     def check(self) -> None:
-        """Refuse what the strategy does not compute or save, and nothing to train on."""
-        driven, whole = f"--strategy {self.strategy}", self.strategy == "end_to_end"
-        if self.logit_kl_weight and not whole:
-            raise ConfigError(
-                f"--logit_kl_weight is {self.logit_kl_weight} with {driven}, which computes no"
-                " logits; use --strategy end_to_end"
-            )
-        if not self.hidden_weight and not whole:
-            raise ConfigError(
-                f"--hidden_weight is 0, but {driven} trains on hidden states alone; raise it, or"
-                " use --strategy end_to_end with a --logit_kl_weight"
-            )
+        """Refuse a run with nothing to train on, and steps that are none."""
         if not self.hidden_weight and not self.logit_kl_weight:
             raise ConfigError(
                 "--hidden_weight and --logit_kl_weight are both 0, which leaves nothing to train"
                 " on; raise one of the two"
-            )
-        if self.gradient_checkpointing and not whole:
-            raise ConfigError(
-                f"--gradient_checkpointing with {driven}, which keeps one layer's graph at a time,"
-                " saves nothing; use --strategy end_to_end or drop it"
             )
         if self.trace_steps is not None:
             parse_steps(self.trace_steps)

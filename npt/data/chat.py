@@ -10,10 +10,9 @@ run or a file that is continued.
 from __future__ import annotations
 
 import json
-import string
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache
 from typing import Any
 
 from npt.data.encoding import Content, check_characters
@@ -26,15 +25,8 @@ NO_ANSWER = frozenset({"system", "developer", "user", "tool"})
 """Roles whose messages are no answers."""
 
 _DATE = "_npt_date"
-_CLOCK = "strftime_now"  # transformers' function for templates, which take plain data otherwise
-
-# It takes the function's place. What ends in braces keeps a newline that the template begins with.
-_MACRO = (
-    "{%- macro strftime_now(format) -%}{%- set written = namespace(text=format) -%}"
-    "{%- for directive, value in npt_date.items() -%}"
-    "{%- set written.text = written.text | replace(directive, value) -%}{%- endfor -%}"
-    "{{- written.text -}}{%- endmacro -%}{{- '' }}"
-)
+_CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+"""A call of transformers' function for templates, which writes the time of now."""
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -44,23 +36,13 @@ def has_template(tokenizer: Any) -> bool:
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, to_answer: bool) -> str:
     """Return the messages as the template writes them; `to_answer` opens the assistant's turn."""
-    dated: dict[str, Any] = {}
-    if _CLOCK in str(tokenizer.chat_template):
-        written = _MACRO + tokenizer.get_chat_template()
-        dated = {"chat_template": written, "npt_date": _by_directive(date_of(tokenizer))}
+    at = datetime.fromisoformat(date_of(tokenizer))
+    dated = _CLOCK.sub(lambda call: repr(at.strftime(call[2])), tokenizer.get_chat_template())
     return str(
         tokenizer.apply_chat_template(
-            messages, add_generation_prompt=to_answer, tokenize=False, **dated
+            messages, chat_template=dated, add_generation_prompt=to_answer, tokenize=False
         )
     )
-
-
-@cache
-def _by_directive(date: str) -> dict[str, str]:
-    """Return what each directive of strftime writes at a date; every record asks for all of it."""
-    at = datetime.fromisoformat(date)
-    directives = (f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters)
-    return {directive: at.strftime(directive) for directive in directives}
 
 
 def date_of(tokenizer: Any) -> str:

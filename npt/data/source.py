@@ -95,16 +95,16 @@ def local_files(name: str) -> list[Path]:
         if path.is_dir():
             below = (p for p in path.rglob("*") if "/." not in f"/{p.relative_to(path).as_posix()}")
             files = sorted(p for p in below if p.suffix in READERS and p.is_file())
-            if not files:
-                raise DataError(f"{path} holds no {suffixes} file; check --dataset_name")
         elif path.exists():
             files = [path]
         else:
             matches = (Path(p) for p in glob.glob(str(path), recursive=True))
             files = sorted(p for p in matches if p.is_file())
         if not files:
-            remedy = "check --dataset_name ('builtin' is the text that needs no file)"
-            raise DataError(f"there is no file {path}; {remedy}")
+            raise DataError(
+                f"there is no file at {path} ({suffixes}); check --dataset_name ('builtin' is the"
+                " text that needs no file)"
+            )
         for file in files:
             if file.suffix not in READERS or not file.is_file():
                 raise DataError(f"{file} is not a {suffixes} file; convert it to one of them")

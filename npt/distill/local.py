@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapters_disabled, decoder_layers, is_sharded, npt_layers
@@ -71,26 +71,6 @@ class LayerSums(NamedTuple):
     reg: Tensor
 
 
-@dataclass(frozen=True)
-class Side:
-    """Student or teacher on its way through the layers.
-
-    Attributes:
-        model: its own, or the base that both share.
-        stream: of that model.
-        hidden: [B, T, D], its states now.
-    """
-
-    model: PreTrainedModel
-    stream: Stream
-    hidden: Tensor
-
-    def after(self, start: int, stop: int) -> Side:
-        """Return the side after the layers from `start` up to `stop`."""
-        layers = decoder_layers(self.model)
-        return replace(self, hidden=run_layers(self.stream, layers, self.hidden, start, stop))
-
-
 def local(
     model: PreTrainedModel,
     batch: Batch,
@@ -133,29 +113,29 @@ def _layer_by_layer(
     own_stream: bool,
 ) -> BatchSums:
     layers, converted = decoder_layers(model), npt_layers(model)
+    guide_layers = layers if teacher is None else decoder_layers(teacher)
     regularised, space = config.regularization_lambda > 0, Workspace()
     sums: list[LayerSums] = []
     with torch.no_grad(), adapters_disabled(model):
-        student, guide, first = begin(model, teacher, batch)
-        stream, hidden = student.stream, student.hidden
+        stream, guide, first = begin(model, teacher, batch)
         for index, layer in enumerate(layers[first : converted[-1][0] + 1], first):
             taught_input = guide.hidden
             if not own_stream:
-                hidden = taught_input.to(stream.hidden.dtype)
+                stream = replace(stream, hidden=taught_input.to(stream.hidden.dtype))
             # one attention for both; a layer that hooks may change is run for the teacher as it is
             shared = isinstance(layer, NPTLayer) and not own_stream and teacher is None
             shared = shared and not may_change(layer)
             if not shared:
-                guide = guide.after(index, index + 1)
+                guide = guide.through([guide_layers[index]])
             if not isinstance(layer, NPTLayer):
                 if own_stream:
-                    hidden = run_layers(stream, layers, hidden, index, index + 1)
+                    stream = stream.through([layer])
                 continue
-            h = stream.rows(taught_input if own_stream else hidden)
+            h = stream.rows(taught_input if own_stream else stream.hidden)
             with whole(layer):
                 if shared:
                     context = stream.context_of(layer)
-                    attention = stream.rows(attention_output(layer, hidden, **context))
+                    attention = stream.rows(attention_output(layer, stream.hidden, **context))
                 with torch.enable_grad():
                     if shared:
                         target, output, energy = stacked_outputs(
@@ -165,7 +145,7 @@ def _layer_by_layer(
                     else:
                         target = stream.rows(guide.hidden)
                         output, energy = student_rows(
-                            layer, stream, hidden, regularised, space, graph=False
+                            layer, stream, stream.hidden, regularised, space, graph=False
                         )
                     of_layer = layer_sums(config, len(converted), output, target, h, energy)
                     of_layer.loss.backward()
@@ -173,7 +153,7 @@ def _layer_by_layer(
             if shared:
                 guide = replace(guide, hidden=stream.scatter(target))
             elif own_stream:
-                hidden = stream.scatter(output.detach())
+                stream = replace(stream, hidden=stream.scatter(output.detach()))
             del h, target, output, energy, of_layer, taught_input  # before the next layer's work
     return batch_sums(config, batch, sums)
 
@@ -189,18 +169,17 @@ def refuse_sharded(model: PreTrainedModel) -> None:
 
 def begin(
     model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch
-) -> tuple[Side, Side, int]:
-    """Return student and teacher before the first layer at which they part, with its index: the
-    first converted one, up to which both run once, or 0 for a `teacher` that is a model of its own.
+) -> tuple[Stream, Stream, int]:
+    """Return the streams of student and teacher before the first layer at which they part, with its
+    index: the first converted one, up to which both run once, or 0 for a `teacher` that is a model
+    of its own.
     """
     stream = open_stream(model, batch)
-    side = Side(model, stream, stream.hidden)
-    if teacher is None:
-        first = npt_layers(model)[0][0]
-        side = side.after(0, first)
-        return side, side, first
-    guide = open_stream(teacher, batch)
-    return side, Side(teacher, guide, guide.hidden), 0
+    if teacher is not None:
+        return stream, open_stream(teacher, batch), 0
+    first = npt_layers(model)[0][0]
+    stream = stream.through(decoder_layers(model)[:first])
+    return stream, stream, first
 
 
 def student_rows(
@@ -277,12 +256,3 @@ def batch_sums(
         loss = loss + config.logit_kl_weight * logit
     logit = torch.zeros_like(loss) if logit is None else logit
     return BatchSums(loss, nmses.mean(), regs.mean(), logit, nmses, batch.tokens, scored)
-
-
-def run_layers(
-    stream: Stream, layers: nn.ModuleList, hidden: Tensor, start: int, stop: int
-) -> Tensor:
-    """Return the states [B, T, D] after the layers from `start` up to `stop`."""
-    for layer in layers[start:stop]:
-        hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
-    return hidden

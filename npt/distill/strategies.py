@@ -5,6 +5,7 @@ the whole of it, from hidden states and, optionally, from the logits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,14 +24,12 @@ from npt.distill.hidden_losses import READS_INPUT
 from npt.distill.local import (
     BatchSums,
     LayerSums,
-    Side,
     batch_sums,
     begin,
     layer_sums,
     local,
     propagated,
     refuse_sharded,
-    run_layers,
     student_rows,
 )
 from npt.distill.logit_losses import row_loss, through_head
@@ -57,28 +56,28 @@ def end_to_end(
     """
     refuse_sharded(model)
     layers, converted = decoder_layers(model), npt_layers(model)
+    guide_model = model if teacher is None else teacher
     above_last = converted[-1][0] + 1
     depth = len(layers) if config.logit_kl_weight else above_last
     taught_depth = above_last if config.hidden_weight else 0
     if _teacher_has_logits(config):
         taught_depth = depth
     with torch.no_grad(), adapters_disabled(model):
-        student, guide, first = begin(model, teacher, batch)
+        stream, guide, first = begin(model, teacher, batch)
         inputs, targets = {}, {}
         for index in range(first, taught_depth):
             if isinstance(layers[index], NPTLayer) and config.loss in READS_INPUT:
                 inputs[index] = guide.hidden
-            guide = guide.after(index, index + 1)
+            guide = guide.through([decoder_layers(guide_model)[index]])
             if isinstance(layers[index], NPTLayer) and config.hidden_weight:
                 targets[index] = guide.hidden
-    stream, hidden = student.stream, student.hidden
+    hidden = stream.hidden
     sums: list[LayerSums] = []
     compute: Callable[..., Any] = recomputed if config.gradient_checkpointing else _computed
     with adapter_mode(model, "student"):
         for index, layer in enumerate(layers[first:depth], first):
             if not isinstance(layer, NPTLayer):
-                plain = partial(run_layers, stream, layers, start=index, stop=index + 1)
-                hidden = compute(plain, hidden)
+                hidden = compute(partial(stream.after, layer), hidden)
                 continue
             taught = targets.pop(index, None), inputs.pop(index, None)
             converted_layer = partial(_converted, layer, stream, config, len(converted))
@@ -87,7 +86,8 @@ def end_to_end(
         loss = torch.stack([part.loss for part in sums]).sum()
         logit = None
         if config.logit_kl_weight:
-            logit = _logit_loss(config, Side(model, stream, hidden), guide)
+            stream = replace(stream, hidden=hidden)
+            logit = _logit_loss(config, model, stream, guide_model, guide)
             loss = loss + config.logit_kl_weight * logit
         loss.backward()
     return batch_sums(config, batch, sums, logit)
@@ -142,25 +142,34 @@ def _converted(
     return stream.scatter(student), layer_sums(config, count, student, t, h, energy)
 
 
-def _logit_loss(config: TrainConfig, student: Side, teacher: Side) -> Tensor:
-    """Return the loss on the logits, summed over the scored positions.
-
-    The teacher's states, after its last layer, are read only if `_teacher_has_logits`.
+def _logit_loss(
+    config: TrainConfig,
+    model: PreTrainedModel,
+    stream: Stream,
+    teacher: PreTrainedModel,
+    guide: Stream,
+) -> Tensor:
+    """Return the loss on the logits, summed over the scored positions, from the streams after the
+    last layer; the teacher's is read only if `_teacher_has_logits`.
     """
-    rows = _scored_states(student.model, student.hidden, student.stream)
-    batch = student.stream.batch
+    batch = stream.batch
     if _teacher_has_logits(config):
-        taught = _scored_states(teacher.model, teacher.hidden, student.stream)
+        taught = _scored_states(teacher, guide)
     else:
         taught = batch.labels.flatten().index_select(0, batch.scored_index + 1)
-    head, vocab_size = student.model.lm_head, student.model.config.vocab_size
-    guide = teacher.model.lm_head
-    return through_head(head, row_loss(config), rows, taught, vocab_size, teacher_head=guide)
+    return through_head(
+        model.lm_head,
+        row_loss(config),
+        _scored_states(model, stream),
+        taught,
+        model.config.vocab_size,
+        teacher_head=teacher.lm_head,
+    )
 
 
-def _scored_states(model: PreTrainedModel, states: Tensor, stream: Stream) -> Tensor:
-    """Return lm_head's input at the scored positions: [S, D] of [B, T, D] states."""
-    return model.model.norm(states.flatten(0, 1).index_select(0, stream.batch.scored_index))
+def _scored_states(model: PreTrainedModel, stream: Stream) -> Tensor:
+    """Return lm_head's input at the scored positions, [S, D]."""
+    return model.model.norm(stream.hidden.flatten(0, 1).index_select(0, stream.batch.scored_index))
 
 
 def _teacher_has_logits(config: TrainConfig) -> bool:

@@ -67,16 +67,3 @@ COMPARISON_NAMES = {
     "unquantized_to_npt": "unquantised to NPT",
 }
 """What is compared, by the key that `fidelity.json` has it under."""
-
-
-def percent(share: float, digits: int = 1) -> str:
-    """Return any other share, in per cent, with more digits if it would read as none or all of it
-    and is neither.
-    """
-    if not math.isfinite(share):
-        return "not finite"
-    for more in range(digits, digits + MORE_DIGITS + 1):
-        written = f"{100 * share:.{more}f}"
-        if share in (0.0, 1.0) or abs(float(written)) not in (0.0, 100.0):
-            break
-    return f"{written}%".replace("-", "−")

@@ -97,7 +97,7 @@ def write(model: Any, tokenizer: Any, prompt: Sequence[int], max_new_tokens: int
     ends = end_ids(model, tokenizer)
     started = time.perf_counter()
     with evaluating(model):
-        (new,) = continue_greedily(model, [prompt], [max_new_tokens], ends, ["the prompt"])
+        (new,) = continue_greedily(model, [prompt], max_new_tokens, ends, ["the prompt"])
     seconds = time.perf_counter() - started
     text = continuation_text(tokenizer, prompt, new)
     return Written(tuple(new), text, seconds, bool(new) and new[-1] in ends)
@@ -109,14 +109,3 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """
     pairs = itertools.zip_longest(one, other)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-
-
-def shared_text(
-    tokenizer: Any, prompt: Sequence[int], ids: Sequence[int], position: int | None
-) -> tuple[str, str]:
-    """Return a text up to a token (None: all of it), and the rest. The second part is cut from the
-    whole, since tokens may share a character.
-    """
-    whole = continuation_text(tokenizer, prompt, ids)
-    common = continuation_text(tokenizer, prompt, ids[:position]).rstrip("\ufffd")
-    return (common, whole[len(common) :]) if whole.startswith(common) else ("", whole)

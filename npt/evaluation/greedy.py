@@ -46,12 +46,12 @@ PROMPT_TOKENS = 32  # of a text, at most
 def continue_greedily(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
+    limit: int,
     ends: Collection[int],
     names: Sequence[str],
 ) -> list[list[int]]:
     """Append the most likely token again and again, in the mode of the model's adapters; return the
-    new tokens of each prompt: up to its limit, or to one of `ends`, included.
+    new tokens of each prompt: up to the limit, or to one of `ends`, included.
 
     Memory: the cache, and the fp32 form of a head that is stored in 16 bit, 4 V D bytes.
 
@@ -59,13 +59,11 @@ def continue_greedily(
         NumericalError: logits that are not finite, of which argmax would make a token all the same;
             `names` are those of the prompts in it.
     """
-    if not prompts:
-        return []
     device = next(model.parameters()).device
     batch, mask = _padded(prompts, model.config._attn_implementation in MASKED)
     inputs = model_inputs(model, batch.to(device))
     mask, positions = mask.to(device), inputs["position_ids"]
-    open_rows = {row for row, limit in enumerate(limits) if limit > 0}
+    open_rows = set(range(len(prompts)))
     added: list[list[int]] = [[] for _ in prompts]
     cache = None
     with cast_once(model.lm_head):
@@ -83,7 +81,7 @@ def continue_greedily(
                         f" {names[row]} are not finite; npt trace finds the operation"
                     )
                 added[row].append(answers[row])
-                if answers[row] in ends or len(added[row]) == limits[row]:
+                if answers[row] in ends or len(added[row]) >= limit:
                     open_rows.discard(row)
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
             positions = positions[:, -1:] + 1
@@ -135,12 +133,6 @@ class Comparison:
     position: int | None
     student_token: int | None
 
-    @property
-    def student_start(self) -> tuple[int, ...]:
-        """The student's own completion up to where it leaves, that token included."""
-        assert self.position is not None and self.student_token is not None
-        return (*self.completion[: self.position], self.student_token)
-
 
 @torch.no_grad()
 def compare_prompts(
@@ -154,9 +146,10 @@ def compare_prompts(
     """
     check_ids(collate(prompts, pad_id=0), model, "prompts")
     names = [prompt.id for prompt in prompts]
-    limits = [max_new_tokens] * len(prompts)
     with adapter_mode(model, "teacher"):
-        added = continue_greedily(model, [p.input_ids for p in prompts], limits, ends, names)
+        added = continue_greedily(
+            model, [p.input_ids for p in prompts], max_new_tokens, ends, names
+        )
     rows = [
         Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new))
         for p, new in zip(prompts, added, strict=True)

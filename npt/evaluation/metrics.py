@@ -191,15 +191,10 @@ def overlap_of(p: Tensor, q: Tensor) -> Tensor:
 
 
 def compare_tokens(
-    hidden: Tensor,
-    teacher_hidden: Tensor,
-    targets: Tensor,
-    head: torch.nn.Module,
-    vocab_size: int,
-    teacher_head: torch.nn.Module | None = None,
+    hidden: Tensor, teacher_hidden: Tensor, targets: Tensor, head: torch.nn.Module, vocab_size: int
 ) -> Tensor:
-    """Return `compare_pairs` of one model and its teacher, which may have a head of its own."""
-    heads = {"model": head, "teacher": head if teacher_head is None else teacher_head}
+    """Return `compare_pairs` of one model and its teacher, which share a head."""
+    heads = {"model": head, "teacher": head}
     states = {"model": hidden, "teacher": teacher_hidden}
     pair = ("model", "teacher")
     return compare_pairs(states, heads, targets, vocab_size, [pair])[pair]

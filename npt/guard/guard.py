@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from numbers import Real
 from typing import Any
 
 import torch
@@ -27,17 +26,19 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.forensics import Finding, Forensics, Kept, values_in
 from npt.guard.mixed_precision import LossScale
-from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts, gathered
+from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
 from npt.guard.parameters import (
     Trainable,
     all_processes,
     guarded_parameters,
+    parallel,
     share_buffers,
     stepped_parameters,
     unsynchronised,
     unwrapped,
     whole,
 )
+from npt.guard.refusal import gathered
 from npt.guard.settings import GuardSettings
 from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Buffers, Draws, Seeded
@@ -59,14 +60,13 @@ class Guard:
         scheduler: steps with every applied step; not one that must be told a figure.
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
         processes: that share every window; default all of torch.distributed.
-        rates: learning rate of each applied step, the last one stays, in place of a scheduler.
-            Every parameter is then stepped, whether a backward reached it or not, and `step`
-            returns a list: the outcomes that have become known.
+        rates: learning rate of each applied step, the last one stays, in place of a scheduler;
+            needs `draws`. Every parameter is then stepped, whether a backward reached it or not,
+            and `step` returns a list: the outcomes that have become known.
         draws: `Seeded(seed)` gives every micro-batch random numbers of its own, by its ids; default
             torch's, drawn again after a refusal.
-        late: on a GPU, with a fused Adam or AdamW, the host waits for none of its flags, and
-            outcomes come a window or more later. Needs rates and seeded draws; default on CUDA if
-            there are both.
+        late: the host waits for none of its flags, and outcomes come a window or more later; needs
+            `rates` and a fused Adam or AdamW, and is the default for these on CUDA.
         settings: those of `GuardSettings`.
 
     Attributes:
@@ -100,22 +100,22 @@ class Guard:
                 "rates take the place of a scheduler and do not work with a scaler; leave out"
                 " scheduler= and scaler="
             )
-        if draws is None or not self.lists:
-            if late:
-                raise ConfigError(
-                    "late outcomes need rates=[...] and draws=Seeded(seed): nothing else may"
-                    " need to know at once what became of a window"
-                )
-            late = False
+        if self.lists != (draws is not None) or (late and not self.lists):
+            raise ConfigError(
+                "rates=[...] and draws=Seeded(seed) go together, and late outcomes need both:"
+                " nothing else may need to know at once what became of a window"
+            )
         self.scheduler, self._trainable = scheduler, trainable
         self._model = trainable if isinstance(trainable, nn.Module) else None
+        self._parallel = parallel(self._model)
         if self._model is None and self.settings.trace:
             raise ConfigError("trace computes micro-batches again; give the guard the model")
         parameters = guarded_parameters(trainable, optimizer)
         self._home = next(iter(parameters.values())).device
         processes = all_processes(self._home) if processes is None else processes
+        late = late if self.lists else False
         self.update = GuardedUpdate(parameters, optimizer, late, undo=self.settings.undo == "step")
-        if self.lists and not optimizer.state:
+        if self.lists:
             self.update.make_moments()
         sigmas = self.settings.spike_sigmas
         self.window = GradientWindow(
@@ -171,11 +171,11 @@ class Guard:
         if self._buffers_before is None:
             self._buffers_before = buffers
         with self._at(place):
-            self.window.begin()
+            self.window.gradients.begin()
             try:
                 at = self.window.committed, self.window.place
                 with (
-                    unsynchronised(self._model),
+                    nullcontext() if self._parallel is None else unsynchronised(self._parallel),
                     self.forensics.watching(at, Kept(drawn_from, inputs, run, names, micro.tokens)),
                     self.draws.drawing(names, offset),
                 ):
@@ -237,8 +237,9 @@ class Guard:
             self._buffers.restore(self._buffers_before, keep=self.window.applied)
         self._buffers_before = None
         self.draws.forget()
-        if self.settings.loss != "share":  # a Trainer does it when it begins a window
-            share_buffers(self._model)
+        # a Trainer does it when it begins a window
+        if self._parallel is not None and self.settings.loss != "share":
+            share_buffers(self._parallel)
         outcomes = self._known(outcomes)
         return outcomes if self.lists else outcomes[0]
 
@@ -451,16 +452,11 @@ class Guard:
 
 
 def _scalar(loss: Any) -> Tensor:
-    """Return a loss in fp32, which its sum over tokens needs, without its graph, which is large.
-
-    Raises:
-        ConfigError: it is not one number.
-    """
-    if not isinstance(loss, Tensor | Real):
-        raise ConfigError(f"the loss of a micro-batch is {loss!r}; assign one number to micro.loss")
-    if isinstance(loss, Tensor) and loss.numel() != 1:
+    """Return a loss in fp32, which its sum over tokens needs, without its graph, which is large."""
+    loss = torch.as_tensor(loss)
+    if loss.numel() != 1:
         raise ConfigError(
             f"the loss of a micro-batch has shape {tuple(loss.shape)}; assign one number to"
             " micro.loss, such as its mean"
         )
-    return torch.as_tensor(loss).detach().float().reshape(())
+    return loss.detach().float().reshape(())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from npt.guard.outcome import Refusal
+from npt.guard.refusal import Refusal
 
 
 class LossScale:

@@ -1,26 +1,24 @@
 """A window from its last backward to its outcome.
 
 On the device it is a `LaunchedWindow`, whose figures `send_record` sends to the host as one tensor.
-There `read_record` makes an `Outcome` of it, with a `Refusal` in words of all that was refused.
+There `read_record` makes an `Outcome` of it; what was refused is explained in `refusal.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
-from npt.errors import DataError, ProcessError
-from npt.guard.spikes import SpikeGuard
-
-R = TypeVar("R")
+from npt.guard.refusal import Refusal as Refusal
+from npt.guard.refusal import check_alike, gathered, refusal_of, window_refusal
 
 Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]
 """By parameter name, a copy of the parameter and of all that the optimizer keeps for it."""
@@ -52,53 +50,6 @@ class MicroBatch:
     flag: Any = None
     norms: Any = None
     reached: frozenset[int] | None = None
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """One refused micro-batch or step.
-
-    Attributes:
-        kind: `data` (refused before any computation), `error`, `loss` or `gradient`; for a whole
-            window `norm`, `spike` or `update` (parameters or moments after the step).
-        detail: in words.
-        micro_batch: index in the window over all processes, None for a whole window.
-        sample_ids: of the micro-batch.
-        process: that computed it.
-        tensor: the first that was not finite, by name; of finite gradients that are too large, the
-            largest.
-    """
-
-    kind: str
-    detail: str
-    micro_batch: int | None = None
-    sample_ids: tuple[str, ...] = ()
-    process: int = 0
-    tensor: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as events and post-mortems store it: the process as `rank`, the tensor in
-        `detail` alone.
-        """
-        values = asdict(self)
-        process = values.pop("process")
-        del values["tensor"]
-        return {**values, "rank": process}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Refusal:
-        """Return what `as_dict` gave, now or in an earlier version."""
-        names = tuple(map(str, values["sample_ids"]))
-        kind, detail, index = (values[key] for key in ("kind", "detail", "micro_batch"))
-        return cls(kind, detail, index, names, values["rank"])
-
-    def __str__(self) -> str:
-        where = (
-            "the whole window" if self.micro_batch is None else f"micro-batch {self.micro_batch}"
-        )
-        where += f" on process {self.process}" if self.process else ""
-        samples = f" (samples {', '.join(self.sample_ids)})" if self.sample_ids else ""
-        return f"{where}{samples}: {self.kind}: {self.detail}"
 
 
 @dataclass(frozen=True)
@@ -199,7 +150,7 @@ class LaunchedWindow:
         ran: the micro-batches that ran on this process.
         refusals: of those that did not.
         halt: this process's code.
-        spikes: judge it by `limits`.
+        limits: of loss and gradient norm.
         reached: a survivor's backward reached a parameter, as far as that is tracked.
         go: scalar bool, it is to be stepped; None if nothing ran.
         figures: on the device: of its survivors, of each of `ran`, of each process.
@@ -214,7 +165,6 @@ class LaunchedWindow:
     refusals: list[Refusal]
     halt: int = 0
     fingerprint: int = 0
-    spikes: SpikeGuard | None = None
     limits: tuple[float, float] = NO_LIMITS
     reached: bool = True
     go: Tensor | None = None
@@ -301,92 +251,3 @@ def read_record(
         outcome.snapshot = window.update.snapshot
     outcome.steps = int(scalars["steps"])
     return outcome
-
-
-def check_alike(
-    figures: Mapping[str, Sequence[float]], window: int, steps: int, processes: ProcessGroup
-) -> None:
-    """Raise if processes had different data in a window, or differ after `steps` alike steps.
-
-    With different data they would train on some twice, on some never. A state is 0 if it is not
-    finite.
-    """
-    data, states = figures["data"], figures.get("states", ())
-    other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
-    if other is not None:
-        message = (
-            f"process {other} reads other data than process 0 in window {window + 1} (fingerprints"
-            f" {data[other]:.0f} and {data[0]:.0f}); give every process the same data in the same"
-            " order"
-        )
-        raise processes.everywhere(ProcessError(message, DataError.exit_status))
-    bad = [process for process, state in enumerate(states) if not state]
-    wrong = bad or [process for process, state in enumerate(states) if state != states[0]]
-    if wrong and len(bad) < len(states):
-        where = ", ".join(map(str, wrong))
-        message = (
-            f"every process took step {steps + 1} alike, but what it left on process {where}"
-            f" {'is not finite' if bad else 'differs'}; it was taken back: look at the hardware of"
-            " these processes, then continue with --resume auto"
-        )
-        raise processes.everywhere(ProcessError(message))
-
-
-def gathered(records: Iterable[Any], kind: type[R], processes: ProcessGroup) -> list[R]:
-    """Return the records of all processes, those of each in their order; all must call it."""
-    entries = chain(*processes.gather_json([asdict(record) for record in records]))
-    return [
-        kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
-        for entry in entries
-    ]
-
-
-def refusal_of(micro: MicroBatch, loss: float, names: Sequence[str], process: int) -> Refusal:
-    """Return why a micro-batch was refused that ran on this process; its summed loss is given."""
-    names = names[: len(micro.norms)]  # more may have joined since
-    kind, detail, tensor = "loss", f"loss is {loss}", None
-    if not math.isfinite(loss):
-        bad = int((~micro.norms.isfinite()).sum())
-        detail += f", and {bad or 'none'} of {len(names)} gradients are not finite"
-    else:
-        kind, detail = "gradient", describe_norms(micro.norms, names)
-        tensor = worst(micro.norms, names)
-    return Refusal(kind, detail, micro.index, micro.sample_ids, process, tensor)
-
-
-def window_refusal(
-    window: LaunchedWindow, names: Sequence[str], scalars: Mapping[str, float]
-) -> Refusal:
-    """Return why a window was refused as a whole."""
-    loss, norm = scalars["loss"], scalars["norm"]
-    if not scalars["finite_norm"]:
-        assert window.norms is not None
-        detail = f"gradient norm of the window is {norm}: {describe_norms(window.norms, names)}"
-        return Refusal("norm", detail, tensor=worst(window.norms, names))
-    if scalars["spike"]:
-        assert window.spikes is not None and window.norms is not None
-        largest = worst(window.norms, names)
-        detail = window.spikes.describe(loss, norm, window.limits)
-        return Refusal("spike", f"{detail}; the largest gradient is {largest}'s", tensor=largest)
-    bad = window.update.first_bad()
-    detail = f"{bad} was not finite after the step; the state before it was restored"
-    return Refusal("update", detail, tensor=bad)
-
-
-def worst(norms: Tensor, names: Sequence[str]) -> str:
-    """Return the first of a gradient's tensors that is not finite, or the largest; norms: [P]."""
-    values = norms.tolist()
-    bad = [place for place, value in enumerate(values) if not math.isfinite(value)]
-    return names[bad[0] if bad else values.index(max(values))]
-
-
-def describe_norms(norms: Tensor, names: Sequence[str]) -> str:
-    """Return which of a gradient's tensors is not finite, in words; norms: [P]."""
-    values = norms.tolist()
-    bad = [(n, v) for n, v in zip(names, values, strict=True) if not math.isfinite(v)]
-    if not bad:
-        return (
-            f"every tensor's own norm is finite (largest {max(values):.3g}, of"
-            f" {worst(norms, names)}), their sum of squares overflows"
-        )
-    return f"gradient of {bad[0][0]} has norm {bad[0][1]} ({len(bad)} of {len(values)} tensors)"

@@ -10,21 +10,13 @@ def rate_table(peak: float, kind: str, warmup_steps: int, total_steps: int | Non
 
     Args:
         peak: the rate that warm-up reaches.
-        kind, warmup_steps, total_steps: as for `learning_rate_scale`.
+        kind, warmup_steps: as for `learning_rate_scale`.
+        total_steps: None for a run of unknown length, whose rate stays constant after warm-up.
     """
-    length = total_steps if total_steps is not None else warmup_steps + 1
-    return [rate_at(step, peak, kind, warmup_steps, total_steps) for step in range(length)]
-
-
-def rate_at(step: int, peak: float, kind: str, warmup_steps: int, total_steps: int | None) -> float:
-    """Return one entry of the table, or the last one if `step` lies after it."""
-    last = total_steps - 1 if total_steps is not None else warmup_steps
-    return peak * learning_rate_scale(min(step, last), kind, warmup_steps, total_steps)
-
-
-def kind_of_run(kind: str, total_steps: int | None) -> str:
-    """Return the schedule a run can follow: one of unknown length has no end to fall towards."""
-    return kind if total_steps is not None else "constant"
+    if total_steps is None:
+        kind = "constant"
+    steps = range(warmup_steps + 1 if total_steps is None else total_steps)
+    return [peak * learning_rate_scale(step, kind, warmup_steps, total_steps) for step in steps]
 
 
 def learning_rate_scale(step: int, kind: str, warmup_steps: int, total_steps: int | None) -> float:

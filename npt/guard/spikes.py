@@ -64,19 +64,6 @@ class SpikeGuard:
         self._losses, self._norms = deque(losses, maxlen=HISTORY), deque(norms, maxlen=HISTORY)
         self.limits = (self._limit(self._losses), self._limit(self._norms))
 
-    def describe(self, loss: float, norm: float, limits: tuple[float, float]) -> str:
-        """Return which of the limits, of the time of the decision, was exceeded, and by what."""
-        figures = (("loss", loss, limits[0]), ("gradient norm", norm, limits[1]))
-        parts = [
-            f"{name} {value:.4g} is above {limit:.4g}"
-            for name, value, limit in figures
-            if value > limit
-        ]
-        return (
-            f"{' and '.join(parts)} (median + {self.k:g} robust sigma of the accepted steps'"
-            " logarithms)"
-        )
-
     def _limit(self, logarithms: deque[float]) -> float:
         if len(logarithms) < MINIMUM:
             return math.inf

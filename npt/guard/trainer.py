@@ -142,7 +142,6 @@ class TrainerMixin(Trainer):
         self._inputs.append(inputs)
         loss = self._compute(guard, model, inputs, num_items_in_batch)
         if not self.accelerator.gradient_state.sync_gradients:
-            guard.window.show()  # for `on_substep_end`
             return loss
         losses = None
         refused: set[int] = set()
@@ -253,7 +252,7 @@ class TrainerMixin(Trainer):
                 self.on_refused(self.guard.outcome)
                 raise
             if outcome.applied:
-                for parameter, gradient in held:  # for `on_optimizer_step`
+                for parameter, gradient in held:  # `AdafactorSchedule` asks for them
                     parameter.grad = gradient
             optimizer._is_overflow = not outcome.applied  # then the scheduler waits
             if any(refusal.micro_batch is None for refusal in outcome.refused):

@@ -44,9 +44,7 @@ class Holdings:
     def __init__(self, owners: Iterable[Any], without: Iterable[Any] = ()):
         self._tensors: dict[int, Tensor] = {}
         self._containers: list[tuple[Any, Any]] = []  # each with a shallow copy
-        self._seen = {id(each) for each in without}
-        for owner in owners:
-            self._follow_attributes(owner)
+        self._follow(list(owners), {id(each) for each in without})
         self._copies = {key: t.detach().clone() for key, t in self._tensors.items()}
         self._random = random_state()
 
@@ -64,29 +62,34 @@ class Holdings:
             tensor.copy_(self._copies[key])
         set_random_state(self._random)
 
-    def _follow(self, value: Any, in_state: bool) -> None:
-        if id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, Tensor):
-            if value.requires_grad or not isinstance(value, nn.Parameter):
-                self._tensors[id(value)] = value
-        elif isinstance(value, dict | list | tuple | set | deque):
-            if not isinstance(value, tuple):
-                self._containers.append((value, value.copy()))
-            for item in value.values() if isinstance(value, dict) else value:
-                self._follow(item, in_state)
-        elif isinstance(value, _TORCHS):
-            self._follow_attributes(value)
-        elif in_state and hasattr(value, "__dict__") and not callable(value):
-            self._follow_attributes(value, in_state)
-
-    def _follow_attributes(self, owner: Any, in_state: bool = False) -> None:
-        attributes = vars(owner)
-        self._containers.append((attributes, attributes.copy()))
-        for name, value in attributes.items():
-            if not name.endswith("_hooks"):  # others' to add and remove
-                self._follow(value, in_state or name == "state")
+    def _follow(self, owners: Sequence[Any], seen: set[int]) -> None:
+        waiting = [(owner, False) for owner in owners]  # and whether it is part of a state
+        followed = {id(owner) for owner in owners}
+        while waiting:
+            value, in_state = waiting.pop()
+            if id(value) in seen:
+                continue
+            if isinstance(value, Tensor):
+                if value.requires_grad or not isinstance(value, nn.Parameter):
+                    self._tensors[id(value)] = value
+            elif isinstance(value, dict | list | tuple | set | deque):
+                if not isinstance(value, tuple):
+                    self._containers.append((value, value.copy()))
+                items = value.values() if isinstance(value, dict) else value
+                waiting += [(item, in_state) for item in items]
+            elif (
+                id(value) in followed
+                or isinstance(value, _TORCHS)
+                or (in_state and hasattr(value, "__dict__") and not callable(value))
+            ):
+                attributes = vars(value)
+                self._containers.append((attributes, attributes.copy()))
+                for name, item in attributes.items():
+                    if not name.endswith("_hooks"):  # others' to add and remove
+                        waiting.append((item, in_state or name == "state"))
+            else:
+                continue
+            seen.add(id(value))
 
 
 @dataclass
@@ -146,7 +149,8 @@ class GuardedUpdate:
                 f"{type(optimizer).__name__} does not obey found_inf; pass AdamW(fused=True) or"
                 " late=False"
             )
-        if self.late and not optimizer.state:
+        self._fused = fused
+        if self.late:
             self.make_moments()
 
     def guard(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -211,7 +215,9 @@ class GuardedUpdate:
         return int(total)
 
     def make_moments(self) -> None:
-        """Let a fused optimizer make its moments by a step that `found_inf` forbids."""
+        """Let a fused optimizer without any make its moments by a step that `found_inf` forbids."""
+        if not self._fused or self.optimizer.state:
+            return
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.found_inf = torch.ones((), dtype=torch.float32, device=self.home)  # type: ignore[attr-defined]

@@ -4,11 +4,11 @@ The promise: a window with a bad micro-batch leaves weights, moments and counts 
 micro-batch had never existed, bit for bit. A window without survivors, or whose step is not finite,
 changes nothing at all.
 
-Each micro-batch writes into scratch gradients. One flag says whether its loss
-and gradients are finite, and the scratch is added to the window's gradient through `torch.where` on
-that flag, never by multiplying, since 0 * NaN is NaN. The window is divided once, by the tokens of
-its survivors. Its norm is checked before clipping, because clipping spreads one NaN over every
-gradient and turns an overflowing norm silently into zeros.
+Each micro-batch writes into scratch gradients. One flag says whether its loss and gradients are
+finite, and the scratch is added to the window's gradient through `torch.where` on that flag, never
+by multiplying, since 0 * NaN is NaN. The window is divided once, by the tokens of its survivors.
+Its norm is checked before clipping, because clipping spreads one NaN over every gradient and turns
+an overflowing norm silently into zeros.
 
 All decisions are device flags. On a CPU they are read at once. On a GPU they are copied to pinned
 memory and read one window late, or up to `IN_FLIGHT` windows late while they have not arrived; the
@@ -227,10 +227,6 @@ class GradientWindow:
         self.gradients.close()
         self.gradients = FlatGradients(parameters, track=self._rates is None)
 
-    def begin(self) -> None:
-        """Point the parameters' `.grad` at empty scratch, for one forward and backward."""
-        self.gradients.begin()
-
     def add(self, micro: MicroBatch) -> Tensor:
         """Count the micro-batch whose gradients are in `.grad`, if it is finite.
 
@@ -275,11 +271,6 @@ class GradientWindow:
         refusals = [refusal_of(m, float(m.loss), names, process) for m in bad]
         return sorted([*self._refusals, *refusals], key=lambda r: r.micro_batch or 0)
 
-    def show(self) -> None:
-        """Let `.grad` be the sum of the open window so far, as between a plain loop's backwards."""
-        reached = frozenset[int]().union(*(m.reached or () for m in self._ran))
-        self.gradients.expose([i for i in range(len(self.gradients.names)) if i not in reached])
-
     def close(self, fingerprint: int = 0) -> Tensor | None:
         """Let `.grad` be the window's gradient, divided, checked and clipped; for `commit`.
 
@@ -290,7 +281,6 @@ class GradientWindow:
         window = self._closed = LaunchedWindow(
             self.committed, self.place, self._ran, self._refusals, self._halt, fingerprint
         )
-        window.spikes = self.spikes
         window.limits = NO_LIMITS if self.spikes is None else self.spikes.limits
         if self.processes.size > 1 or (self._ran and not self._halt):
             try:

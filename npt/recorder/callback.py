@@ -22,23 +22,16 @@ class RecorderCallback(TrainerCallback):
 
     Args:
         folder: of the files.
-        steps: chosen optimizer steps, counted from 1: `1,2,3`, `1-5` or a mix.
-        every: also every so many steps.
+        steps: chosen optimizer steps, counted from 1: `1,2,3`, `1-5`, `/10` for every tenth, or a
+            mix.
         say: gets each line about a recorded step or its files.
 
     Raises:
         ConfigError: steps that cannot be read.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        steps: str | None = None,
-        every: int | None = None,
-        say: Callable[[str], None] = print,
-    ):
-        self.recording = Recording(folder, steps, every, say)
+    def __init__(self, folder: str | Path, *, steps: str, say: Callable[[str], None] = print):
+        self.recording = Recording(folder, steps, say)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say which steps are recorded."""

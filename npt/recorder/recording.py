@@ -13,7 +13,6 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from npt.config import parse_steps
-from npt.errors import ConfigError
 from npt.files import to_json, write_text
 from npt.recorder.ranking import worst
 from npt.recorder.record import Record
@@ -27,30 +26,12 @@ class Recording:
     """The records of a run: each chosen step once, a JSON file each, and pictures at the end.
 
     Between chosen steps no hook is on the model. The folder is made with the first record. A
-    failure of recording or drawing is a line, and ends nothing.
-
-    Args:
-        folder: of the files.
-        steps: chosen steps, counted from 1: `1,2,3`, `1-5` or a mix.
-        every: also every so many steps.
-        say: gets each line about a recorded step or its files.
-
-    Raises:
-        ConfigError: steps that cannot be read.
+    failure of recording or drawing is a line, and ends nothing. Arguments as of `RecorderCallback`.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        steps: str | None = None,
-        every: int | None = None,
-        say: Callable[[str], None] = print,
-    ):
-        if every is not None and every < 1:
-            raise ConfigError(f"every is {every}; record every first or later step, from 1 on")
-        self.folder = Path(folder)
-        self.steps, self.every, self.say = steps, every, say
-        self._ranges = () if steps is None else parse_steps(steps, "steps")
+    def __init__(self, folder: str | Path, steps: str, say: Callable[[str], None] = print):
+        self.folder, self.steps, self.say = Path(folder), steps, say
+        self._ranges = parse_steps(steps, "steps")
         self._tried: set[int] = set()
         self._files: list[Path] = []
         self._bad: set[int] = set()  # index among the files of the first record that is not finite
@@ -58,21 +39,16 @@ class Recording:
         self._step = 0
 
     def __str__(self) -> str:
-        parts = [] if self.steps is None else [f"steps {self.steps}"]
-        often = "every step" if self.every == 1 else f"every {self.every} steps"
-        parts += [] if self.every is None else [often]
         return (
-            f"recording {' and '.join(parts) or 'no step'}, of each the first micro-batch on"
-            f" process 0 only, into {self.folder}"
+            f"recording steps {self.steps}, of each the first micro-batch on process 0 only, into"
+            f" {self.folder}"
         )
 
     def wants(self, step: int) -> bool:
         """Tell if the step is chosen and was not begun before: if it is refused and tried again,
         the refused one counts.
         """
-        chosen = any(step in steps for steps in self._ranges)
-        chosen = chosen or (self.every is not None and step % self.every == 0)
-        return chosen and step not in self._tried
+        return step not in self._tried and any(step in steps for steps in self._ranges)
 
     def start(self, model: nn.Module, step: int, valid: Tensor | None = None) -> None:
         """Put hooks on the model for one micro-batch of a step, whatever comes of it."""

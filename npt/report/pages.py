@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from npt.evaluation.formatting import percent
 from npt.report.words import address, clean, number
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def _environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.filters |= {
-        "address": address, "number": number, "percent": percent, "comma": "{:,}".format,
+        "address": address, "number": number, "comma": "{:,}".format,
         "upto": lambda value, limit: Markup(escape(clean(value, limit))),
         "kind": lambda name: Markup({"*": ' class="n"', "~": ' class="name"'}.get(name[:1], "")),
     }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, percent
+from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, Figure
 from npt.report import charts
 from npt.report.run import RunRecord
 from npt.report.words import as_number, figure, number
@@ -29,6 +29,8 @@ _CHARTS = (
     ("lr", "Learning rate", "rate", False),
     ("tokens_per_second", "Tokens per second", "tokens/s", False),
 )
+
+_GONE = Figure("the way from floor to teacher", "way", 1, percent=True, ideal=1.0)
 
 REFUSALS = 200  # the last ones, which are listed one by one
 
@@ -103,12 +105,10 @@ def _headline(floor: Mapping[str, Any], student: Mapping[str, Any]) -> str:
         return ""
     if not math.isfinite(kl):
         return "The student's KL to its teacher is not finite."
-    gone = 1 - kl / start
-    share = percent(gone) if 0 <= gone <= 1 else f"{100 * gone:.1f}%".replace("-", "−")
     return Markup(
         "The student has gone <strong>{}</strong> of the way from its floor to its teacher: KL {}"
         " nats, from {} at the floor."
-    ).format(share, figure(student, "kl"), FIGURES["kl"].write(start))
+    ).format(_GONE.write(1 - kl / start), figure(student, "kl"), FIGURES["kl"].write(start))
 
 
 def _table(models: Models, names: Mapping[str, str]) -> Table:

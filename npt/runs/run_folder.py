@@ -55,19 +55,15 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
-            try:
-                if resume_at is not None:
-                    if (self.path / ADAPTER).is_dir():  # the student of an earlier end
-                        remove_folder(self.path / ADAPTER)
-                    _cut_log(self.path / METRICS, resume_at)
-                    _cut_log(self.path / EVENTS, None)
-                self._logs = {
-                    name: os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-                    for name in (METRICS, EVENTS)
-                }
-            except BaseException:
-                os.close(self._lock)
-                raise
+            if resume_at is not None:
+                if (self.path / ADAPTER).is_dir():  # the student of an earlier end
+                    remove_folder(self.path / ADAPTER)
+                _cut_log(self.path / METRICS, resume_at)
+                _cut_log(self.path / EVENTS, None)
+            self._logs = {
+                name: os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                for name in (METRICS, EVENTS)
+            }
         except OSError as error:
             raise ConfigError(
                 f"--output_dir {self.path} cannot be written: {error.strerror}; choose another"
@@ -245,8 +241,6 @@ def tidy(path: Path) -> None:
 def check_free(path: Path) -> None:
     """Raise ConfigError for a folder in use or not writable, before anything expensive."""
     try:
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"--output_dir {path} is a file; name a folder")
         if path.is_dir() and any(item.name not in TRACKED for item in path.iterdir()):
             what, remedy = "other files", "choose another folder or remove it"
             if is_run(path):

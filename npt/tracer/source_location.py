@@ -7,11 +7,12 @@ code between modules, such as a residual sum, is attributed as exactly as code i
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import linecache
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -104,13 +105,39 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
 
 def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
     """Return the module that a frame works for: its `self`, or the function's first argument, as in
-    a hook or an attention function. No other local counts: after a loop over layers the last one is
-    still among the locals.
+    a hook or an attention function.
+
+    If that is the whole model, the variable of a loop around the line says more. No other local
+    does: after a loop over layers the last one is still among the locals.
     """
-    code, variables = frame.f_code, frame.f_locals
-    first = ("self", *code.co_varnames[: min(code.co_argcount, 1)])
-    modules = (names.get(id(variables.get(variable))) for variable in first)
-    return next((name for name in modules if name is not None), None)
+    code, line, variables = frame.f_code, frame.f_lineno, frame.f_locals
+
+    def first(among: Iterable[str]) -> str | None:
+        modules = (names.get(id(variables.get(variable))) for variable in among)
+        return next((name for name in modules if name is not None), None)
+
+    module = first(("self", *code.co_varnames[: min(code.co_argcount, 1)]))
+    if module:
+        return module
+    around = sorted(loop for loop in _loops(code.co_filename) if loop[0] <= line <= loop[1])
+    looped = first(name for _, _, name in reversed(around))  # the innermost first
+    return module if looped is None else looped
+
+
+@functools.lru_cache(maxsize=256)
+def _loops(file: str) -> tuple[tuple[int, int, str], ...]:
+    """Return first line, last line and variable of every loop's body in a file."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    return tuple(
+        (node.body[0].lineno, node.body[-1].end_lineno or 0, name.id)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For | ast.AsyncFor)
+        for name in ast.walk(node.target)
+        if isinstance(name, ast.Name)
+    )
 
 
 def _line(frame: FrameType) -> str:

@@ -100,8 +100,8 @@ class StepRecording:
         from npt.recorder.recording import Recording
 
         self._model, self._metrics = run.setup.model, metrics
-        steps, folder = run.setup.config.trace_steps, run.folder.path / "trace"
-        self._recording = Recording(folder, steps, say=run.say)
+        steps, folder = str(run.setup.config.trace_steps), run.folder.path / "trace"
+        self._recording = Recording(folder, steps, run.say)
         self._step: int | None = None  # the open window's, until its first micro-batch is recorded
         self.draw = self._recording.draw  # pictures of the records
         run.say(str(self._recording))

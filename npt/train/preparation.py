@@ -159,8 +159,6 @@ def run_record(
     setup: RunSetup, data: RunData, base: BaseIdentity, calibration: Calibration | None
 ) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
-    from npt.base.recipe import ORIGIN_ENTRY, origin_of
-
     model = setup.model
     return {
         "settings": setup.all_settings(),
@@ -169,7 +167,6 @@ def run_record(
         "seed": setup.config.seed,
         "date": setup.date,
         **base.as_record(),
-        ORIGIN_ENTRY: origin_of(model.config),
         "precision": asdict(audit_precision(model, policy_dtype(model))),
         "device": str(setup.device),
         "deterministic": setup.deterministic,

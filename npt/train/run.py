@@ -25,7 +25,6 @@ from npt.errors import (
     TooManyRefusalsError,
 )
 from npt.files import write_text
-from npt.guard.schedule import kind_of_run
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.resume import Resumed, plain_settings
@@ -147,7 +146,7 @@ class Run:
                 " one bit for bit; npt.load_base in fp32 with --attn_implementation sdpa or eager"
                 " does, and so does --strategy local"
             )
-        if kind_of_run(config.scheduler_type, total) != config.scheduler_type:
+        if total is None and config.scheduler_type != "constant":
             warn(
                 "the length of the stream is unknown, so the learning rate stays constant after"
                 f" warm-up; --max_steps gives it its {config.scheduler_type} end"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from npt.config import DataConfig
 from npt.data.encoding import filled
@@ -17,22 +15,6 @@ from npt.data.source import READERS, Record, check_source, is_local, open_source
 
 FIRST, REPLAY = "data", "replay data"
 """The sources of a run, as messages name them."""
-
-DATASETS: dict[str, dict[str, Any]] = {
-    "slimpajama": {"dataset_name": "cerebras/SlimPajama-627B", "streaming": True},
-    "fineweb-edu": {
-        "dataset_name": "HuggingFaceFW/fineweb-edu",
-        "dataset_config": "sample-10BT",
-        "streaming": True,
-    },
-    "wikitext": {"dataset_name": "Salesforce/wikitext", "dataset_config": "wikitext-103-raw-v1"},
-    "alpaca": {
-        "dataset_name": "tatsu-lab/alpaca",
-        "prompt_column": "instruction",
-        "completion_column": "output",
-    },
-}
-"""Data sets of the hub by short names, with the settings that each abbreviates."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +34,6 @@ class Source:
     config: DataConfig
     records: Iterable[Record] = ()
     held_out: Iterable[Record] | None = None
-
-
-def named(name: str) -> dict[str, Any] | None:
-    """Return the settings of a short name; None of any other, or if a file has that name."""
-    return DATASETS[name] if name in DATASETS and not Path(name).exists() else None
 
 
 def sources_of(config: DataConfig) -> tuple[Source, ...]:

@@ -26,7 +26,7 @@ from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes, processes_of
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, StoppedError
-from npt.guard.schedule import kind_of_run, rate_table
+from npt.guard.schedule import rate_table
 from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
@@ -264,8 +264,7 @@ class Trainer:
     def _make_loop(self, run: Run) -> Loop:
         """Return the loop, in the state that is resumed, if any."""
         setup, c, total = self.setup, self.setup.config, self.total_steps
-        schedule = kind_of_run(c.scheduler_type, total)
-        rates = rate_table(c.learning_rate, schedule, c.warmup_steps, total)
+        rates = rate_table(c.learning_rate, c.scheduler_type, c.warmup_steps, total)
         # one process alone would wait for the others' parts of a base that they share
         traced = 0 if is_sharded(setup.model) else 1
         guard = student_guard(setup.model, c, rates, processes=setup.processes, trace=traced)

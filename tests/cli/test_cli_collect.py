@@ -50,7 +50,7 @@ def test_the_disagreements_are_written_and_summed_up(whole: Path) -> None:
     assert figures["prompts"] == PROMPTS and figures["disagreements"] == len(records) > 0
     assert figures["kl"] > 0 and 0 < figures["acceptance"] < 1 and figures["signal"] is None
     for record in records:
-        assert record["completion"] != record["student"]
+        assert record["teacher_token"] != record["student_token"]
         assert 0 <= record["position"] < record["tokens"] <= 8
 
 

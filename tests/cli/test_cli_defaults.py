@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from cli_words import flags
 
-from npt.cli.defaults import with_data, with_defaults
+from npt.cli.defaults import WEB_TEXT, with_data, with_defaults
 from npt.cli.main import main
-from npt.train.sources import DATASETS
 
-WEB_TEXT = DATASETS["slimpajama"]["dataset_name"]
 SHORT = flags(
     "--use_quantization --max_steps 1 --max_length 32 --eval_samples 2 --batch_size 2 --layers 6-7"
 )
@@ -106,17 +103,6 @@ def test_the_embedded_text_is_of_the_embedded_model_alone():
     assert "no --dataset_name" in found.notes[0]
 
 
-def test_short_names_are_written_out_and_flags_win(tmp_path, monkeypatch):
-    for name, named in DATASETS.items():
-        assert with_data({"dataset_name": name}, "tiny").flags == named
-    given = {"dataset_name": "wikitext", "dataset_config": "wikitext-2-raw-v1"}
-    expected = {**given, "dataset_name": "Salesforce/wikitext"}
-    assert with_data(given, "tiny").flags == expected
-    monkeypatch.chdir(tmp_path)
-    Path("wikitext").mkdir()
-    assert with_data({"dataset_name": "wikitext"}, "tiny").flags == {"dataset_name": "wikitext"}
-
-
 def test_no_data_and_no_hub_for_another_base_names_the_flag(tmp_path, capsys, monkeypatch):
     import datasets
 
@@ -127,7 +113,7 @@ def test_no_data_and_no_hub_for_another_base_names_the_flag(tmp_path, capsys, mo
     from npt.base.load import EMBEDDED_FOLDER
 
     run = flags("pretrain --model_name", EMBEDDED_FOLDER, "--output_dir", tmp_path / "run", *SHORT)
-    assert main([*run, "--dataset_name", "alpaca"]) == 2
+    assert main([*run, "--dataset_name", "tatsu-lab/alpaca"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "tatsu-lab/alpaca" in line and "give --dataset_name a local file" in line
     assert main(run) == 2

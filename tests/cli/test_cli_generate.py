@@ -12,12 +12,10 @@ import pytest
 import torch
 from cli_words import flags, saved_adapter
 from made_runs import Reader
-from sentencepieces import tokenizer_of
 
 import npt
 from npt.adapters.converted import adapter_mode
 from npt.cli.main import main
-from npt.evaluation.generate import shared_text
 from npt.report.generated import visible
 
 PROMPT = "class Stack:\n    def __init__(self"
@@ -107,25 +105,6 @@ def test_texts_that_are_the_same_are_said_to_be(tmp_path, capsys) -> None:
     assert found["parts_at"] is None and found["teacher"]["ids"] == found["student"]["ids"]
     assert main([*line, "--prompt", PROMPT]) == 0
     assert "the two texts are the same" in capsys.readouterr().out
-
-
-def test_a_character_that_two_tokens_share_is_not_torn(student) -> None:
-    tokenizer = student[1]
-    ids = tuple(tokenizer("naïve é", add_special_tokens=False)["input_ids"])
-    for position in range(len(ids) + 1):
-        common, rest = shared_text(tokenizer, [], ids, position)
-        assert common + rest == "naïve é" and "�" not in common
-
-
-def test_two_texts_keep_the_space_after_their_prompt() -> None:
-    tokenizer = tokenizer_of("llama 2")
-    prompt, ids = (
-        tokenizer(text, add_special_tokens=False)["input_ids"]
-        for text in ("The question", "The question answer is 42")
-    )
-    new = tuple(ids[len(prompt) :])
-    for position in (None, *range(len(new) + 1)):
-        assert "".join(shared_text(tokenizer, prompt, new, position)) == " answer is 42"
 
 
 def test_the_page_has_the_prompt_and_the_text(written, base, tmp_path) -> None:

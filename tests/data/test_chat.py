@@ -73,7 +73,7 @@ def test_a_tokenizer_keeps_the_date_that_it_wrote_first(clock) -> None:
     "template",
     [
         "\n {{ strftime_now('%d %b %Y') }} \n",
-        "{% if strftime_now is defined %}{% set day = strftime_now(form) %}{{ day }}{% endif %}",
+        '{% if strftime_now is defined %}{% set day = strftime_now("%A %x") %}{{ day }}{% endif %}',
         "{% macro at() %}{{ strftime_now('%Y-%m-%dT%H:%M') }}{% endmacro %} {{ at() }}",
         "{% for m in messages %}{{ m.content + strftime_now('%-d of %B, 100%') }}{% endfor %}",
     ],
@@ -81,7 +81,7 @@ def test_a_tokenizer_keeps_the_date_that_it_wrote_first(clock) -> None:
 def test_a_fixed_date_is_written_as_todays_would_be(template, clock, monkeypatch) -> None:
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
     tokenizer, messages = dated(), talks(1)[0]["messages"]
-    tokenizer.chat_template = "{% set form = '%A %x' %}" + template
+    tokenizer.chat_template = template
     today = tokenizer.apply_chat_template(messages, tokenize=False)
     assert chat.render(tokenizer, messages, to_answer=False) == today
     clock.day = 1

@@ -295,7 +295,7 @@ class TestBroken:
             local_files(str(tmp_path / "notes.md"))
         with pytest.raises(DataError, match=r"empty\.jsonl is empty; leave it out"):
             local_files(str(tmp_path))
-        with pytest.raises(DataError, match=r"holds no \.txt"):
+        with pytest.raises(DataError, match=r"there is no file at .*folder\.txt"):
             (tmp_path / "folder.txt").mkdir()
             local_files(str(tmp_path / "folder.txt"))
 

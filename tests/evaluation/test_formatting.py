@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npt.evaluation.formatting import FIGURES, percent
+from npt.evaluation.formatting import FIGURES
 from npt.evaluation.metrics import Figures
 
 
@@ -46,17 +46,3 @@ def test_what_is_not_the_teachers_figure_never_reads_as_it(key, away) -> None:
     figure = FIGURES[key]
     value = figure.ideal + (-away if figure.percent else away)
     assert (figure.write(value) == figure.write(figure.ideal)) == (abs(value - figure.ideal) < 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("share", "digits", "written"),
-    [
-        (0.0, 2, "0.00%"),
-        (1.0, 2, "100.00%"),
-        (3e-5, 2, "0.003%"),
-        (0.1234, 1, "12.3%"),
-        (math.nan, 1, "not finite"),
-    ],
-)
-def test_a_share_that_is_neither_none_nor_all_does_not_read_as_that(share, digits, written) -> None:
-    assert percent(share, digits) == written

@@ -107,16 +107,9 @@ def test_many_pairs_equal_each_alone_with_one_head_pass_per_model(head, monkeypa
     ]
     together = compare_pairs(hidden, heads, targets, V, pairs)
     assert rows == {"one": 2 * N, "own": N}
-    for model, reference in pairs:
-        alone = compare_tokens(
-            hidden[model],
-            hidden[reference],
-            targets,
-            heads[model],
-            V,
-            teacher_head=heads[reference],
-        )
-        assert torch.equal(together[model, reference], alone)
+    for pair in pairs:
+        alone = compare_pairs(hidden, heads, targets, V, [pair])[pair]
+        assert torch.equal(together[pair], alone)
 
 
 def test_nothing_to_predict_gives_no_rows(head) -> None:

@@ -315,7 +315,7 @@ def test_a_share_exceeded_at_a_clean_window_leaves_the_last_bad_one(
     bad, fine = (
         collate([Sample(name, ids)], 2) for name, ids in (("bad", (5, 99, 7)), ("fine", (5, 6, 7)))
     )
-    windows = [Window([bad])] * 3 + [Window(0, [fine])] * 60
+    windows = [Window([bad])] * 3 + [Window([fine])] * 60
     monkeypatch.setattr(RunData, "windows", lambda self: (window for window in windows))
     monkeypatch.setattr("npt.train.refusals.REFUSED_SHARE", 0.05)
     found = replay(stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100)))

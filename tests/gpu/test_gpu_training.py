@@ -63,7 +63,7 @@ def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], li
                     next(iter(parameters.values())).grad.view(-1)[0] = float("nan")
                 return sums
 
-            window_of.begin()
+            window_of.gradients.begin()
             sums = fill()
             window_of.add(Added(sums.loss, sums.tokens, sums.report, (str(number),)))
         results += window_of.commit()

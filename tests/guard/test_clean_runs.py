@@ -16,7 +16,7 @@ from several import several, values
 from clean_runs import EXAMPLES
 from clean_runs.watched import Example, compared
 from npt.guard.trainer import TrainerMixin
-from npt.guard.window import FlatGradients, GradientWindow
+from npt.guard.window import FlatGradients
 
 ROOT = Path(__file__).parents[2]
 BY_ID = {example.id: example for example in EXAMPLES}
@@ -31,10 +31,6 @@ def test_a_guard_changes_nothing_of_a_clean_run(example: Example) -> None:
 def loses_what_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     own = TrainerMixin.log
     monkeypatch.setattr(TrainerMixin, "log", lambda self, logs, *rest: own(self, dict(logs), *rest))
-
-
-def hides_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GradientWindow, "show", lambda self: None)
 
 
 def adds_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +50,6 @@ def loses_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     ("broken", "name", "where"),
     [
         (loses_what_is_added, "defaults", "returned epoch: only plain"),
-        (hides_gradients, "accumulation", "grad model.embed_tokens.weight: "),
         (adds_by_index, "resnet-channels-last", "convolution.weight: other bits"),
         (loses_what_is_moved, "gradients-replaced-by-data", "mlp.up_proj.weight: other bits"),
     ],

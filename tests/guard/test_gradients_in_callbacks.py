@@ -1,4 +1,4 @@
-"""A callback sees the gradients that it sees in a plain Trainer, at each of its moments."""
+"""A callback sees the gradients before a step that it sees in a plain Trainer."""
 
 from __future__ import annotations
 
@@ -16,31 +16,21 @@ from faults.row_faults import plant, row
 from npt.guard import protect
 
 WINDOW = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.1, "max_steps": 2}
-MOMENTS = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
 
 
 class Looking(TrainerCallback):
-    """Notes every gradient at every moment."""
+    """Notes every gradient before each step."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def note(self, moment: str, model: nn.Module) -> None:
+    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
         found = {name: parameter.grad for name, parameter in model.named_parameters()}
-        copies = {name: None if each is None else each.clone() for name, each in found.items()}
-        self.seen.append((moment, copies))
-
-
-def _noting(moment: str) -> Any:
-    return lambda self, *_, model, **__: self.note(moment, model)
-
-
-for moment in MOMENTS:
-    setattr(Looking, moment, _noting(moment))
+        self.seen.append({n: None if each is None else each.clone() for n, each in found.items()})
 
 
 def seen_by(prepared: Any, data: list[Any], folder: Any, fault: str | None = None) -> Any:
-    """Return what a callback saw in a run, by moment, and the state that the run left."""
+    """Return what a callback saw in a run, and the state that the run left."""
     torch.manual_seed(0)
     model = plant(small_llama(), fault)
     model.unused = nn.Linear(2, 2)  # never gets a gradient
@@ -51,35 +41,29 @@ def seen_by(prepared: Any, data: list[Any], folder: Any, fault: str | None = Non
     return looking.seen, state_of(trainer)
 
 
-def test_gradients_are_a_plain_trainers_at_every_moment(tmp_path) -> None:
+def test_gradients_before_a_step_are_a_plain_trainers(tmp_path) -> None:
     data = [row(i) for i in range(6)]
     (plain, left), (guarded, after) = (
         seen_by(prepared, data, tmp_path) for prepared in (lambda trainer: trainer, protect)
     )
-    moments = ["on_substep_end"] * 2 + list(MOMENTS[1:])
-    assert [moment for moment, _ in guarded] == moments * 2
-    for place, (moment, _) in enumerate(guarded):
-        assert_equal(guarded[place][1], plain[place][1], f"{moment} {place}")
+    assert len(guarded) == 2
+    assert_equal(guarded, plain, "gradients")
     assert_equal(after, left, "state")
 
 
 def test_no_callback_sees_the_gradient_of_a_refused_row(tmp_path) -> None:
     """Nor that of a window of nothing else, which leaves none."""
     data = [row(i, "gradient-inf" if i in (1, 3, 4, 5) else None) for i in range(6)]
-    seen, _ = seen_by(protect, data, tmp_path, "gradient-inf")
-    gradients = [each for _, found in seen for each in found.values() if each is not None]
-    assert all(bool(torch.isfinite(each).all()) for each in gradients)
-    (after,) = [found for moment, found in seen[-2:] if moment == "on_optimizer_step"]
-    assert set(after.values()) == {None}
+    (first, second), _ = seen_by(protect, data, tmp_path, "gradient-inf")
+    assert all(bool(torch.isfinite(each).all()) for each in first.values() if each is not None)
+    assert set(second.values()) == {None}
 
 
 def test_a_change_in_place_before_the_step_is_stepped(tmp_path) -> None:
     class Halving(TrainerCallback):
-        def on_substep_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
             for parameter in model.parameters():
                 parameter.grad.mul_(0.5)
-
-        on_pre_optimizer_step = on_substep_end
 
     states = []
     for prepared in (lambda trainer: trainer, protect):

@@ -72,6 +72,15 @@ def test_a_refusal_is_traced_in_the_state_of_its_window(late) -> None:
     assert all(torch.equal(weights[name], value) for name, value in plain.items())
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_guard_that_is_made_moves_no_weight(kind) -> None:
+    net = model()
+    before = net[0].weight.detach().clone()
+    optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.5)  # not fused
+    Guard(net, optimizer, rates=RATES, draws=Seeded(7))
+    assert torch.equal(net[0].weight, before) and not optimizer.state
+
+
 def test_too_many_in_a_row_are_counted_over_windows() -> None:
     _, outcomes = train(False, bad=(0, 2, 1, 4, 3, 5), max_refused=100)
     assert [o.longest for o in outcomes[:2]] == [3, 6]
@@ -80,8 +89,8 @@ def test_too_many_in_a_row_are_counted_over_windows() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"late": True}, "late outcomes need"),
-        ({"late": True, "rates": RATES}, "late outcomes need"),
+        ({"late": True}, r"draws=Seeded\(seed\) go together, and late outcomes need both"),
+        ({"rates": RATES}, r"draws=Seeded\(seed\) go together"),
         ({"rates": RATES, "scheduler": object()}, "rates take the place of a scheduler"),
     ],
 )

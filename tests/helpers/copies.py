@@ -5,7 +5,7 @@ ten times as long.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -78,27 +78,27 @@ class Loads:
         read: `npt.base.load._read_weights`.
     """
 
-    def __init__(self, read: Callable[[str, str, Mapping[str, Any]], Any]) -> None:
+    def __init__(self, read: Callable[..., Any]) -> None:
         self.read = read
         self.libraries = self._of_libraries()
         self.pristine: dict[tuple, PreTrainedModel] = {}
 
-    def __call__(self, name: str, source: str, arguments: Mapping[str, Any]) -> Any:
-        folder = Path(source)
+    def __call__(self, name: str, device: Any, attention: str, **how: Any) -> Any:
+        folder = loading.EMBEDDED_FOLDER if name == loading.EMBEDDED else Path(name)
         on_cpu = (
-            arguments["device_map"] == {"": torch.device("cpu")}
+            torch.device(device or loading.default_device()).type == "cpu"
             and not _get_current_dispatch_mode_stack()
         )
         if not on_cpu or not folder.is_dir() or self._of_libraries() != self.libraries:
-            return self.read(name, source, arguments)
+            return self.read(name, device, attention, **how)
         files = sorted(
             (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir()
         )
-        key = (source, repr(files), repr(sorted(arguments.items())))
+        key = (str(folder), repr(files), attention, repr(sorted(how.items())))
         if key not in self.pristine:
             if len(self.pristine) == 8:
                 self.pristine.pop(next(iter(self.pristine)))
-            self.pristine[key] = self.read(name, source, arguments)
+            self.pristine[key] = self.read(name, device, attention, **how)
         return copied(self.pristine[key])
 
     @staticmethod

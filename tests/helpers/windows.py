@@ -66,7 +66,7 @@ def add_filled(
     seed: int = 0,
 ) -> None:
     """Add the micro-batch whose gradients and sums `fill` makes, with its own random numbers."""
-    window.begin()
+    window.gradients.begin()
     with micro_batch_draws(seed, sample_ids, offset):
         sums = fill()
     window.add(MicroBatch(sums.loss, sums.tokens, sums.report, sample_ids))

@@ -94,7 +94,7 @@ def test_training_is_bit_equal_with_and_without_it(model, data, tmp_path) -> Non
     start = {name: value.clone() for name, value in model.state_dict().items()}
     plain = trained(model, data, tmp_path, [])
     model.load_state_dict(start)
-    callback = RecorderCallback(tmp_path / "trace", every=1, say=lambda _: None)
+    callback = RecorderCallback(tmp_path / "trace", steps="/1", say=lambda _: None)
     recorded = trained(model, data, tmp_path, [callback])
     assert len(list((tmp_path / "trace").glob("*.json"))) == 5
     assert all(torch.equal(one, other) for one, other in zip(plain, recorded, strict=True))
@@ -125,7 +125,7 @@ def test_other_processes_than_the_first_record_nothing(model, tmp_path) -> None:
         is_world_process_zero, global_step = False, 0
 
     said: list[str] = []
-    callback = RecorderCallback(tmp_path / "trace", every=1, say=said.append)
+    callback = RecorderCallback(tmp_path / "trace", steps="/1", say=said.append)
     callback.on_train_begin(None, State(), None)
     callback.on_step_begin(None, State(), None, model=model)
     assert hooks(model) == 0

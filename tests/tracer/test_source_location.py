@@ -74,6 +74,10 @@ class Model(nn.Module):
             return helper(self.layers[1], read)
         if how == "unrelated":
             return unrelated(3, read)
+        if how == "loop":
+            for i, layer in enumerate(self.layers):
+                if i == 2:
+                    return (read(), layer)[0]
         for layer in self.layers:
             layer(lambda: None)
         return read()
@@ -92,11 +96,17 @@ def stack(how: str) -> Stack:
         ("sub", "inner.0"),
         ("helper", "layers.1"),
         ("unrelated", ""),
+        ("loop", "layers.2"),
         ("after the loop", ""),
     ],
 )
 def test_the_module_is_the_one_that_the_code_works_for(how, module) -> None:
     assert stack(how).place.module == module
+
+
+def test_a_loop_in_a_named_modules_forward_is_that_modules_code() -> None:
+    names = module_names(nn.ModuleDict({"block": (block := Model())}))
+    assert block(lambda: read_stack(sys._getframe(), names), "loop").place.module == "block"
 
 
 def test_the_line_is_the_first_of_no_library_and_shows_the_expression() -> None:

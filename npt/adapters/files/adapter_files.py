@@ -30,7 +30,7 @@ from npt.adapters.files.consolidated_files import (
 from npt.adapters.files.hub import adapter_folder
 from npt.base.identity import BaseIdentity, base_identity
 from npt.base.load import load_base
-from npt.base.recipe import ENTRY, ORIGIN_ENTRY, Recipe, origin_of
+from npt.base.recipe import ENTRY, Recipe
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import new_folder, write_json, write_text
@@ -121,8 +121,6 @@ def write_adapter(
     }
     if (recipe := Recipe.of(model)) is not None:
         record[ENTRY] = asdict(recipe)
-    if (origin := origin_of(model.config)) is not None:
-        record[ORIGIN_ENTRY] = origin
     tensors = adapter_parameters(model) if tensors is None else tensors
     save_file(
         {PREFIX + name: t.detach().to("cpu").contiguous() for name, t in tensors.items()},

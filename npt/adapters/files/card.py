@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from npt.adapters.files.hub import is_hub_id
-from npt.base.identity import PARTS
-from npt.base.recipe import ORIGIN_ENTRY, Recipe
+from npt.base.recipe import Recipe
 
 _FIGURES = {
     "perplexity": ("perplexity", ".3f", 1, ""),
@@ -33,10 +32,6 @@ def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -
     """
     name, recipe = record["base_model_name_or_path"], Recipe.of_record(record)
     rows = {"base": name, "base hash": record["base_hash"]}
-    if isinstance(parts := record.get("base_parts"), Mapping):
-        rows |= {f"base's {what}": parts.get(part) for part, what in PARTS.items()}
-    if isinstance(origin := record.get(ORIGIN_ENTRY), Mapping):
-        rows["base read from"] = f"{origin.get('file')} in {origin.get('quantization')}"
     for key, value in record["npt"].items():
         rows[key] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
     loading = "BASE, quantization=..."
@@ -112,19 +107,11 @@ def _figure(figures: Mapping[str, Any], key: str) -> str:
 
 def export_card(settings: Mapping[str, Any], base: str) -> str:
     """Return the card of an exported folder from its `config.json` and its base's name."""
-    form, needs, stored = settings["npt"], "torch and transformers", "unquantised"
+    form, needs, stored = settings["npt"], "torch and transformers", "is not quantised"
     if "quantization_config" in settings:
         needs = "torch, transformers, accelerate and bitsandbytes"
-        stored = f"4 bit ({settings['quantization_config']['bnb_4bit_quant_type']})"
+        stored = f"is in 4 bit ({settings['quantization_config']['bnb_4bit_quant_type']})"
     name = base if _base_line(base) else Path(base).name
-    layers, count, dtype = form["ranks"], settings["num_hidden_layers"], settings["dtype"]
-    rows = {
-        "base": name,
-        "layers in NPT form": f"{len(layers)} of {count}: {', '.join(layers)}",
-        "targets": ", ".join(form["targets"]),
-        "base on disk": f"{stored}, as in training",
-        "computes in": f"{dtype}, as in training; the modulation in fp32",
-    }
     return f"""---
 {_base_line(base)}library_name: transformers
 pipeline_tag: text-generation
@@ -133,10 +120,10 @@ tags: [npt, distillation]
 
 # NPT student of {name}
 
-In its converted layers attention acts by modulating the MLP of its token (`modeling_npt.py` has the
-formula). Distilled from the base itself, whose weights it has unchanged.
-
-{_table(("", ""), rows.items())}
+In the layers {", ".join(form["ranks"])} attention acts by modulating the MLP of its token:
+{", ".join(form["targets"])} (`modeling_npt.py` has the formula). Distilled from the base itself,
+whose weights it has unchanged. The base {stored} and computes in {settings["dtype"]},
+both as in training; the modulation is in fp32.
 
 It needs {needs}. `trust_remote_code=True` runs the two Python files of this
 folder: read them first.

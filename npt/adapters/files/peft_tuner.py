@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
 from npt.adapters.attach import attach, detach
-from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.adapters.files.adapter_files import PREFIX
 from npt.base.identity import base_identity
 from npt.config import NPTConfig
@@ -62,8 +62,6 @@ class NPTTuner(BaseTuner):
             peft_config = {adapter_name: peft_config}
         self.peft_config = dict(peft_config)
         self.active_adapter = adapter_name
-        self.targeted_module_names: list[str] = []
-        self.targeted_parameter_names: list[str] = []
         self.inject_adapter(model, adapter_name)
         self.switch = NPTSwitch(adapter_name)
         self.off = ExitStack()
@@ -84,8 +82,6 @@ class NPTTuner(BaseTuner):
             )
         attach(model, config)
         self.set_requires_grad(adapter_name, not settings.inference_mode)
-        self.targeted_parameter_names += adapter_parameters(model)
-        self.targeted_module_names = [f"model.layers.{index}" for index, _ in npt_layers(model)]
 
     def disable_adapter_layers(self) -> None:
         if not self.switch.disable_adapters:
@@ -122,8 +118,8 @@ class NPTTuner(BaseTuner):
     merge_adapter = merge_and_unload
 
     @classmethod
-    def _get_adapter_state_dict(cls, *_: Any, **given: Any) -> dict[str, Tensor]:
-        return {key: tensor for key, tensor in given["state_dict"].items() if ".npt." in key}
+    def _get_adapter_state_dict(cls, *_: Any, **named: Any) -> dict[str, Tensor]:
+        return {key: tensor for key, tensor in named["state_dict"].items() if ".npt." in key}
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:

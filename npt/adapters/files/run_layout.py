@@ -29,4 +29,4 @@ def checkpoints(folder: Path) -> list[Path]:
 def adapter_places(folder: Path) -> list[Path]:
     """Return the places of an adapter in its own folder, a run's or a checkpoint's, best first."""
     newest = reversed(checkpoints(folder / CHECKPOINTS))
-    return [folder, *(place / ADAPTER for place in (folder / BEST, folder, *newest))]
+    return [folder, *(each / ADAPTER for each in (folder / BEST, folder, *newest))]

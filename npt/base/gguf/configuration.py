@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from npt.base.families import FAMILIES
 from npt.base.gguf.file import PLAIN, GGUFFile
-from npt.base.recipe import ORIGIN, origin_of
 from npt.stored import shown
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
@@ -24,6 +23,9 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor by which llama.cpp divides the frequencies of rotary embeddings."""
+
+ORIGIN = "npt_origin"
+"""Entry of `config.json` that says which file a model was read from."""
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
@@ -102,8 +104,8 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
 
 def describe_origin(config: Any) -> str | None:
     """Return a line about the GGUF file that a model was read from; None if it was not."""
-    origin = origin_of(config)
-    if origin is None:
+    origin = getattr(config, ORIGIN, None)
+    if not isinstance(origin, dict):
         return None
     file, kind = origin.get("file"), origin.get("quantization")
     if kind in PLAIN:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from npt.base.gguf.configuration import ROPE_FACTORS, configuration_of
 from npt.base.gguf.file import PLAIN, GGUFFile
 from npt.base.gguf.tokenizer import end_ids, tokenizer_of
-from npt.base.recipe import ORIGIN, STORED
+from npt.base.recipe import STORED
 from npt.base.shards import write_shards
 from npt.errors import ConfigError, ModelError, first_line
 from npt.files import new_folder
@@ -82,7 +82,6 @@ def convert(file: GGUFFile, folder: Path) -> Conversion:
     weights = _weights(file, config)
     name = "bf16" if file.quantization == "BF16" else "fp16"
     config.dtype = dtype = STORED[name]
-    setattr(config, ORIGIN, {**getattr(config, ORIGIN), "dtype": name})
     ends = end_ids(file)
     generation = GenerationConfig(
         bos_token_id=config.bos_token_id,

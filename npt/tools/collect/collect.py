@@ -8,7 +8,7 @@ tokens with the texts, because text does not always encode back to its tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, evaluating
+from npt.adapters.converted import attached_config, evaluating
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.adapters.fit import check_length
 from npt.base.identity import BaseIdentity, base_identity
@@ -25,7 +25,7 @@ from npt.data.batch import IGNORE_INDEX
 from npt.data.continuation import continuation_text
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError
-from npt.evaluation.greedy import Comparison, compare_prompts, continue_greedily, end_ids
+from npt.evaluation.greedy import Comparison, compare_prompts, end_ids
 from npt.evaluation.metrics import COLUMNS
 from npt.files import to_json
 from npt.runs.signals import StopOnSignal
@@ -121,8 +121,8 @@ def collect(
                 batch = batch[: num_prompts - compared]
             comparisons = compare_prompts(model, batch, max_new_tokens, ends)
             differing = [c for c in comparisons if c.position is not None]
-            for record in _records(model, tokenizer, differing, max_new_tokens, ends):
-                file.write(to_json(record | origin) + "\n")
+            for comparison in differing:
+                file.write(to_json(_record(tokenizer, comparison) | origin) + "\n")
             file.flush()
             compared += len(batch)
             disagreements += len(differing)
@@ -158,40 +158,22 @@ def prompt_length(config: DataConfig, max_new_tokens: int) -> int:
     return length
 
 
-def _records(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    differing: Sequence[Comparison],
-    max_new_tokens: int,
-    ends: frozenset[int],
-) -> list[dict[str, Any]]:
-    """Return the records of prompts at which the student differs, with its own continuation."""
-    starts = [c.student_start for c in differing]
-    limits = [0 if start[-1] in ends else max_new_tokens - len(start) for start in starts]
-    begun = [(*c.prompt.input_ids, *start) for c, start in zip(differing, starts, strict=True)]
-    with adapter_mode(model, "student"):
-        rests = continue_greedily(model, begun, limits, ends, [c.prompt.id for c in differing])
-
-    records = []
-    for c, start, rest in zip(differing, starts, rests, strict=True):
-        assert c.position is not None
-        prompt, at = c.prompt.input_ids, c.figures[c.position]
-        records.append(
-            {
-                "id": c.prompt.id,
-                "prompt": tokenizer.decode(list(prompt), skip_special_tokens=True),
-                "completion": continuation_text(tokenizer, prompt, c.completion),
-                "student": continuation_text(tokenizer, prompt, (*start, *rest)),
-                "position": c.position,
-                "teacher_token": c.completion[c.position],
-                "student_token": c.student_token,
-                "kl": float(c.figures[:, _KL].mean()),
-                "kl_at": float(at[_KL]),
-                "acceptance": float(c.figures[:, _ACCEPTANCE].mean()),
-                "acceptance_at": float(at[_ACCEPTANCE]),
-                "tokens": len(c.completion),
-                "input_ids": [*prompt, *c.completion],
-                "labels": [*[IGNORE_INDEX] * len(prompt), *c.completion],
-            }
-        )
-    return records
+def _record(tokenizer: Any, c: Comparison) -> dict[str, Any]:
+    """Return the record of a prompt at which the student differs."""
+    assert c.position is not None
+    prompt, at = c.prompt.input_ids, c.figures[c.position]
+    return {
+        "id": c.prompt.id,
+        "prompt": tokenizer.decode(list(prompt), skip_special_tokens=True),
+        "completion": continuation_text(tokenizer, prompt, c.completion),
+        "position": c.position,
+        "teacher_token": c.completion[c.position],
+        "student_token": c.student_token,
+        "kl": float(c.figures[:, _KL].mean()),
+        "kl_at": float(at[_KL]),
+        "acceptance": float(c.figures[:, _ACCEPTANCE].mean()),
+        "acceptance_at": float(at[_ACCEPTANCE]),
+        "tokens": len(c.completion),
+        "input_ids": [*prompt, *c.completion],
+        "labels": [*[IGNORE_INDEX] * len(prompt), *c.completion],
+    }

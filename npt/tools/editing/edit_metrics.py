@@ -202,24 +202,15 @@ def _final(model: PreTrainedModel, batch: Batch, stream: Mode) -> Tensor:
 
 
 def print_retention(retention: Retention, console: Console, text: str = "held-out") -> None:
-    """Print the fact's log-probability and the divergence on other text, before and after, of each
-    stream. text: what the other text is.
+    """Print of each stream the fact's log-probability without its context, and what is forgotten on
+    other text; `text` says which.
     """
-    recall, forgetting = retention["recall"], retention["forgetting"]
-    say(
-        console,
-        "Recall: log-probability of the fact without its context,"
-        f" {recall['student']['tokens']} tokens, in nats",
-        *(
-            f"  {stream}: {r['before']:.3f} before, {r['after']:.3f} after ({r['gain']:+.3f});"
-            f" {r['in_context']:.3f} in context"
-            for stream, r in recall.items()
-        ),
-        f"Forgetting: change on {forgetting['student']['tokens']:,} {text} tokens (± standard"
-        " error)",
-        *(
-            f"  {stream}: KL {f['kl']:.4f} ± {f['kl_se']:.4f} nats, perplexity ratio"
-            f" {f['perplexity_ratio']:.4f} ± {f['perplexity_ratio_se']:.4f}"
-            for stream, f in forgetting.items()
-        ),
-    )
+    for stream, r in retention["recall"].items():
+        f = retention["forgetting"][stream]
+        say(
+            console,
+            f"{stream}: log-probability of the fact {r['before']:.3f} nats before, {r['after']:.3f}"
+            f" after ({r['gain']:+.3f}), {r['in_context']:.3f} in context; on {f['tokens']:,}"
+            f" {text} tokens KL {f['kl']:.4f} ± {f['kl_se']:.4f} nats, perplexity ratio"
+            f" {f['perplexity_ratio']:.4f} ± {f['perplexity_ratio_se']:.4f}",
+        )

@@ -27,9 +27,6 @@ from npt.tools.sweep.table import rows_of, write_table
 
 SPEC, STUDY, DATABASE = "spec.yaml", "study.json", "study.db"
 
-_FIRST_FILES = (DATABASE, f".{STUDY}.", f".{SPEC}.")
-"""How names begin that a study leaves which is killed before `study.json` is written."""
-
 POLL_SECONDS, LOOK_SECONDS = 1.0, 15.0
 """Between looks at whether workers have ended, and at how far their study is."""
 
@@ -65,7 +62,8 @@ def check_folder(folder: Path, spec: Path, design: Design) -> None:
     """
     if not is_study(folder):
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
-        if not all(name.startswith(_FIRST_FILES) for name in names):
+        # what a study leaves that is killed before `study.json` is written
+        if not all(name.startswith((DATABASE, f".{STUDY}.", f".{SPEC}.")) for name in names):
             raise ConfigError(
                 f"--study {folder} holds something other than a study; choose another folder"
             )

@@ -20,64 +20,59 @@ WAIT_SECONDS = 2.0
 """Between two claims while other workers have the last trials: one of them may be killed."""
 
 
-class Worker:
-    """One process's part in a study.
+def work(
+    design: Design, storage: Storage, bases: Bases, say: Callable[[str], None],
+    parent: int | None = None,
+) -> Progress:  # fmt: skip
+    """Run trials until all have ended, here or elsewhere.
 
     Args:
         say: told of every trial that has ended.
         parent: the process that this one ends with, if it has one.
+
+    Raises:
+        StoppedError: a signal came, or the parent has ended; the trial in flight waits again.
     """
+    trials = design.by_key
+    with StopOnSignal() as stop:
 
-    def __init__(
-        self, design: Design, storage: Storage, bases: Bases, say: Callable[[str], None],
-        parent: int | None = None,
-    ):  # fmt: skip
-        self.storage, self._bases, self._say, self._parent = storage, bases, say, parent
-        self._trials = design.by_key
-        self._stop = StopOnSignal()
+        def check() -> None:
+            stop.check()
+            if parent is not None and os.getppid() != parent:
+                raise StoppedError(15)
 
-    def work(self) -> Progress:
-        """Run trials until all have ended, here or elsewhere.
-
-        Raises:
-            StoppedError: a signal came, or the parent has ended; the trial in flight waits again.
-        """
-        with self._stop:
-            while True:
-                self._check()
-                claim = self.storage.claim(self._trials)
-                if claim is not None:
-                    self._run(claim, self._trials[claim.key])
-                    continue
-                progress = self.storage.progress(self._trials)
-                if not progress.open:
-                    return progress
+        while True:
+            check()
+            if (claim := storage.claim(trials)) is not None:
+                work_on(storage, claim, trials[claim.key], bases, say, check)
+            elif not (progress := storage.progress(trials)).open:
+                return progress
+            else:
                 time.sleep(WAIT_SECONDS)
 
-    def _run(self, claim: Claim, trial: Trial) -> None:
-        try:
-            with self.storage.alive(claim):  # until the outcome is on record
-                try:
-                    row = run_trial(self._bases, trial, self._check)
-                # its settings', its data's or the machine's: other trials may do
-                except (NPTError, RuntimeError) as error:
-                    message = f"{type(error).__name__}: {error}"
-                    self.storage.fail(claim, message[:500])
-                    self._say(f"{trial}: {message}")
-                else:
-                    if self.storage.finish(claim, row):
-                        self._say(f"{trial}: {described(row)}")
-        except BaseException:  # of the worker and not of the trial
-            # a storage out of reach: the trial is run again when it has been silent for long
-            with contextlib.suppress(ConfigError), self.storage.reached():
-                self.storage.give_back(claim, trial)
-            raise
 
-    def _check(self) -> None:
-        """Raise StoppedError if this process is to end."""
-        self._stop.check()
-        if self._parent is not None and os.getppid() != self._parent:
-            raise StoppedError(15)
+def work_on(
+    storage: Storage, claim: Claim, trial: Trial, bases: Bases, say: Callable[[str], None],
+    check: Callable[[], None],
+) -> None:  # fmt: skip
+    """Run a claimed trial and record its outcome; let it wait again if `check` raises."""
+    try:
+        with storage.alive(claim):  # until the outcome is on record
+            try:
+                row = run_trial(bases, trial, check)
+            # its settings', its data's or the machine's: other trials may do
+            except (NPTError, RuntimeError) as error:
+                message = f"{type(error).__name__}: {error}"
+                storage.fail(claim, message[:500])
+                say(f"{trial}: {message}")
+            else:
+                if storage.finish(claim, row):
+                    say(f"{trial}: {described(row)}")
+    except BaseException:  # of the worker and not of the trial
+        # a storage out of reach: the trial is run again when it has been silent for long
+        with contextlib.suppress(ConfigError), storage.reached():
+            storage.give_back(claim, trial)
+        raise
 
 
 def described(row: Row) -> str:

@@ -88,9 +88,6 @@ def test_nf4_a_teacher_and_an_adapter_work_on_it(tmp_path) -> None:
     npt.save_adapter(base, tmp_path / "adapter")
     record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert record["base_model_name_or_path"] == file
-    origin = record["base_origin"]
-    assert (origin["file"], origin["quantization"], origin["dtype"]) == ("a.gguf", "Q8_0", "fp16")
-    assert "a.gguf in Q8_0" in (tmp_path / "adapter" / "README.md").read_text()
     student, _ = npt.from_pretrained(tmp_path / "adapter")
     assert torch.equal(logits(student), logits(base))
 
@@ -121,7 +118,7 @@ def test_a_plan_reads_no_weights_and_a_load_leaves_no_folder(tmp_path, monkeypat
     assert {k: v for k, v in config.to_dict().items() if k not in skipped} == {
         k: v for k, v in base.config.to_dict().items() if k not in skipped
     }
-    assert config.npt_origin.items() < base.config.npt_origin.items()
+    assert config.npt_origin == base.config.npt_origin
     text = "Some words,  two spaces, 2024 and <s> again\n"
     assert load_tokenizer(file)(text).input_ids == tokenizer(text).input_ids
 

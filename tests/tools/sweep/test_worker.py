@@ -14,7 +14,7 @@ from npt.tools.sweep.spec import Design, design_of
 from npt.tools.sweep.storage import Storage
 from npt.tools.sweep.study import progress_line, update_table
 from npt.tools.sweep.table import CSV, rows_of
-from npt.tools.sweep.worker import Worker
+from npt.tools.sweep.worker import work, work_on
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +32,15 @@ def storage(tmp_path, design: Design) -> Storage:
 
 @pytest.fixture(scope="module")
 def finished(design: Design, bases: Any, tmp_path_factory) -> SimpleNamespace:
-    """A study that one worker has done: its folder and storage, the worker and what it said. Nobody
+    """A study that one worker has done: its folder and storage, and what the worker said. Nobody
     writes to it.
     """
     folder = tmp_path_factory.mktemp("finished")
     storage = Storage(f"sqlite:///{folder / 'study.db'}", design.name)
     storage.enqueue(design.trials)
-    one, said = worker(design, storage, bases)
-    assert one.work().finished == 4
-    return SimpleNamespace(folder=folder, storage=storage, worker=one, said=said)
-
-
-def worker(design: Design, storage: Storage, bases: Any, **more: Any) -> tuple[Worker, list[str]]:
     said: list[str] = []
-    return Worker(design, storage, bases, said.append, **more), said
+    assert work(design, storage, bases, said.append).finished == 4
+    return SimpleNamespace(folder=folder, storage=storage, said=said)
 
 
 def test_a_worker_runs_every_trial_and_says_what_came_out(design, finished) -> None:
@@ -74,8 +69,8 @@ def test_a_trial_that_cannot_be_computed_is_left_with_its_reason(
         return real(bases, trial, *more)
 
     monkeypatch.setattr(module, "run_trial", broken)
-    one, said = worker(design, storage, bases)
-    progress = one.work()
+    said: list[str] = []
+    progress = work(design, storage, bases, said.append)
     assert (progress.finished, progress.failed, progress.open) == (2, 2, 0)
     assert sum("out of everything" in line for line in said) == 2
     rows = rows_of(design, storage.rows())
@@ -92,7 +87,7 @@ def test_bad_settings_fail_the_trial_and_our_faults_the_worker(
         raise ConfigError("--loss does not go with --strategy")
 
     monkeypatch.setattr(module, "run_trial", refused)
-    progress = worker(design, storage, bases)[0].work()
+    progress = work(design, storage, bases, print)
     assert (progress.failed, progress.open) == (4, 0)
     assert {row["reason"] for row in rows_of(design, storage.rows())} == {
         "ConfigError: --loss does not go with --strategy"
@@ -105,7 +100,7 @@ def test_bad_settings_fail_the_trial_and_our_faults_the_worker(
     other.enqueue(design.trials)
     monkeypatch.setattr(module, "run_trial", broken)
     with pytest.raises(KeyError):
-        worker(design, other, bases)[0].work()
+        work(design, other, bases, print)
     assert other.progress(design.by_key).waiting == 4
 
 
@@ -113,9 +108,8 @@ def test_a_worker_whose_parent_is_gone_gives_its_trial_back_and_ends(
     design, storage, tmp_path, bases
 ) -> None:
     # this process is nobody's first child
-    orphan, _ = worker(design, storage, bases, parent=1)
     with pytest.raises(StoppedError):
-        orphan.work()
+        work(design, storage, bases, print, parent=1)
     progress = storage.progress(design.by_key)
     assert (progress.waiting, progress.running) == (4, 0)
 
@@ -130,7 +124,7 @@ def test_a_stop_in_the_middle_of_a_trial_gives_it_back_at_once(
 
     monkeypatch.setattr(module, "run_trial", stopped)
     with pytest.raises(StoppedError):
-        worker(design, storage, bases)[0].work()
+        work(design, storage, bases, print)
     assert storage.progress(design.by_key).waiting == 4
     taken = [storage.claim(design.by_key) for _ in range(4)]
     assert {claim.key for claim in taken if claim} == design.by_key.keys()
@@ -140,7 +134,7 @@ def test_the_progress_and_the_table_of_a_study_under_way(design, storage, tmp_pa
     assert progress_line(storage, design) == "0 of 4 trials, 0 under way"
     claim = storage.claim(design.by_key)
     assert claim is not None and progress_line(storage, design) == "0 of 4 trials, 1 under way"
-    worker(design, storage, bases)[0]._run(claim, design.by_key[claim.key])
+    work_on(storage, claim, design.by_key[claim.key], bases, print, lambda: None)
     assert progress_line(storage, design) == "1 of 4 trials, 0 under way"
     rows = update_table(storage, design, tmp_path)
     assert [row["outcome"] for row in rows] == ["stable", None, None, None]
