@@ -59,6 +59,7 @@ def test_tests_on_a_gpu_import_what_a_gpu_machine_has(path: Path) -> None:
         "faults",
         "host_waits",
         "live_memory",
+        "random_base",
         *(helper.stem for helper in gpu_files()),
     }
     unknown = imported(path) - GPU_MACHINE - own - sys.stdlib_module_names

@@ -114,7 +114,7 @@ def dense_weight(module: Any) -> Tensor:
 
     A 4-bit weight is dequantised to a fresh tensor, any other comes as stored.
     """
-    if not is_plain_linear(module):
+    if type(module) not in _KINDS:
         raise ModelError(
             f"the layer is a {type(module).__module__}.{type(module).__qualname__}, not a plain"
             " linear layer; merge what was put around it into the base (PEFT: merge_and_unload), or"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def load_base(
     if quantization is not None and not stored_packed:
         how["quantization_config"] = packing_config(quantization, double_quant)
     with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
-        model = _read_base(name, device, attn_implementation, **how)
+        model = _read_weights(name, device, attn_implementation, **how)
     if quantization is not None and quantization_of(model) != quantization:
         raise ModelError(
             f"{name} is stored as {quantization_of(model)} but {quantization} was asked for; pass"
@@ -151,7 +151,7 @@ def load_teacher(
     check_choice("teacher_precision", precision, tuple(COMPUTE))
     check_attention(attn_implementation)
     check_teacher(name, read_config(name))
-    model = _read_base(name, device, attn_implementation, dtype=COMPUTE[precision])
+    model = _read_weights(name, device, attn_implementation, dtype=COMPUTE[precision])
     enforce_policy(model)
     return frozen(model, torch.float32)
 
@@ -221,30 +221,24 @@ def _packing_on(device: torch.device) -> Iterator[None]:
         Bnb4BitHfQuantizer.get_quantize_ops = operations
 
 
-def _read_base(
+def _read_weights(
     name: str, device: str | torch.device | None, attention: str, **how: Any
 ) -> PreTrainedModel:
-    """Return the model of a name on one device. how: more arguments of `from_pretrained`."""
+    """Return a model read from safetensors, every weight in its shape; run no code. how: more
+    arguments of `from_pretrained`.
+    """
     how |= {
+        **_NO_CODE,
         "device_map": {"": torch.device(device or default_device())},
         "attn_implementation": implementation_of(attention),
-    }
-    with _quiet(), _located(name) as source:
-        return _read_weights(name, source, how)
-
-
-def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
-    """Return a model read from safetensors, every weight in its shape; run no code."""
-    arguments = {
-        **arguments,
-        **_NO_CODE,
         "ignore_mismatched_sizes": True,  # they are refused below, by name
         "use_safetensors": True,
         "output_loading_info": True,
     }
-    model, report = _read(
-        "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments)
-    )
+    with _quiet(), _located(name) as source:
+        model, report = _read(
+            "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, **how)
+        )
     faults = [f"lacks the weight {key}" for key in sorted(report["missing_keys"])]
     shapes = {key: (stored, wanted) for key, stored, wanted in report["mismatched_keys"]}
     # A tensor packed on loading is in no report: the packed bytes have a shape of their own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from npt.cli.arguments import add_adapter, tell
@@ -20,7 +21,7 @@ def export(flags: dict[str, Any]) -> int:
     base = "4 bit" if done.packed else "16 bit or fp32"
     tell(
         flags,
-        done.as_dict(),
+        {**asdict(done), "folder": str(done.folder)},
         f"wrote {done.folder}: base in {base}, files of weights: {done.files},"
         f" {done.size / 1e6:,.1f} MB",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from npt.cli.arguments import tell
@@ -24,7 +25,7 @@ def import_base(flags: dict[str, Any]) -> int:
             f"{done.file} was quantised to {done.quantization}: what was written is that, not the"
             " original"
         )
-    tell(flags, done.as_dict(), *lines)
+    tell(flags, asdict(done), *lines)
     return 0
 
 

@@ -104,7 +104,7 @@ class Batch:
 
     @property
     def padded(self) -> bool:
-        return self.tokens != self.input_ids.numel()
+        return len(self.valid_index) != self.input_ids.numel()
 
     @cached_property
     def scored_index(self) -> Tensor:

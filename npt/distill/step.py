@@ -19,7 +19,6 @@ one micro-batch, and only the order of a sum changes.
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
@@ -37,7 +36,7 @@ from npt.data.batch import Batch, find_fault
 from npt.distill.local import BatchSums
 from npt.distill.strategies import Strategy
 from npt.distributed.processes import ProcessGroup
-from npt.errors import ConfigError, NoMemoryError, is_out_of_memory
+from npt.errors import ConfigError, NoMemoryError, first_line, is_out_of_memory
 from npt.guard.guard import Guard
 from npt.guard.spikes import SIGMAS
 from npt.guard.traces import Seeded
@@ -211,13 +210,8 @@ def added(parts: Sequence[BatchSums]) -> BatchSums:
 
 
 def oom_message(error: RuntimeError | MemoryError) -> str | None:
-    """Return what was asked for when memory ran out; None for any other error."""
-    if not is_out_of_memory(error):
-        return None
-    asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    return f"it asked for {asked[1]} more" if asked else first[:200]
+    """Return the first line of an error if memory ran out; None for any other error."""
+    return first_line(error)[:200] if is_out_of_memory(error) else None
 
 
 def free_memory() -> None:

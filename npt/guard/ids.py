@@ -65,8 +65,7 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
         handle.remove()
 
 
-def _unknown(name: str, bad: Tensor, rows: int | None, remedy: str = "") -> DataError:
-    assert rows is not None
+def _unknown(name: str, bad: Tensor, rows: Any, remedy: str = "") -> DataError:
     message = f"{name} has {int(bad[0])}, and the model knows ids from 0 to {rows - 1}"
     return DataError(message + remedy)
 

@@ -75,14 +75,9 @@ def stepped_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
 def unwrapped(
     optimizer: Any, divided: bool
 ) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler | None]:
-    """Return torch's optimizer and the scaler inside one that `Accelerator.prepare` returned.
+    """Return torch's optimizer, and the scaler inside one that `Accelerator.prepare` returned.
 
-    Args:
-        optimizer: that, or one of torch's, which has no scaler.
-        divided: the loss is divided for the window already.
-
-    Raises:
-        ConfigError: accelerate would divide the loss for a window that it counts itself.
+    divided: the loss is divided for the window already. ConfigError if accelerate would do it.
     """
     if type(optimizer).__module__.partition(".")[0] != "accelerate":
         return optimizer, None

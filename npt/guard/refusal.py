@@ -121,13 +121,13 @@ def window_refusal(
 ) -> Refusal:
     """Return why a window was refused as a whole."""
     loss, norm = scalars["loss"], scalars["norm"]
-    if scalars["finite_norm"] and not scalars["spike"]:
+    if math.isfinite(norm) and not scalars["spike"]:
         tensor = window.update.first_bad()
         detail = f"{tensor} was not finite after the step; the state before it was restored"
         return Refusal("update", detail, tensor=tensor)
     assert window.norms is not None
     tensor, description = describe_norms(window.norms, names)
-    if not scalars["finite_norm"]:
+    if not math.isfinite(norm):
         detail = f"gradient norm of the window is {norm}: {description}"
         return Refusal("norm", detail, tensor=tensor)
     above = [

@@ -140,16 +140,15 @@ class GuardedUpdate:
         self.guard(parameters)
         self.optimizer, self.undo = optimizer, undo
         self.home = self.parameters[0].device
-        fused = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam) and all(
+        self._fused = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam) and all(
             group["fused"] for group in optimizer.param_groups
         )
-        self.late = late if late is not None else fused and self.home.type == "cuda"
-        if self.late and not fused:
+        self.late = late if late is not None else self._fused and self.home.type == "cuda"
+        if self.late and not self._fused:
             raise ValueError(
                 f"{type(optimizer).__name__} does not obey found_inf; pass AdamW(fused=True) or"
                 " late=False"
             )
-        self._fused = fused
         if self.late:
             self.make_moments()
 

@@ -1,9 +1,5 @@
 """The gradient window: micro-batches in, one guarded optimizer step out.
 
-The promise: a window with a bad micro-batch leaves weights, moments and counts as if that
-micro-batch had never existed, bit for bit. A window without survivors, or whose step is not finite,
-changes nothing at all.
-
 Each micro-batch writes into scratch gradients. One flag says whether its loss and gradients are
 finite, and the scratch is added to the window's gradient through `torch.where` on that flag, never
 by multiplying, since 0 * NaN is NaN. The window is divided once, by the tokens of its survivors.
@@ -82,7 +78,8 @@ class FlatGradients:
         self._stale = False
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(_note, self.reached, i))
-            for i, p in enumerate(self.parameters if self.reached is not None else ())
+            for i, p in enumerate(self.parameters)
+            if self.reached is not None
         ]
 
     def begin(self) -> None:
@@ -330,8 +327,13 @@ class GradientWindow:
     def _sum_up(self, window: LaunchedWindow) -> None:
         """Divide, check and clip the window's gradient: all on the device."""
         home, ran, gradients = self._home, window.ran, self.gradients
-        flags = stacked([m.flag for m in ran], home, torch.bool)
-        losses = stacked([m.loss.detach().to(home, torch.float32) for m in ran], home)
+        losses = norms = reports = torch.zeros(0, device=home)
+        flags = losses.bool()
+        if ran:
+            flags = torch.stack([m.flag for m in ran])
+            losses = torch.stack([m.loss.detach().to(home, torch.float32) for m in ran])
+            norms = torch.stack([torch.linalg.vector_norm(m.norms) for m in ran])
+            reports = torch.cat([m.report.detach().to(home, torch.float64) for m in ran])
         tokens = torch.where(flags, sent([m.tokens for m in ran], home), 0.0).sum()
         loss, survivors = torch.where(flags, losses, 0.0).sum(), flags.sum()
         refused = len(ran) - survivors + len(window.refusals)
@@ -357,23 +359,12 @@ class GradientWindow:
         if self.spikes is not None:
             spike = self.spikes.exceeds(loss, norm)
         window.go = (tokens > 0) & finite & ~spike & allowed
-        reports = [m.report.detach().to(home, torch.float64) for m in ran]
-        window.figures |= {
-            "tokens": tokens,
-            "loss": loss,
-            "norm": norm,
-            "finite_norm": finite,
-            "spike": spike,
-            "survivors": survivors,
-            "refused": refused,
-            "flags": flags,
-            "losses": losses,
-            "norms": stacked([torch.linalg.vector_norm(m.norms) for m in ran], home),
-            "reports": torch.cat(reports) if reports else flags.new_zeros(0),
-        }
+        window.figures |= {"tokens": tokens, "loss": loss, "norm": norm, "spike": spike}
+        window.figures |= {"survivors": survivors, "refused": refused}
+        window.figures |= {"flags": flags, "losses": losses, "norms": norms, "reports": reports}
 
     def _sum_over_processes(
-        self, window: LaunchedWindow, numbers: Sequence[Tensor]
+        self, window: LaunchedWindow, numbers: list[Tensor]
     ) -> Sequence[Tensor]:
         """Sum gradients, in place, and scalars over all processes; exchange halts and fingerprints.
 
@@ -382,7 +373,7 @@ class GradientWindow:
         processes, sums = self.processes, self.gradients.sums
         codes = torch.zeros(2, processes.size, device=self._home)
         codes[:, processes.index] = sent([window.halt, window.fingerprint], self._home)
-        parts = [*sums, torch.stack(list(numbers)), codes.flatten()]
+        parts = [*sums, torch.stack(numbers), codes.flatten()]
         flat = processes.sum_(torch.cat([part.to(self._home, torch.float32) for part in parts]))
         *summed, totals, of_each = flat.split([part.numel() for part in parts])
         for gradient, total in zip(sums, summed, strict=True):
@@ -480,22 +471,14 @@ class GradientWindow:
         self._steps.fill_(self.known_steps)
 
 
-def stacked(
-    scalars: list[Tensor], home: torch.device, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return [number of scalars], empty for a process without a micro-batch."""
-    return torch.stack(scalars) if scalars else torch.zeros(0, dtype=dtype, device=home)
-
-
 def sent(numbers: Sequence[int], home: torch.device) -> Tensor:
     """Return numbers of the host in fp32 on the device, without waiting for it."""
     values = torch.tensor(numbers, dtype=torch.float32)
     return values.pin_memory().to(home, non_blocking=True) if home.type == "cuda" else values
 
 
-def _note(reached: set[int] | None, place: int, _parameter: Tensor) -> None:
-    if reached is not None:
-        reached.add(place)
+def _note(reached: set[int], place: int, _parameter: Tensor) -> None:
+    reached.add(place)
 
 
 def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list[Tensor]]:

@@ -12,7 +12,7 @@ import inspect
 import linecache
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -111,31 +111,28 @@ def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
     does: after a loop over layers the last one is still among the locals.
     """
     code, line, variables = frame.f_code, frame.f_lineno, frame.f_locals
-
-    def first(among: Iterable[str]) -> str | None:
-        modules = (names.get(id(variables.get(variable))) for variable in among)
-        return next((name for name in modules if name is not None), None)
-
-    module = first(("self", *code.co_varnames[: min(code.co_argcount, 1)]))
+    first = ("self", *code.co_varnames[: min(code.co_argcount, 1)])
+    modules = [names.get(id(variables.get(variable))) for variable in first]
+    module = next((name for name in modules if name is not None), None)
     if module:
         return module
-    around = sorted(loop for loop in _loops(code.co_filename) if loop[0] <= line <= loop[1])
-    looped = first(name for _, _, name in reversed(around))  # the innermost first
-    return module if looped is None else looped
+    around = [name for start, end, name in _loops(code.co_filename) if start <= line <= end]
+    looped = (names.get(id(variables.get(variable))) for variable in reversed(around))
+    return next((name for name in looped if name is not None), module)
 
 
 @functools.lru_cache(maxsize=256)
-def _loops(file: str) -> tuple[tuple[int, int, str], ...]:
-    """Return first line, last line and variable of every loop's body in a file."""
+def _loops(file: str) -> list[tuple[int, int, str]]:
+    """Return first line, last line and variable of a file's loops, outer ones first."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return ()
-    return tuple(
-        (node.body[0].lineno, node.body[-1].end_lineno or 0, name.id)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.For | ast.AsyncFor)
-        for name in ast.walk(node.target)
+        return []
+    return sorted(
+        (loop.body[0].lineno, loop.body[-1].end_lineno or 0, name.id)
+        for loop in ast.walk(tree)
+        if isinstance(loop, ast.For | ast.AsyncFor)
+        for name in ast.walk(loop.target)
         if isinstance(name, ast.Name)
     )
 

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 N = TypeVar("N")
 
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _FP16_LOWEST = torch.finfo(torch.float16).min
 
 
@@ -73,8 +72,6 @@ def numbers(tensor: Tensor) -> Tensor | None:
     if pretends or tensor.is_meta or tensor._is_zerotensor():
         return None
     values = _values(tensor).detach()
-    if values.layout in _COMPRESSED:
-        values = values.values()
     return values if values.layout == torch.strided and values.numel() else None
 
 

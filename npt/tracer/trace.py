@@ -296,22 +296,22 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
         return None
     if "pixel_values" in entries or "input_features" in entries:
         return None  # placeholders beyond the vocabulary are replaced before they are looked up
-    looked_up: list[tuple[str, str, str, int | None]] = [("input_ids", "token", "embedding", None)]
+    looked_up = {"input_ids": "embedding"}
     # Labels are tokens, and -100 is ignored, in language models of transformers. Losses of other
     # models ignore what they like.
     find: Any = getattr(model, "get_base_model", None)
     inner = model if find is None else find()
     if type(inner).__module__.startswith(("transformers.", "npt.")) and hasattr(inner, "lm_head"):
-        looked_up.append(("labels", "label", "cross_entropy", IGNORE_INDEX))
-    for name, called, operation, ignored in looked_up:
+        looked_up["labels"] = "cross_entropy"
+    for name, operation in looked_up.items():
         ids = entries.get(name)
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             continue
         bad = (ids < 0) | (ids >= vocabulary)
-        unknown = (bad if ignored is None else bad & (ids != ignored)).nonzero().tolist()
-        if not unknown:
+        bad = bad & (ids != IGNORE_INDEX) if name == "labels" else bad
+        if not bool(bad.any()):
             continue
-        index = tuple(unknown[0])
+        index = tuple(bad.nonzero()[0].tolist())
         row, token, sample = Tokens(batch).locate(tuple(ids.shape), index)
         return Verdict(
             cause="token id",
@@ -321,8 +321,8 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
             index=index,
             value=float(ids[index]),
             reached="nothing yet: it is refused before it is looked up",
-            explanation=f"{called} id {int(ids[index])} is outside [0, {vocabulary}),"
-            f" {len(unknown)} such",
+            explanation=f"the id {int(ids[index])} is outside [0, {vocabulary}), one of"
+            f" {int(bad.sum())} such",
             row=row,
             token=token,
             sample=sample,

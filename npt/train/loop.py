@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from npt.adapters.converted import is_sharded
 from npt.data.batch import Batch
 from npt.data.loader import Position, Window
-from npt.distill.local import BatchSums
 from npt.distill.step import add_batch, free_memory, oom_message, summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
@@ -113,12 +112,21 @@ class Loop:
 
     def _add(self, batch: Batch, place: int) -> bool:
         """Add a micro-batch to the window; False if memory ran out and the window was cleared."""
-        model, processes, lack = self.setup.model, self.setup.processes, None
+        setup, lack = self.setup, None
+        model, processes = setup.model, setup.processes
         if place % processes.size != processes.index:
             return True
+        compute = partial(
+            summed,
+            model,
+            self.strategy,
+            config=self.config,
+            splitter=setup.splitter,
+            observe=None if self.recording is None else self.recording.observer(place),
+        )
         try:
             try:
-                add_batch(self.guard, batch, self._compute, model.config.vocab_size, place)
+                add_batch(self.guard, batch, compute, model.config.vocab_size, place)
             except (RuntimeError, MemoryError) as error:
                 # one that stopped inside a layer of a shared base would be out of step
                 lack = None if is_sharded(model) else oom_message(error)
@@ -129,12 +137,6 @@ class Loop:
         except Exception as error:
             self._fail(error)
         return lack is None or self.failure is not None
-
-    def _compute(self, batch: Batch) -> BatchSums:
-        observe, setup = None, self.setup
-        if self.recording is not None:
-            observe = self.recording.observer(self.guard.window.place)
-        return summed(setup.model, self.strategy, batch, self.config, setup.splitter, observe)
 
     def _shrink(self, batch: Batch, message: str) -> None:
         """Begin the window again with smaller parts.

@@ -100,7 +100,8 @@ class StepRecording:
         from npt.recorder.recording import Recording
 
         self._model, self._metrics = run.setup.model, metrics
-        steps, folder = str(run.setup.config.trace_steps), run.folder.path / "trace"
+        steps, folder = run.setup.config.trace_steps, run.folder.path / "trace"
+        assert steps is not None
         self._recording = Recording(folder, steps, run.say)
         self._step: int | None = None  # the open window's, until its first micro-batch is recorded
         self.draw = self._recording.draw  # pictures of the records

@@ -12,17 +12,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.consolidate import product_of
-from npt.adapters.converted import attached_config, decoder_layers, npt_layers
+from npt.adapters.consolidate import consolidated
+from npt.adapters.converted import attached_config, npt_layers
 from npt.adapters.files.adapter_files import from_pretrained
 from npt.adapters.files.card import export_card
 from npt.base.families import FAMILIES
 from npt.base.linear import quantized_linears
 from npt.base.precision import declared_dtype
-from npt.base.rows import rows_of
 from npt.base.shards import write_shards
-from npt.config import TARGETS
-from npt.errors import ConfigError, first_line
+from npt.errors import ConfigError, ModelError, first_line
 from npt.files import new_folder, write_json, write_text
 
 CODE = Path(__file__).parent / "exported"
@@ -45,10 +43,6 @@ class Exported:
     packed: bool
     files: int
     size: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
-        return {**vars(self), "folder": str(self.folder)}
 
 
 def export(
@@ -75,7 +69,8 @@ def export(
 
     Raises:
         ConfigError: the folder is not empty or cannot be written.
-        AdapterFileError, HubError, ModelError: as `npt.from_pretrained`.
+        ModelError: the adapter has consolidated updates; or as `npt.from_pretrained`.
+        AdapterFileError, HubError: as `npt.from_pretrained`.
     """
     folder = Path(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
@@ -83,6 +78,11 @@ def export(
     model, tokenizer = from_pretrained(
         adapter, base_name=base_name, device=device, revision=revision
     )
+    if consolidated(model):
+        raise ModelError(
+            f"{adapter} has consolidated updates, which an exported folder cannot hold; take them"
+            " back with npt.unconsolidate(model, None), save the adapter anew and export that"
+        )
     try:
         with new_folder(folder) as temporary:
             files, size = write_export(model, tokenizer, temporary)
@@ -117,10 +117,6 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
     left_out = ("quantization_config", "torch_dtype")
     entries = model.config.to_dict().items()
     settings = {k: v for k, v in entries if not k.startswith("_") and k not in left_out}
-    rows = {
-        str(index): [t for t in TARGETS if rows_of(product_of(layer, t))]
-        for index, layer in enumerate(decoder_layers(model))
-    }
     packed = {id(module) for _, module in quantized_linears(model)}
     dtype = torch.float32 if packed else declared_dtype(model)
     settings |= {
@@ -134,7 +130,6 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "npt": {
             "ranks": {str(index): layer.npt.config.rank for index, layer in npt_layers(model)},
-            "rows": {index: targets for index, targets in rows.items() if targets},
             "targets": list(config.targets),
             "keep_residual": config.residual == "keep",
             **{name: getattr(config, name) for name in _FORM},
@@ -162,11 +157,6 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             continue
         statistic = ".weight." in name  # of a packed weight
         yield name, tensor if ".npt." in name or statistic else _smallest(tensor)
-    for index, layer in enumerate(decoder_layers(model)):
-        for target in TARGETS:
-            rows = rows_of(product_of(layer, target))
-            for part, values in zip(("scale", "bias"), rows or (), strict=False):
-                yield f"model.layers.{index}.npt.row_{part}.{target}", values
 
 
 def _smallest(tensor: Tensor) -> Tensor:

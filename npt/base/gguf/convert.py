@@ -6,7 +6,7 @@ file of weights, not its own size in fp32.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,6 @@ class Conversion:
     def quantized(self) -> bool:
         """The file's weights are quantised, not those that the model was trained with."""
         return self.quantization not in PLAIN
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
-        return asdict(self)
 
 
 def import_base(path: str | Path, folder: str | Path) -> Conversion:

@@ -99,9 +99,15 @@ def collect(
     """
     attached_config(model)
     config, output = data_config if data_config is not None else DataConfig(), Path(output)
-    check_output(output)
+    if output.is_dir() or (output.exists() and output.stat().st_size):
+        raise ConfigError(f"--output {output} exists; choose another file, or remove it")
     check_length(config.max_length, model.config)
-    length = prompt_length(config, max_new_tokens)
+    length = config.max_length - max_new_tokens  # of a prompt, within one sample
+    if max_new_tokens < 1 or length < 2:
+        raise ConfigError(
+            f"--max_new_tokens is {max_new_tokens}; it must be at least 1, and leave room in"
+            f" --max_length {config.max_length} for a prompt of two tokens"
+        )
     identity = base if base is not None else base_identity(model)
     origin = {"base_hash": identity.strict, "adapter_hash": adapter_hash(model)}
     prompts = read_prompts(data, tokenizer, config, length=length, seed=seed)
@@ -133,29 +139,6 @@ def collect(
             batch = [] if done else list(itertools.islice(prompts, batch_size))
     top1, kl, acceptance = (float(sums[i]) / max(1, tokens) for i in (_TOP1, _KL, _ACCEPTANCE))
     return CollectResult(output, compared, disagreements, tokens, top1, kl, acceptance, stop.number)
-
-
-def check_output(output: Path) -> None:
-    """Refuse, with a ConfigError, a folder and a file that holds something."""
-    if output.is_dir():
-        raise ConfigError(f"--output {output} is a folder; name a file")
-    if output.exists() and output.stat().st_size:
-        raise ConfigError(f"--output {output} exists; choose another file, or remove it")
-
-
-def prompt_length(config: DataConfig, max_new_tokens: int) -> int:
-    """Return the most tokens of a prompt that is one sample of `max_length` with its completion;
-    raise ConfigError if there is no room for a prompt.
-    """
-    if max_new_tokens < 1:
-        raise ConfigError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
-    length = config.max_length - max_new_tokens
-    if length < 2:
-        raise ConfigError(
-            f"--max_new_tokens is {max_new_tokens} of --max_length {config.max_length}, which"
-            " leaves no room for a prompt of two tokens; lower one or raise the other"
-        )
-    return length
 
 
 def _record(tokenizer: Any, c: Comparison) -> dict[str, Any]:

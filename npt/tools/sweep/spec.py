@@ -149,12 +149,12 @@ class Design:
     """All trials of a study, in the order of the specification.
 
     Attributes:
-        parts: names, with the notes.
+        parts: their names.
         varied: settings that differ.
     """
 
     name: str
-    parts: Mapping[str, str]
+    parts: tuple[str, ...]
     trials: tuple[Trial, ...]
     varied: tuple[str, ...]
 
@@ -193,19 +193,21 @@ def design_of(content: Any, where: str) -> Design:
         )
     shared = _settings(f"{where}: settings", top.get("settings"))
     seeds = _seeds(where, top.get("seeds", [0]))
-    parts: dict[str, str] = {}
+    parts: list[str] = []
     trials: dict[str, Trial] = {}
     for part, entries in written.items():
         part_name = _name(f"{where}: part {part}", part)
         entries = _mapping(f"{where}: part {part}", entries, _PART)
-        parts[part_name] = str(entries.get("note", ""))
+        parts.append(part_name)
         for trial in _trials_of(where, part_name, entries, shared, seeds):
             first = trials.get(trial.key, trial)
             origins = tuple(dict.fromkeys(first.origins + trial.origins))
             trials[trial.key] = replace(first, origins=origins)
     values = [trial.settings.values() for trial in trials.values()]
-    varied = tuple(n for n in values[0] if len({repr(each[n]) for each in values}) > 1)
-    return Design(name, parts, tuple(trials.values()), tuple(n for n in varied if n != "seed"))
+    varied = tuple(
+        n for n in values[0] if n != "seed" and len({repr(each[n]) for each in values}) > 1
+    )
+    return Design(name, tuple(parts), tuple(trials.values()), varied)
 
 
 def _trials_of(

@@ -1,7 +1,7 @@
 """A study's folder, and its workers.
 
 spec.yaml        the specification, as it was given
-study.json       name, parts with their notes, storage (without its password), versions
+study.json       name, storage (without its password), versions
 study.db         the storage, unless another one was named
 trials.csv       the table; written anew while the study runs
 """
@@ -31,24 +31,9 @@ POLL_SECONDS, LOOK_SECONDS = 1.0, 15.0
 """Between looks at whether workers have ended, and at how far their study is."""
 
 
-def is_study(folder: Path) -> bool:
-    """Return whether `npt sweep` made the folder."""
-    return (folder / STUDY).is_file()
-
-
-def read_study(folder: Path) -> dict[str, Any]:
-    """Return what `study.json` says.
-
-    Raises:
-        ConfigError: it is of an earlier version, whose trials had other measures.
-    """
-    record = read_json(folder / STUDY, ConfigError)
-    if not isinstance(record.get("name"), str) or not isinstance(record.get("parts"), dict):
-        raise ConfigError(
-            f"{folder} holds a study of an earlier version of NPT, of which only its table can"
-            " still be read; choose another folder for a new one"
-        )
-    return record
+def study_name(folder: Path) -> Any:
+    """Return the name of the study that a folder holds."""
+    return read_json(folder / STUDY, ConfigError).get("name")
 
 
 def storage_url(folder: Path, storage: str | None) -> str:
@@ -60,7 +45,7 @@ def check_folder(folder: Path, spec: Path, design: Design) -> None:
     """Refuse a folder of another study or of something else with a ConfigError, and change
     nothing.
     """
-    if not is_study(folder):
+    if not (folder / STUDY).is_file():
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
         # what a study leaves that is killed before `study.json` is written
         if not all(name.startswith((DATABASE, f".{STUDY}.", f".{SPEC}.")) for name in names):
@@ -68,7 +53,7 @@ def check_folder(folder: Path, spec: Path, design: Design) -> None:
                 f"--study {folder} holds something other than a study; choose another folder"
             )
         return
-    name = read_study(folder)["name"]
+    name = study_name(folder)
     if name != design.name:
         raise ConfigError(
             f"--study {folder} is of the study {name!r}, {spec} describes {design.name!r}; choose"
@@ -82,7 +67,7 @@ def open_folder(
     """Make the folder, or continue in it after `check_folder`."""
     if storage is not None:
         storage = sqlalchemy.make_url(storage).render_as_string(hide_password=True)
-    record = {"name": design.name, "parts": dict(design.parts), "storage": storage}
+    record = {"name": design.name, "storage": storage}
     folder.mkdir(parents=True, exist_ok=True)
     # first: from now on the folder is known for a study's, whenever this is killed
     write_json(folder / STUDY, record | {"versions": versions})
@@ -91,7 +76,7 @@ def open_folder(
 
 def design_in(folder: Path) -> Design:
     """Return the design of a study's folder, with the name on record: the file may give none."""
-    return replace(read_design(str(folder / SPEC)), name=read_study(folder)["name"])
+    return replace(read_design(str(folder / SPEC)), name=study_name(folder))
 
 
 def run_workers(command: Sequence[str], count: int, threads: int, look: Callable[[], None]) -> int:

@@ -94,7 +94,6 @@ class TestSave:
         card = (saved / CARD_NAME).read_text()
         assert "base_model: some/base" in card
         assert f"| base hash | {npt.base_hash(load_model())} |" in card
-        assert f"| base's 4-bit codes | {npt.base_identity(load_model()).codes} |" in card
         assert "| targets | gate, down |" in card
         assert "| layers | 1,3 |" in card
 

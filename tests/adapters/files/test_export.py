@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_uti
 from transformers.utils import logging as transformers_logging
 
 import npt
-from npt.adapters.consolidate import Consolidation
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.files import export as exporting
 from npt.adapters.files.adapter_files import CONFIG_NAME
@@ -194,26 +193,6 @@ def test_what_the_base_computes_in_is_exported_with_it(base, tmp_path, given):
     assert all(nested) == ("double_quant" not in given.get("loaded", {}))
 
 
-def test_consolidated_rows_are_exported_also_without_an_adapter(base, tmp_path):
-    model, tokenizer = student(base, layers="2,3")
-    generator = torch.Generator().manual_seed(1)
-
-    def rows(width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return 1 + 0.3 * torch.rand(width, generator=generator), 0.3 * torch.randn(
-            width, generator=generator
-        )
-
-    wide, narrow = model.config.intermediate_size, model.config.hidden_size
-    npt.consolidate(
-        model,
-        Consolidation(
-            {(2, "down"): rows(narrow), (2, "gate"): rows(wide), (1, "up"): rows(wide)}, {}
-        ),
-    )
-    npt.consolidate(model, Consolidation({(2, "down"): rows(narrow)}, {}))
-    assert_same(exported(model, tokenizer, tmp_path / "out"), model)
-
-
 def test_weights_are_stored_in_16_bit_unless_that_rounds_them(base, tmp_path):
     model, tokenizer = student(base, quantization=None)
     with torch.no_grad():
@@ -325,14 +304,18 @@ class TestCommand:
         assert sorted(out.parent.rglob("*")) == before
         return message
 
-    def test_what_cannot_be_exported_or_written(self, small, tmp_path, capsys):
+    def test_what_cannot_be_exported_or_written(self, base, small, tmp_path, capsys):
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").write_text("")
         old = tmp_path / "old"
         shutil.copytree(small, old)
         record = json.loads((old / CONFIG_NAME).read_text())
         (old / CONFIG_NAME).write_text(json.dumps({k: v for k, v in record.items() if k != ENTRY}))
+        model, _ = student(base)
+        npt.consolidate(model, npt.update_from(npt.modulation_of(model, [1, 5, 9]), 0.5))
+        updated = npt.save_adapter(model, tmp_path / "updated")
         for adapter, output, status, words in (
+            (updated, "out", 2, "has consolidated updates"),
             (tmp_path / "none", "out", 5, "there is no folder"),
             (small, "full", 2, "exists and is not empty; choose another"),
             (small, "full/file", 2, "exists and is not empty; choose another"),

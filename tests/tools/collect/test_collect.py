@@ -249,7 +249,7 @@ def test_records_are_on_disk_after_every_batch(student, tokenizer, whole, tmp_pa
 def test_a_refused_call_leaves_no_file(student, tokenizer, tmp_path) -> None:
     path = tmp_path / "failures.jsonl"
     for settings, error, told in (
-        ({"max_new_tokens": 39}, ConfigError, "no room for a prompt"),
+        ({"max_new_tokens": 39}, ConfigError, "leave room in --max_length 40"),
         ({"max_new_tokens": 0}, ConfigError, "at least 1"),
         ({"data_config": DataConfig(max_length=2000)}, ConfigError, "128 positions"),
         ({"records": []}, DataError, "no sample"),
@@ -262,7 +262,7 @@ def test_a_refused_call_leaves_no_file(student, tokenizer, tmp_path) -> None:
     path.write_text("mine")
     with pytest.raises(ConfigError, match=r"failures\.jsonl exists"):
         gather(student, tokenizer, path)
-    with pytest.raises(ConfigError, match="is a folder"):
+    with pytest.raises(ConfigError, match="exists; choose another"):
         gather(student, tokenizer, tmp_path)
     assert path.read_text() == "mine"
 

@@ -133,13 +133,13 @@ def test_a_study_killed_as_it_began_continues_in_its_folder(
     assert module.design_in(folder).by_key.keys() == design.by_key.keys()
 
 
-def test_a_study_of_an_earlier_version_is_not_continued(spec, tmp_path, capsys) -> None:
+def test_a_folder_of_another_study_is_left_alone(spec, tmp_path, capsys) -> None:
     folder = tmp_path / "study"
     folder.mkdir()
-    (folder / "study.json").write_text('{"name": "small", "trials": 12}')
+    (folder / "study.json").write_text('{"name": "large"}')
     assert main(["sweep", str(spec), "--study", str(folder)]) == 2
     error = capsys.readouterr().err
-    assert "holds a study of an earlier version of NPT" in error and error.count("\n") == 1
+    assert "is of the study 'large'" in error and error.count("\n") == 1
     assert [p.name for p in folder.iterdir()] == ["study.json"]
 
 

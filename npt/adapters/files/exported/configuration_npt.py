@@ -10,7 +10,6 @@ class NPTLlamaConfig(LlamaConfig):
     """The base's configuration with `npt`, which holds:
 
     ranks            layer -> rank of its code z = A a, of the layers that are modulated
-    rows             layer -> targets that have a scale and a bias per row (consolidated updates)
     targets          what is modulated: stream, gate, up, down
     multiplicative   whether there is the factor m = 1 + mult_bound * (2 sigmoid(M z) - 1)
     additive         whether there is the summand s = additive_scale * (B z)

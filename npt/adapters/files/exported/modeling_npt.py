@@ -32,29 +32,24 @@ FORMS = {
 class LayerAdapter(nn.Module):
     """The modulation of one layer, in fp32 whatever the model around it computes in.
 
-    A [R, D]; M and B [O, R] by target, the stream without M; row_scale and row_bias [O] by target,
-    which are applied before the modulation, those of the stream to the attention output.
+    A [R, D]; M and B [O, R] by target, the stream without M.
     """
 
     def __init__(self, config, index: int):
         super().__init__()
         self.form = form = config.npt
-        rank, rows = form["ranks"].get(str(index)), form["rows"].get(str(index), ())
+        rank, targets = form["ranks"][str(index)], form["targets"]
         d, f = config.hidden_size, config.intermediate_size
         width = {"stream": d, "gate": f, "up": f, "down": d}
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, dtype=torch.float32))
 
-        self.A = None if rank is None else empty(rank, config.hidden_size)
-        targets = form["targets"] if rank is not None else ()
+        self.A = empty(rank, config.hidden_size)
         shifted = [t for t in targets if form["additive"] or t == "stream"]
         multiplied = [t for t in targets if form["multiplicative"] and t != "stream"]
         self.B = nn.ParameterDict({t: empty(width[t], rank) for t in shifted})
         self.M = nn.ParameterDict({t: empty(width[t], rank) for t in multiplied})
-        self.row_scale = nn.ParameterDict({t: empty(width[t]) for t in rows})
-        self.row_bias = nn.ParameterDict({t: empty(width[t]) for t in rows})
-        self.keep_residual = form["keep_residual"] or rank is None
 
     def _apply(self, fn, recurse: bool = True):
         """Move with the model and keep every number: `model.to(torch.bfloat16)` means the base."""
@@ -65,26 +60,16 @@ class LayerAdapter(nn.Module):
 
         return super()._apply(moved, recurse)
 
-    def code(self, attention: Tensor) -> Tensor | None:
-        """Return z = A a: [..., D] -> [..., R]; None if the layer has rows alone."""
-        if self.A is None:
-            return None
+    def code(self, attention: Tensor) -> Tensor:
+        """Return z = A a: [..., D] -> [..., R]."""
         with torch.autocast(attention.device.type, enabled=False):
             return F.linear(attention.to(self.A.dtype), self.A)
 
-    def scaled(self, target: str, y: Tensor) -> Tensor:
-        """Return a product [..., O] with the rows of the target applied, in the dtype of y."""
-        if target not in self.row_scale:
+    def modulate(self, target: str, y: Tensor, z: Tensor) -> Tensor:
+        """Return y' of one target, [..., O], in the dtype of y."""
+        if target not in self.form["targets"]:
             return y
         with torch.autocast(y.device.type, enabled=False):
-            rows = self.row_scale[target] * y.to(torch.float32) + self.row_bias[target]
-            return rows.to(y.dtype)
-
-    def modulate(self, target: str, y: Tensor, z: Tensor | None) -> Tensor:
-        """Return y' of one target, [..., O], in the dtype of y."""
-        with torch.autocast(y.device.type, enabled=False):
-            if z is None or target not in self.form["targets"]:
-                return y
             out = y.to(z.dtype)
             if target in self.M:
                 out = self.multiplier(F.linear(z, self.M[target])) * out
@@ -106,17 +91,13 @@ class NPTLlamaDecoderLayer(LlamaDecoderLayer):
     def forward(self, hidden_states, **context):
         attention, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **context)
         npt, mlp = self.npt, self.mlp
-        attention = npt.scaled("stream", attention)
         z = npt.code(attention)
-        kept = hidden_states + attention if npt.keep_residual else hidden_states
+        kept = hidden_states + attention if npt.form["keep_residual"] else hidden_states
         stream = npt.modulate("stream", kept, z)
         x = self.post_attention_layernorm(stream)
-
-        def product(target: str, projection: nn.Module, rows: Tensor) -> Tensor:
-            return npt.modulate(target, npt.scaled(target, projection(rows)), z)
-
-        gate, up = product("gate", mlp.gate_proj, x), product("up", mlp.up_proj, x)
-        return stream + product("down", mlp.down_proj, mlp.act_fn(gate) * up)
+        gate = npt.modulate("gate", mlp.gate_proj(x), z)
+        up = npt.modulate("up", mlp.up_proj(x), z)
+        return stream + npt.modulate("down", mlp.down_proj(mlp.act_fn(gate) * up), z)
 
 
 class NPTModel(PreTrainedModel):
@@ -129,7 +110,7 @@ class NPTModel(PreTrainedModel):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         layers = self.base_model.layers
-        for index in sorted({int(i) for i in (*config.npt["ranks"], *config.npt["rows"])}):
+        for index in map(int, config.npt["ranks"]):
             layers[index].__class__ = NPTLlamaDecoderLayer
             layers[index].npt = LayerAdapter(config, index)
         self.post_init()
