@@ -154,7 +154,7 @@ def copied_bases() -> Iterator[None]:
     from npt.base import load as loading
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "_read_base", LOADS)
+        patch.setattr(loading, "_read_weights", LOADS)
         yield
 
 

@@ -76,7 +76,7 @@ def test_is_what_another_load_would_be(
     how: dict = {"dtype": "auto"}
     if quantization:
         how["quantization_config"] = loading.packing_config(quantization)
-    first, second = (loading._read_base(name, "cpu", "sdpa", **how) for _ in range(2))
+    first, second = (loading._read_weights(name, "cpu", "sdpa", **how) for _ in range(2))
     copy = copied(first)
     assert described(copy) == described(second)
     assert all(map(torch.equal, tensors(copy), tensors(second)))

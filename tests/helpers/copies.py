@@ -75,7 +75,7 @@ class Loads:
     """Reads a checkpoint once for the same files and arguments, and gives copies of what was read.
 
     Args:
-        read: `npt.base.load._read_base`.
+        read: `npt.base.load._read_weights`.
     """
 
     def __init__(self, read: Callable[..., Any]) -> None:
@@ -109,4 +109,4 @@ class Loads:
         return loading.AutoModelForCausalLM.from_pretrained, Bnb4BitHfQuantizer.get_quantize_ops
 
 
-LOADS = Loads(loading._read_base)
+LOADS = Loads(loading._read_weights)
