@@ -133,7 +133,7 @@ class TestPosition:
         whole = [content(loaded) for loaded in anew().batches()]
         assert whole
         taken = round(where * len(whole))
-        position = Position() if taken == 0 else whole[taken - 1][1]
+        position = Position() if taken == 0 else whole[taken - 1][0]
         saved = Position.from_dict(json.loads(json.dumps(position.as_dict())))
         assert saved == position
         assert [content(loaded) for loaded in anew().batches(saved)] == whole[taken:]

@@ -9,6 +9,7 @@ import csv
 import os
 import signal
 import sqlite3
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,6 +218,7 @@ def test_a_killed_study_continues_and_repeats_nothing(
     content["parts"]["forms"]["seeds"] = [0]
     spec.write_text(yaml.safe_dump(content))
     folder = tmp_path / "study"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a killed run's folder stays
     first = start(spec, folder, "--workers", "2")
     wait_for(1, folder)
     # both workers and the parent, in the middle of their trials
