@@ -39,7 +39,8 @@ from npt.adapters.converted import adapter_parameters
 from npt.adapters.files.adapter_files import read_adapter
 from npt.console import silent_console
 from npt.errors import NPTError, TooManyRefusalsError
-from npt.forensics.student import StudentState, read_student
+from npt.forensics.replay import StoredState
+from npt.forensics.student import read_student
 from npt.manifest import MANIFEST, write_manifest
 from npt.runs.checkpoint import read_checkpoint
 from npt.runs.resume import changed_settings, check_same_data
@@ -117,7 +118,7 @@ class Fuzzer:
         return read.state(self.model, self.base), read.position, read.initial
 
     def _read_bundle(self, folder: Path) -> Any:
-        return StudentState(read_student(folder), self.model)
+        return StoredState(read_student(folder).postmortem, self.model)
 
     def run(self, inputs: int, first: int = 0) -> None:
         """Try inputs by their numbers."""

@@ -39,6 +39,7 @@ RETIRED = {
     name: instead
     for names, instead in (
         ("mixed_precision fp16 bf16", "a 4-bit base computes in fp32; see --compute_dtype"),
+        ("micro_batch", "npt replay traces the refused ones, or the largest of a refused window"),
         ("optimizer_type", "the optimizer is AdamW, whose moments stay in fp32"),
         ("modulation_scale", "see --additive_scale and --mult_bound"),
         ("log_file", "a run writes metrics.jsonl and events.jsonl into --output_dir"),

@@ -40,9 +40,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 
-LATE = {("guard", "forensics"), ("guard", "recorder"), ("guard", "tracer")}
+LATE = {("guard", "forensics"), ("guard", "tracer")}
 """Imports from above that are made when they are first needed, within a function: the guard loads
-tracer and recorder at the first refusal that is traced.
+the tracer at the first refusal that is traced.
 """
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))

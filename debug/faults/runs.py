@@ -32,8 +32,8 @@ from npt.distill.step import MicroBatchSplitter, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.errors import AdapterFileError, PrecisionError, TooManyRefusalsError
 from npt.files import to_json
-from npt.forensics.bundle import MOMENTS
-from npt.forensics.student import batch_of, read_student
+from npt.forensics.bundle import MOMENTS, WEIGHTS
+from npt.forensics.student import read_student
 from npt.guard.schedule import rate_table
 from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
@@ -214,7 +214,7 @@ def stopped(
     if len(stops) != 1 or reason not in stops[0]["reason"]:
         complaints.append(f"the events tell of {stops}")
     files = {path.name for path in bundles[0].iterdir()}
-    wanted = {"adapter", "moments.safetensors", "window.safetensors", "postmortem.json"}
+    wanted = {"weights.safetensors", "moments.safetensors", "window.safetensors", "postmortem.json"}
     missing = wanted - files
     if missing:
         complaints.append(f"the bundle lacks {sorted(missing)}")
@@ -278,9 +278,9 @@ def packed_run(setting: Setting) -> Verdict:
 
     def check(bundle: Path) -> list[str]:
         kept = {
-            name: batch.documents is not None and bool(batch.documents[row].any())
-            for batch in map(batch_of, read_student(bundle).postmortem.micro_batches)
-            for row, name in enumerate(batch.sample_ids)
+            name: "documents" in stored.inputs and bool(stored.inputs["documents"][row].any())
+            for stored in read_student(bundle).postmortem.micro_batches
+            for row, name in enumerate(stored.sample_ids)
             if "+" in name
         }
         lost = [f"the documents of {name} are lost" for name, known in kept.items() if not known]
@@ -299,10 +299,9 @@ def poisoned_run(setting: Setting) -> Verdict:
     name = "model.layers.1.npt.A"
 
     def check(bundle: Path) -> list[str]:
-        adapter = load_file(bundle / "adapter" / WEIGHTS_NAME)
-        state = (adapter | load_file(bundle / MOMENTS)).items()
+        state = (load_file(bundle / WEIGHTS) | load_file(bundle / MOMENTS)).items()
         bad = [key for key, t in state if t.is_floating_point() and not torch.isfinite(t).all()]
-        right = bad == [f"base_model.model.{name}"]
+        right = bad == [name]
         complaints = [] if right else [f"not finite in the bundle: {bad}"]
         traces = _postmortem(bundle)["history"]
         if [trace["loss"] is None for trace in traces[:5]] != [False, False, True, True, True]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import add_number, tell
+from npt.cli.arguments import tell
 
 
 def replay(flags: dict[str, Any]) -> int:
@@ -14,8 +14,7 @@ def replay(flags: dict[str, Any]) -> int:
     """
     from npt.forensics.student import replay_student
 
-    options = {name: flags[name] for name in ("model_name", "device", "micro_batch")}
-    result = replay_student(flags["bundle"], **options)
+    result = replay_student(flags["bundle"], model_name=flags["model_name"], device=flags["device"])
     tell(flags, result.as_dict(), *str(result).split("\n"))
     return 0
 
@@ -25,5 +24,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "the run's base, if it is not found under the recorded name"
     parser.add_argument("--model_name", help=text)
     parser.add_argument("--device", help="default: the kind that the run was on, if available")
-    text = "trace this micro-batch of the window, refused or not"
-    add_number(parser, "micro_batch", text, kind=int)

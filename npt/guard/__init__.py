@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from npt.errors import TooManyRefusalsError
-from npt.guard.finding import Finding
+from npt.guard.forensics import Finding
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatch, Outcome, Refusal
 from npt.guard.settings import GuardSettings

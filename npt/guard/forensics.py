@@ -1,4 +1,4 @@
-"""What a guard keeps of an open window, so that a refused micro-batch can be looked at again.
+"""What a guard keeps of a micro-batch, so that a refused one can be traced, in the run or later.
 
 The model's calls are noted, not copied: overwrite no input before `guard.step()`.
 """
@@ -6,24 +6,26 @@ The model's calls are noted, not copied: overwrite no input before `guard.step()
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from npt.guard.finding import Finding, recorded, traced
-from npt.guard.outcome import MicroBatchRecord, Refusal
+from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
 from npt.guard.parameters import unsynchronised, whole
 from npt.guard.traces import States
-from npt.random_state import random_state
+from npt.random_state import kept_random_state, random_state, set_random_state
 
-SUSPECTS = ACCEPTED = 4
-"""Micro-batches at most that are kept for a post-mortem; of a window that was refused as a whole,
-all.
+if TYPE_CHECKING:
+    from npt.tracer.verdict import Verdict
+
+KEPT = 4
+"""Refused and accepted micro-batches at most that are kept for a post-mortem; of a window that was
+refused as a whole, all.
 """
 
 
@@ -67,7 +69,7 @@ class Kept:
     inputs: Any = None
     run: Callable[[], Any] | None = None
     ids: tuple[str, ...] = ()
-    tokens: float = 1
+    tokens: int = 1
     calls: list[Call] = field(default_factory=list)
 
     @property
@@ -80,15 +82,112 @@ class Kept:
         if self.run is not None:
             return self.run()
         results = [call.again(model) for call in self.calls]
-        if len(results) == 1:
-            return results[0]
-        losses = [getattr(result, "loss", None) for result in results]
-        return results if any(loss is None for loss in losses) else sum(losses)
+        losses = [loss_in(result) for result in results]
+        if len(results) == 1 or any(loss is None for loss in losses):
+            return results[0] if len(results) == 1 else results
+        return sum(losses)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The tracer's answer about a refused micro-batch.
+
+    Attributes:
+        refusal: that was looked at.
+        verdict: the operation that made the first bad number; None if none was found.
+        why: then, why none; of a window that was refused for its size, which micro-batch was looked
+            at.
+    """
+
+    refusal: Refusal
+    verdict: Verdict | None
+    why: str = ""
+
+    @property
+    def told(self) -> str:
+        """The answer without the refusal."""
+        return "\n".join(str(part) for part in (self.why, self.verdict) if part)
+
+    def as_dict(self) -> dict[str, Any]:
+        verdict = None if self.verdict is None else self.verdict.as_dict()
+        return {"refusal": self.refusal.as_dict(), "verdict": verdict, "why": self.why}
+
+    def __str__(self) -> str:
+        return f"{self.refusal}\n{self.told}"
+
+
+def loss_in(outcome: Any) -> Any:
+    """Return the loss among a model's outputs, or None."""
+    if isinstance(outcome, torch.Tensor):
+        return outcome if outcome.dim() == 0 else None
+    return outcome.get("loss") if isinstance(outcome, Mapping) else getattr(outcome, "loss", None)
+
+
+def traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:
+    """Compute a micro-batch once more under the tracer; nothing of it stays in the run."""
+    if kept.run is None and not kept.calls and kept.inputs is None:
+        return Finding(refusal, None, "the model was not called: there is nothing to compute again")
+    outcome: Any = None
+
+    def compute() -> Any:
+        nonlocal outcome
+        outcome = kept.compute(model)
+        return outcome
+
+    try:
+        # only now: it needs transformers and bitsandbytes, which a guard does not
+        from npt.tracer.trace import first_fault
+
+        with kept_random_state():
+            set_random_state(kept.random)
+            verdict = first_fault(model, kept.batch, compute, exploded=True)
+    except Exception as error:  # the run is more than its diagnosis
+        return Finding(refusal, None, f"the tracer ended with {type(error).__name__}: {error}")
+    if verdict is None:
+        return Finding(refusal, None, _unexplained(refusal, outcome))
+    ids = kept.batch.get("input_ids") if isinstance(kept.batch, Mapping) else None
+    if verdict.row is not None and ids is not None and len(ids) == len(refusal.sample_ids):
+        verdict = replace(verdict, sample=refusal.sample_ids[verdict.row])
+    return Finding(refusal, verdict)
+
+
+def _unexplained(refusal: Refusal, outcome: Any) -> str:
+    """Return why no operation is named, though a micro-batch was computed again to `outcome`."""
+    reason = "suspect the hardware or a race"
+    if refusal.kind == "update":
+        reason = f"the optimizer's step made the number, not a pass; {refusal.detail}"
+    elif refusal.kind in ("norm", "spike"):
+        reason = "the whole window was too large"
+    elif loss_in(outcome) is None:
+        reason = "the loss is made outside of the model; say how with micro_batch(run=...)"
+    return f"computed again, all was finite: {reason}"
+
+
+@contextmanager
+def values_in(
+    parameters: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
+    """Give parameters these values, and no gradients, within the context; their own are put back
+    after it.
+    """
+    chosen = [(parameters[name], value) for name, value in values.items()]
+    kept = [(parameter, parameter.detach().clone(), parameter.grad) for parameter, _ in chosen]
+    try:
+        with torch.no_grad():
+            for parameter, value in chosen:
+                parameter.copy_(value)
+                parameter.grad = None
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value, gradient in kept:
+                parameter.copy_(value)
+                parameter.grad = gradient
 
 
 class Hook:
-    """A hook of a model that notes its calls; a copy of the model, or a stored one, has an idle one
-    and drags no guard along.
+    """Record the model's calls. Holds the forensics weakly and unpickles to a no-op, so copying the
+    model does not copy the guard.
     """
 
     def __init__(self, forensics: Forensics | None = None):
@@ -109,23 +208,23 @@ class Forensics:
     Args:
         model: also in DistributedDataParallel; None if the guard knows parameters only.
         traces: refusals to trace.
-        keep: the last refused micro-batches, for a post-mortem.
-        record: what is traced.
+        keep: micro-batches, for a post-mortem.
 
     Attributes:
-        suspects: those, since the last window without a refusal.
+        findings: all so far.
+        left: refusals that may still be traced.
+        suspects: the last refused micro-batches; if a step was made since, the next window with a
+            refusal replaces them.
     """
 
-    def __init__(
-        self, model: nn.Module | None, traces: int, keep: bool = False, record: bool = False
-    ):
+    def __init__(self, model: nn.Module | None, traces: int, keep: bool = False):
         self.findings: list[Finding] = []
+        self.left = traces
         self.suspects: list[tuple[Refusal, Kept]] = []
+        self._stepped = False  # since the suspects were refused
         self._accepted: list[tuple[Kept, list[int]]] = []
-        self._keep, self._record = keep, record
-        self._parallel = model
+        self._keep, self._parallel = keep, model
         self._model = model = None if model is None else whole(model)
-        self.left = traces  # refusals that may still be traced
         self._open: dict[tuple[int, int], Kept] = {}  # by window and place
         self._now: Kept | None = None
         self._handle = None
@@ -146,83 +245,6 @@ class Forensics:
         finally:
             self._now = None
 
-    def trace(self, window: int, refusals: Sequence[Refusal], step: int) -> list[Finding]:
-        """Trace the first of this process's refusals; nothing of it stays in the run."""
-        findings: list[Finding] = []
-        for refusal in refusals:
-            kept = self._kept(window, refusal.micro_batch)
-            if kept is not None and self.left:
-                findings.append(self._traced(refusal, kept, step))
-        self.findings += findings
-        return findings
-
-    def _kept(self, window: int, place: int | None) -> Kept | None:
-        return None if place is None else self._open.get((window, place))
-
-    def trace_window(
-        self, window: int, refusals: Sequence[Refusal], largest: MicroBatchRecord | None, step: int
-    ) -> list[Finding]:
-        """Trace the largest micro-batch of a window whose norm overflowed or spiked.
-
-        A step that spoilt weights or moments is the optimizer's: no pass made the bad number.
-        """
-        size = next((r for r in refusals if r.kind in ("norm", "spike")), None)
-        if size is None or largest is None or not self.left:
-            return []
-        kept = self._kept(window, largest.micro_batch)
-        if kept is None:
-            return []
-        samples = f" (samples {', '.join(largest.sample_ids)})" if largest.sample_ids else ""
-        why = (
-            f"micro-batch {largest.micro_batch}{samples} has the largest gradient, of norm"
-            f" {largest.grad_norm:.3g}"
-        )
-        finding = self._traced(size, kept, step)
-        why += "; no number in it is bad" if finding.verdict is None else ""
-        self.findings.append(replace(finding, why=why))
-        return self.findings[-1:]
-
-    def _traced(self, refusal: Refusal, kept: Kept, step: int) -> Finding:
-        assert self._model is not None
-        self.left -= 1
-        with unsynchronised(self._parallel):  # the other processes trace nothing, or their own
-            finding = traced(self._model, refusal, kept)
-            if self._record:
-                finding = replace(finding, record=recorded(self._model, kept, step))
-        return finding
-
-    def settle(self, window: int, refusals: Sequence[Refusal]) -> None:
-        """Set this process's refused micro-batches of a window aside, if they are to be kept."""
-        for refusal in refusals if self._keep else ():
-            new = [(refusal, kept) for kept in self._closed(window, refusal.micro_batch)]
-            self.suspects = [*self.suspects, *new][-max(SUSPECTS, len(new)) :]
-
-    def accept(self, window: int) -> None:
-        """Set the micro-batches of a window without refusals aside, to be compared with."""
-        self.suspects = []
-        if self._keep:
-            kept = self._closed(window, None)[:ACCEPTED]
-            self._accepted = [(each, _versions(each.batch)) for each in kept]
-
-    @property
-    def accepted(self) -> list[Kept]:
-        """Those, but for what was overwritten since."""
-        return [kept for kept, versions in self._accepted if versions == _versions(kept.batch)]
-
-    def _closed(self, window: int, place: int | None) -> list[Kept]:
-        """Return what was kept at a place of a window, or at all; `run` may see other data now."""
-        kept = [(at, each) for at, each in self._open.items() if at[0] == window]
-        return [replace(each, run=None) for at, each in kept if place in (None, at[1])]
-
-    def forget(self, window: int | None = None) -> None:
-        """Forget the micro-batches of a window; default of all."""
-        self._open = {at: kept for at, kept in self._open.items() if window not in (None, at[0])}
-
-    def close(self) -> None:
-        """Take the hook from the model."""
-        if self._handle is not None:
-            self._handle.remove()
-
     def note(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Note a call of the model, if it is a micro-batch's."""
         if self._now is None:
@@ -232,6 +254,82 @@ class Forensics:
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         autocast = {kind: torch.get_autocast_dtype(kind) for kind in on}
         self._now.calls.append(Call(arguments, named, autocast))
+
+    def trace(self, window: int, refusals: Sequence[Refusal]) -> list[Finding]:
+        """Trace the first of this process's refused micro-batches; nothing of it stays in the
+        run.
+        """
+        places = [(refusal, (window, refusal.micro_batch)) for refusal in refusals]
+        kept = [(refusal, self._open[at]) for refusal, at in places if at in self._open]
+        return [self._traced(refusal, each) for refusal, each in kept[: self.left]]
+
+    def trace_window(self, outcome: Outcome, history: Iterable[MicroBatchRecord]) -> list[Finding]:
+        """Trace this process's micro-batch with the largest gradient, of those that counted in a
+        window whose norm overflowed or spiked.
+
+        A step that spoilt weights or moments is the optimizer's: no pass made the bad number.
+        """
+        size = next((r for r in outcome.refused if r.kind in ("norm", "spike")), None)
+        records = [
+            record
+            for record in history
+            if record.window == outcome.index and record.micro_batch in outcome.places
+        ]
+        if size is None or not records or not self.left:
+            return []
+        largest = max(records, key=lambda record: record.grad_norm)
+        samples = f" (samples {', '.join(largest.sample_ids)})" if largest.sample_ids else ""
+        why = (
+            f"micro-batch {largest.micro_batch}{samples} has the largest gradient, of norm"
+            f" {largest.grad_norm:.3g}"
+        )
+        return [self._traced(size, self._open[outcome.index, largest.micro_batch], why)]
+
+    def _traced(self, refusal: Refusal, kept: Kept, why: str = "") -> Finding:
+        assert self._model is not None
+        self.left -= 1
+        with unsynchronised(self._parallel):  # the other processes trace nothing, or their own
+            finding = traced(self._model, refusal, kept)
+        self.findings.append(replace(finding, why=why or finding.why))
+        return self.findings[-1]
+
+    def suspect(self, window: int, refusals: Sequence[Refusal]) -> None:
+        """Set this process's refused micro-batches of a window aside, if they are to be kept."""
+        if not self._keep or not refusals:
+            return
+        earlier = [] if self._stepped else self.suspects
+        new = [
+            # `run` may see other data later
+            (refusal, replace(kept, run=None))
+            for refusal in refusals
+            for at, kept in self._open.items()
+            if at[0] == window and refusal.micro_batch in (None, at[1])
+        ]
+        self.suspects, self._stepped = [*earlier, *new][-max(KEPT, len(new)) :], False
+
+    def accept(self, outcome: Outcome) -> None:
+        """Set the micro-batches that were stepped on aside, to be compared with."""
+        if not self._keep or not outcome.applied:
+            return
+        self._stepped = True
+        places = [(outcome.index, place) for place in outcome.places]
+        kept = [replace(self._open[at], run=None) for at in places if at in self._open]
+        new = [(each, _versions(each.batch)) for each in kept]
+        self._accepted = [*self._accepted, *new][-KEPT:]
+
+    @property
+    def accepted(self) -> list[Kept]:
+        """The last ones, but for what was overwritten since."""
+        return [kept for kept, versions in self._accepted if versions == _versions(kept.batch)]
+
+    def forget(self, window: int | None = None) -> None:
+        """Forget the micro-batches of a window; default of all."""
+        self._open = {at: kept for at, kept in self._open.items() if window not in (None, at[0])}
+
+    def close(self) -> None:
+        """Take the hook from the model."""
+        if self._handle is not None:
+            self._handle.remove()
 
 
 def _versions(inputs: Any) -> list[int]:

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
-from npt.guard.finding import Finding, weights_of
-from npt.guard.forensics import Forensics, Kept
+from npt.guard.forensics import Finding, Forensics, Kept, values_in
 from npt.guard.mixed_precision import LossScale
-from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts
+from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
 from npt.guard.parameters import (
     Trainable,
     all_processes,
@@ -131,7 +130,7 @@ class Guard:
         if scaler is not None:
             self.window.unscale = self._scale.unscale
         keep = self.settings.postmortem is not None
-        self.forensics = Forensics(self._model, self.settings.trace, keep, self.settings.record)
+        self.forensics = Forensics(self._model, self.settings.trace, keep)
         self.draws: Draws = Draws() if draws is None else draws
         self._buffers = Buffers(None if self._model is None else whole(self._model))
         self.counts = RunCounts()
@@ -268,7 +267,7 @@ class Guard:
         refusals = gathered(refusals_here, Refusal, self.window.processes)
         if refusals:
             self._trace(self.window.committed, refusals_here)
-            self.forensics.settle(self.window.committed, refusals_here)
+            self.forensics.suspect(self.window.committed, refusals_here)
             self.clear()
             self._aside = sorted([*self._aside, *refusals], key=lambda r: r.micro_batch or 0)
         return refusals
@@ -399,29 +398,24 @@ class Guard:
             if self.lists:
                 outcome.longest = self.counts.add(outcome, self.window.processes)
                 if self.forensics.left and outcome.refused:
-                    with weights_of(outcome.snapshot, self.update):
+                    names, parameters = self.update.names, self.update.parameters
+                    before = {n: value for n, (value, _) in (outcome.snapshot or {}).items()}
+                    with values_in(dict(zip(names, parameters, strict=True)), before):
                         if self.update.late:
                             self._trace(outcome.index, outcome.refused)
                         if not outcome.applied:
                             self._trace_window(outcome)
-            if not outcome.refused:
-                self.forensics.accept(outcome.index)
-            self.forensics.settle(outcome.index, outcome.refused)
+            self.forensics.suspect(outcome.index, outcome.refused)
+            self.forensics.accept(outcome)
             self.forensics.forget(outcome.index)
             self._end(outcome)
         return outcomes
 
     def _trace(self, window: int, refusals: Sequence[Refusal]) -> None:
-        self._findings += self.forensics.trace(window, refusals, window + 1)
+        self._findings += self.forensics.trace(window, refusals)
 
     def _trace_window(self, outcome: Outcome) -> None:
-        """Trace this process's micro-batch with the largest gradient of those that counted."""
-        records = [r for r in self.window.history if r.window == outcome.index]
-        counted = [r for r in records if r.micro_batch in outcome.places]
-        largest: MicroBatchRecord | None = max(counted, key=lambda r: r.grad_norm, default=None)
-        self._findings += self.forensics.trace_window(
-            outcome.index, outcome.refused, largest, outcome.index + 1
-        )
+        self._findings += self.forensics.trace_window(outcome, self.window.history)
 
     def _end(self, outcome: Outcome) -> None:
         """Give the outcome its findings, and end a run with too many refusals."""

@@ -32,7 +32,6 @@ class GuardSettings:
         max_refused: refusals in a row before TooManyRefusalsError.
         trace: refused micro-batches, on each process, that are computed again to name the guilty
             operation; each costs a few slow passes.
-        record: the health of every tensor of what is traced is recorded too (`Finding.record`).
         postmortem: a folder; when `max_refused` is reached, a folder in it gets the last refused
             micro-batches, weights, moments and reasons.
     """
@@ -44,7 +43,6 @@ class GuardSettings:
     spike_sigmas: float | None = None
     max_refused: int = 10
     trace: int = 0
-    record: bool = False
     postmortem: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -62,5 +60,3 @@ class GuardSettings:
                 raise ConfigError(f"{name} is {number}; it must be above 0")
         if self.trace < 0:
             raise ConfigError(f"trace is {self.trace}; it must be 0 or more")
-        if self.record and not self.trace:
-            raise ConfigError("record is for what is traced; give trace=1 too, or more")

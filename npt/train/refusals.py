@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,11 +11,9 @@ from typing import Any
 from npt.data.batch import Batch
 from npt.data.loader import Window
 from npt.errors import TooManyRefusalsError
+from npt.guard.forensics import KEPT
 from npt.guard.guard import Guard
-from npt.guard.outcome import MicroBatchRecord, Outcome
-from npt.guard.refusal import gathered
-from npt.guard.schedule import rate_table
-from npt.guard.window import HISTORY
+from npt.guard.outcome import Outcome
 from npt.train.run import Run
 
 REFUSED_SHARE = 0.2
@@ -87,12 +85,7 @@ class Refusals:
             accepted: the last window without one.
             steps: applied by now.
         """
-        run, (window, result) = self._run, last
-        processes, history = run.setup.processes, self._guard.window.history
-        if processes.size > 1:  # the last micro-batches of every process, in their order
-            records = gathered(history, MicroBatchRecord, processes)
-            records.sort(key=lambda record: (record.window, record.micro_batch))
-            self._guard.window.history = deque(records, maxlen=HISTORY * processes.size)
+        run, (window, result), processes = self._run, last, self._run.setup.processes
         ending = f", the last: {result.refused[-1]}" if result.refused else ""
         message = f"stopped at step {steps}: {reason}{ending}"
         batches = () if accepted is None else accepted.batches
@@ -113,23 +106,23 @@ class Refusals:
     ) -> dict[str, Any]:
         """Return the bundle's path, or why there is none; the run reports its end either way."""
         from npt.forensics.bundle import write_postmortem  # few runs end so
-        from npt.forensics.student import student_part
+        from npt.forensics.student import stored_batches, student_entry
 
         setup, record, path = self._run.setup, self._run.record, self._run.folder.path
-        c, total = setup.config, self._run.total_steps
         step = steps if result.snapshot is None else result.steps - result.applied
-        rates = rate_table(c.learning_rate, c.scheduler_type, c.warmup_steps, total)
-        entry = {
-            "settings": {**record["settings"], **asdict(c)},
-            "samples_at_once": setup.splitter.samples or c.batch_size,
-            "rate": rates[min(step, len(rates) - 1)],
-        }
         try:
-            student = student_part(
-                setup.model, window.batches, result.refused, accepted, entry, record
+            settings = {**record["settings"], **asdict(setup.config)}
+            samples = setup.splitter.samples or setup.config.batch_size
+            written = write_postmortem(
+                path / "postmortem",
+                self._guard,
+                result,
+                reason,
+                step,
+                refused=stored_batches(window.batches, settings["seed"], result.refused),
+                accepted=stored_batches(accepted[:KEPT], settings["seed"]),
+                student=student_entry(setup.model, settings, record["base_hash"], samples),
             )
-            folder = path / "postmortem"
-            written = write_postmortem(folder, self._guard, result, reason, step, student)
             return {"postmortem": str(written.relative_to(path.absolute()))}
         except Exception as error:
             return {"postmortem": None, "error": str(error)}

@@ -150,7 +150,7 @@ def test_a_bundle_of_a_run_on_a_gpu_replays_there(tmp_path: Path) -> None:
     before = torch.cuda.get_rng_state()
     found = replay(bundle)
     assert found.classification == "state" and found.reproduced and found.device.startswith("cuda")
-    assert "model.layers.5.npt.A[0, 1] is nan" in str(found.findings["adapters"])
+    assert "model.layers.5.npt.A[0, 1] is nan" in str(found.findings["weights"])
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 

@@ -125,20 +125,6 @@ def test_a_copy_of_the_model_drags_no_guard_along() -> None:
     assert [call.arguments[0].sum().item() for call in kept.calls] == [2.0]
 
 
-def test_what_is_traced_is_recorded_too() -> None:
-    windows = [[Micro(1), Micro(2, fault="loss")], [Micro(3, branch=True)]]
-    recorded, plain = World(), World()
-    guard, _ = traced_run(recorded, windows, True, trace=1, record=True)
-    plain_run(plain, never_saw(windows), "sum")
-    assert_same_state(recorded, plain)
-    (finding,) = guard.findings
-    assert finding.record is not None and finding.record.step == 1
-    assert finding.record.bad[0].name == "in"  # of the model: the data
-    assert any(row.direction == "gradient" and row.stage == "weight" for row in finding.record.rows)
-    with pytest.raises(ConfigError, match="give trace=1 too"):
-        Guard(plain.model, plain.optimizer, record=True)
-
-
 def test_what_cannot_be_repeated_is_said() -> None:
     world = World()
     calls = []
@@ -284,13 +270,9 @@ def test_metrics_do_not_count_what_the_tracer_computes(tmp_path) -> None:
 
 def test_the_last_refusals_of_a_lost_run_are_logged_too(tmp_path, caplog) -> None:
     model = plant(small_llama(), "loss-nan")
-    given = {"max_refused": 1, "record": True}
-    trainer = protect(trainer_of(InOrder, [row(0, "loss-nan")], tmp_path, model), **given)
+    trainer = protect(trainer_of(InOrder, [row(0, "loss-nan")], tmp_path, model), max_refused=1)
     with pytest.raises(TooManyRefusalsError):
         trainer.train()
-    (finding,) = trainer.guard.findings
-    assert (
-        finding.record is not None and finding.record.bad[0].module == "model.layers.1.mlp.act_fn"
-    )
+    assert len(trainer.guard.findings) == 1
     said = [r.message.split(" in step 1")[0] for r in caplog.records if r.name == "npt.guard"]
     assert said == ["refused", "traced"]

@@ -15,7 +15,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.attention import attention_name
 from npt.base.load import load_teacher
 from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
-from npt.forensics.student import read_student, restored
+from npt.forensics.student import read_student
 from npt.forensics.student import replay_student as replay
 from npt.stored import read_json
 from npt.train.trainer import Trainer
@@ -98,9 +98,9 @@ def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_f
         trainer.train()
     (bundle,) = (here.place / "run" / "postmortem").iterdir()
     student = read_student(bundle)
-    assert student.settings["teacher_attention"] == own
-    with restored(student, model_name=str(llama_folder)) as found:
-        assert attention_name(found.model) == "sdpa" and attention_name(found.teacher) == own
+    assert student.entry["settings"]["teacher_attention"] == own
+    model, found = student.load(str(llama_folder))
+    assert attention_name(model) == "sdpa" and attention_name(found) == own
 
 
 def test_a_teacher_with_adapters_or_of_another_precision_is_refused(here, load_model) -> None:

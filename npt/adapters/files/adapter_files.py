@@ -258,12 +258,11 @@ def read_adapter(
     *,
     base: BaseIdentity | None = None,
     check_base: bool = True,
-    finite: bool = True,
 ) -> tuple[NPTConfig, dict[str, torch.Tensor]]:
     """Return the configuration saved in `folder` and the tensors by the name of their parameter,
     on the host, once all is found to fit the model, which is not changed.
 
-    Args as of `load_adapter`; finite: refuse numbers that are not finite.
+    Args as of `load_adapter`.
     """
     stored = find_adapter(folder)
     folder, config, record = stored.folder, stored.config, stored.record
@@ -289,7 +288,7 @@ def read_adapter(
     check_tensors(path, read_headers(path, AdapterFileError), wanted, AdapterFileError)
     on_disk = read_tensors(path, wanted, AdapterFileError)
     tensors = {name: on_disk[PREFIX + name] for name in shapes}
-    if finite and (bad := non_finite(tensors)) is not None:
+    if (bad := non_finite(tensors)) is not None:
         raise AdapterFileError(f"{path}: {bad} holds a non-finite value; the adapter is refused")
     return config, tensors
 
