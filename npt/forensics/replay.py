@@ -100,6 +100,7 @@ class Replay:
         return next(filter(None, verdicts), None)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
         record, records = self.postmortem.record, [asdict(record) for record in self.records]
         verdicts = {i: f.verdict and f.verdict.as_dict() for i, f in self.traces.items()}
         return {

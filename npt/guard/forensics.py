@@ -109,6 +109,7 @@ class Finding:
         return "\n".join(str(part) for part in (self.why, self.verdict) if part)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
         verdict = None if self.verdict is None else self.verdict.as_dict()
         return {"refusal": self.refusal.as_dict(), "verdict": verdict, "why": self.why}
 
