@@ -45,11 +45,10 @@ import torch
 
 from flop_count import count_flops, matmul_roofline
 from flop_formulas import adapter_flops, floor_flops
-from live_memory import storage_bytes, tensors_of
 from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device, wait_for
 from npt.data.batch import Batch
-from npt.doctor.measure import peak_bytes
+from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 from npt.errors import ConfigError, NPTError
 from npt.files import write_text
 from speed_runs import OURS, RUNS, SHAPES, Run, Setting, make_batch, make_runs

@@ -58,7 +58,6 @@ def test_tests_on_a_gpu_import_what_a_gpu_machine_has(path: Path) -> None:
         "benchmarks",
         "faults",
         "host_waits",
-        "live_memory",
         "random_base",
         *(helper.stem for helper in gpu_files()),
     }

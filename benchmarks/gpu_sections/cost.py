@@ -19,13 +19,13 @@ import npt
 from faults.runs import NoTokenizer
 from gpu_sections.models import base_of, full_batch
 from gpu_sections.runner import Bench, Findings, Section
-from live_memory import measure_window
 from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
 from npt.console import silent_console
 from npt.data.batch import Batch, Sample
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
+from npt.doctor.measure import measure_window
 from npt.doctor.plan import Workload, shown
 from npt.doctor.shape import SHAPES, llama_config
 from npt.errors import is_out_of_memory
@@ -57,7 +57,7 @@ def _against_plan(bench: Bench, findings: Findings) -> None:
         ).plan()
         model = base_of(bench, "llama-3.2-1b", length)
         npt.attach(model, adapter)
-        measured = measure_window(model, training, 2, length)
+        measured, _ = measure_window(model, training, 2, length)
         predicted = plan.of("micro-batch", "step")
         error = predicted / measured - 1
         sizes = shown(predicted), shown(measured)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from bitsandbytes.functional import QuantState
+from torch import Tensor, nn
 from torch._C._profiler import _EventType
 
 from npt.adapters.attach import attach
@@ -62,15 +64,16 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
     return max(0, max(total for *_, total, _ in totals) - (first - size))
 
 
-def window_cost(
+def measure_window(
     model: Any, config: TrainConfig, samples: int, length: int, teacher: Any = None
 ) -> tuple[int, float]:
     """Train the model's adapters on windows of random tokens, `samples` of them in a micro-batch.
 
     Returns:
-        The bytes by which memory rises, moments included, and a window's seconds.
+        The bytes alive at the highest moment, model and moments included, and a window's seconds.
     """
-    device, guards = next(model.parameters()).device, list[Guard]()
+    device, held = next(model.parameters()).device, storage_bytes(tensors_of(model, teacher))
+    guards: list[Guard] = []
     shape = (config.gradient_accumulation_steps, samples, length)
     ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batches = [batch_from_tensors(rows, torch.ones_like(rows)) for rows in ids]
@@ -88,12 +91,12 @@ def window_cost(
             window()
 
     try:
-        rise = peak_bytes(first_windows, device)
+        peak = held + peak_bytes(first_windows, device)
         wait_for(device)
         started = time.perf_counter()
         window()
         wait_for(device)
-        return rise, time.perf_counter() - started
+        return peak, time.perf_counter() - started
     finally:
         for guard in guards:
             guard.close()
@@ -105,9 +108,8 @@ def measured_windows(
 ) -> Iterator[dict[str, Any]]:
     """Yield windows of 1, 2, 4, ... samples a micro-batch, up to the workload's, as they are run.
 
-    Base and adapters, which lie there before, are counted by formula. The last window may be one
-    that does not fit into `limit` bytes, its peak and seconds None: by its formula, since a host
-    without memory ends the process, or by the device's own error.
+    The last window may be one that does not fit into `limit` bytes, its peak and seconds None: by
+    its formula, since a host without memory ends the process, or by the device's own error.
     """
     config = workload.training
     attach(model, replace(workload.adapter, init="random", ranks=tuple(workload.ranks.values())))
@@ -117,8 +119,7 @@ def measured_windows(
         predicted, peak, seconds = plan.of("micro-batch", "step"), None, None
         if limit is None or predicted <= limit:
             try:
-                rise, seconds = window_cost(model, config, samples, workload.length, teacher)
-                peak = plan.loaded + rise
+                peak, seconds = measure_window(model, config, samples, workload.length, teacher)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -126,3 +127,38 @@ def measured_windows(
         yield {"samples": samples, "predicted": predicted, "peak": peak, "seconds": seconds}
         if peak is None:
             break
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors' storages; each counts once, and whole."""
+    sizes: dict[tuple[torch.device, int], int] = {}
+    for tensor in tensors:
+        if tensor.layout == torch.strided and tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            sizes[tensor.device, storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def tensors_of(*owners: Any) -> Iterator[Tensor]:
+    """Yield once every tensor of modules, optimizers, dataclasses and containers, with the
+    gradients and the statistics of packed weights.
+    """
+    seen: set[int] = set()
+    waiting = list(owners)
+    while waiting:
+        owner = waiting.pop()
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, Tensor):
+            yield owner
+            if owner.is_leaf and owner.grad is not None:
+                waiting.append(owner.grad)
+        if isinstance(owner, dict):
+            waiting += [*owner.keys(), *owner.values()]
+        elif isinstance(owner, list | tuple | set | frozenset):
+            waiting += list(owner)
+        elif isinstance(owner, Tensor | nn.Module | torch.optim.Optimizer | QuantState) or (
+            is_dataclass(owner) and not isinstance(owner, type)
+        ):
+            waiting += list(vars(owner).values())

@@ -60,12 +60,11 @@ def available(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Term:
-    """Something that takes memory in some phases; `loaded` is there before the first of them."""
+    """Something that takes memory in some phases."""
 
     name: str
     bytes: int
     phases: tuple[str, ...] = PHASES
-    loaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,6 @@ class MemoryPlan:
     def phase(self) -> str:
         """The phase with the peak."""
         return max(PHASES, key=self.of)
-
-    @property
-    def loaded(self) -> int:
-        """Bytes of bases and adapters, which lie there before a run begins."""
-        return sum(term.bytes for term in self.terms if term.loaded)
 
     @property
     def peak(self) -> int:
@@ -179,9 +173,9 @@ class Workload:
         teacher = 0 if self.teacher is None else base_bytes(s, None, self.teacher)
         name = "base" if kind is None else f"base, {kind.upper()}"
         return [
-            Term(name, base_bytes(s, kind, self.stored), loaded=True),
-            Term("teacher of its own", teacher, loaded=True),
-            Term("adapters", size, loaded=True),
+            Term(name, base_bytes(s, kind, self.stored)),
+            Term("teacher of its own", teacher),
+            Term("adapters", size),
             Term("AdamW's two moments", 2 * size),
             Term("micro-batch's gradients", size),
             Term("window's gradients", size),

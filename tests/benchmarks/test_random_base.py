@@ -5,10 +5,9 @@ from families import config_of, save_base
 from transformers import GPT2Config, LlamaConfig
 
 import npt
-from live_memory import storage_bytes, tensors_of
 from npt.base.attention import SDPA
 from npt.base.linear import dense_weight, quantized_linears
-from npt.doctor.measure import peak_bytes
+from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 from npt.errors import ConfigError, ModelError
 from random_base import random_base
 

@@ -15,7 +15,7 @@ import torch
 
 import speed
 from flop_count import count_flops, matmul_roofline
-from live_memory import storage_bytes, tensors_of
+from npt.doctor.measure import storage_bytes, tensors_of
 from npt.doctor.shape import SHAPES, Shape
 from speed_runs import PEFT, RUNS, Setting, make_base, make_batch, make_runs
 

@@ -142,7 +142,7 @@ def test_windows_of_rising_size_are_measured_until_one_does_not_fit(capsys, monk
         return 1000, 0.5
 
     monkeypatch.undo()
-    monkeypatch.setattr("npt.doctor.measure.window_cost", window)
+    monkeypatch.setattr("npt.doctor.measure.measure_window", window)
     assert main(line) == 0
     windows = json.loads(capsys.readouterr().out)["plan"]["measured"]
     assert [window["peak"] is None for window in windows] == [False, True]

@@ -11,11 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import npt
-from live_memory import measure_window, storage_bytes, tensors_of
 from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Sample
-from npt.doctor.measure import peak_bytes
+from npt.doctor.measure import measure_window, peak_bytes, storage_bytes, tensors_of
 from npt.doctor.plan import Workload, base_bytes, shown
 from npt.doctor.shape import SHAPES, Shape, llama_config, shape_named
 from npt.evaluation.evaluate import evaluate
@@ -78,7 +77,7 @@ def test_a_predicted_peak_is_within_15_percent_of_the_measured_one(case: str) ->
     planned = CASES[case]
     memory, model = planned.plan(), student(planned)
     training = planned.training
-    peak = measure_window(model, training, training.batch_size, planned.length)
+    peak = measure_window(model, training, training.batch_size, planned.length)[0]
     assert memory.of("micro-batch", "step") == pytest.approx(peak, rel=0.15)
 
 

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import live_memory
-from live_memory import storage_bytes, tensors_of
-from npt.doctor.measure import peak_bytes
+from npt.doctor import measure
+from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 
 MIB = 1 << 20
 
@@ -151,7 +150,7 @@ def test_the_process_grows_by_what_was_measured() -> None:
     """
     ran = subprocess.run(
         [sys.executable, "-c", GROWN],
-        cwd=Path(live_memory.__file__).parent,
+        cwd=Path(measure.__file__).parent,
         capture_output=True,
         text=True,
         check=True,
