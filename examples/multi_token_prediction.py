@@ -33,7 +33,7 @@ from npt.data.batch import Batch, collate, target_index
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.logit_losses import through_head, token_cross_entropy
-from npt.guard import Guard
+from npt.guard import Guard, Seeded
 
 BATCH_SIZE, WINDOW, LENGTH, RATE = 4, 2, 64, 3e-3
 
@@ -105,7 +105,7 @@ def train(count: int, steps: int) -> list[list[float]]:
     model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
     heads = nn.ModuleList(Head(model.lm_head, model.config.hidden_size) for _ in range(count))
     optimizer = torch.optim.AdamW(heads.parameters(), lr=RATE, fused=True)
-    guard = Guard(heads, optimizer, max_grad_norm=1.0, rates=[RATE])
+    guard = Guard(heads, optimizer, max_grad_norm=1.0, rates=[RATE], draws=Seeded(0), late=False)
     batches, curve = text(tokenizer), []
     for _ in range(steps):
         for batch in islice(batches, WINDOW):

@@ -7,6 +7,8 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,8 +176,15 @@ def test_parts_of_others_that_training_leaves_out_are_harm(monkeypatch, id) -> N
 
 
 def test_a_bundle_without_documents_is_harm(monkeypatch) -> None:
-    honest = runs.batch_of
-    monkeypatch.setattr(runs, "batch_of", lambda stored: replace(honest(stored), documents=None))
+    honest = runs.read_student
+
+    def forgetful(bundle: Path) -> Any:
+        read = honest(bundle)
+        for stored in read.postmortem.micro_batches:
+            stored.inputs.pop("documents", None)
+        return read
+
+    monkeypatch.setattr(runs, "read_student", forgetful)
     verdict = judged(at_once("run-packed")).verdict
     assert not verdict.passed and "the documents of" in verdict.detail
 
