@@ -63,7 +63,8 @@ class Refusals:
         for micro_batch, message in itertools.chain(*run.setup.processes.gather_json(traced)):
             self._diagnoses += 1
             run.folder.event("diagnosis", step=step, micro_batch=micro_batch, message=message)
-            run.say(f"  diagnosis: {message}")
+            for line in f"diagnosis: {message}".splitlines():
+                run.say(f"  {line}")
 
     def excess(self, longest: int, micro_batches: int) -> str | None:
         """Return why the run must stop, or None, after a longest run of refusals in a row."""

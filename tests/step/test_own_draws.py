@@ -214,7 +214,10 @@ def test_a_run_that_refuses_and_diagnoses_is_the_run_that_passed_over(runs) -> N
         with mock.patch.object(Loop, "_add", passed_over):
             never = runs.run("never", num_epochs=1)
     assert set(refused.refused_by_kind) == {"data", "loss"} and not never.refused
-    assert events(runs.place / "refused", "diagnosis")
+    diagnoses = [event["message"] for event in events(runs.place / "refused", "diagnosis")]
+    printed = runs.said.getvalue()
+    assert diagnoses and "\\n" not in printed
+    assert all(f"  {line}\n" in printed for line in diagnoses[0].splitlines()[1:])
     one, other = runs.outcome("refused"), runs.outcome("never")
     assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
     assert one.fidelity == other.fidelity
