@@ -149,6 +149,7 @@ def add_settings(
     namespace. A boolean one takes an optional value (`--smoke_test false`) and has a negation
     (`--no_smoke_test`). Help texts show the `defaults` by name in place of the fields' own.
     """
+    parser.usage = "%(prog)s [flags]"  # argparse would write a screen of them above their texts
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
     groups: dict[str, Any] = {}
     for cls in classes:
