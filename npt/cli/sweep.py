@@ -19,18 +19,7 @@ def sweep(flags: dict[str, Any]) -> int:
     """Run a study: many short runs on one base, shared by as many workers as join, and a table of
     what came out.
     """
-    require("optuna", "a study")
     from npt.tools.sweep.spec import read_design
-    from npt.tools.sweep.storage import Storage
-    from npt.tools.sweep.study import (
-        check_folder,
-        open_folder,
-        progress_line,
-        run_workers,
-        storage_url,
-        update_table,
-    )
-    from npt.versions import versions
 
     console = silent_console() if flags["json"] else make_console()
     if flags["parent"] is not None:
@@ -45,6 +34,18 @@ def sweep(flags: dict[str, Any]) -> int:
             f"{len(design.trials)} trials in {len(design.parts)} parts, settings in order",
         )
         return 0
+    require("optuna", "a study")
+    from npt.tools.sweep.storage import Storage
+    from npt.tools.sweep.study import (
+        check_folder,
+        open_folder,
+        progress_line,
+        run_workers,
+        storage_url,
+        update_table,
+    )
+    from npt.versions import versions
+
     folder = Path(flags["study"]) if flags["study"] is not None else Path("outputs") / design.name
     check_folder(folder, spec, design)
     storage = Storage(storage_url(folder, flags["storage"]), design.name)

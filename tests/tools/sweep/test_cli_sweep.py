@@ -64,6 +64,7 @@ def look_often(monkeypatch) -> None:
 
 def test_a_dry_run_lists_the_trials_and_makes_nothing(spec, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "optuna", None)  # not installed
     assert main(["sweep", str(spec), "--dry_run"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert (
