@@ -9,6 +9,7 @@ import csv
 import os
 import signal
 import sqlite3
+import sys
 import tempfile
 import time
 from pathlib import Path
