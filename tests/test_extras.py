@@ -128,7 +128,9 @@ def test_other_local_files_need_no_package(name, streaming, monkeypatch, tmp_pat
 def a_study(folder: Path) -> None:
     from npt.cli.sweep import sweep
 
-    sweep({})
+    study = folder / "study.yaml"
+    study.write_text("name: own\nparts:\n  one: {settings: {max_steps: 1}}\n")
+    sweep({"spec": str(study), "parent": None, "json": True, "dry_run": False})
 
 
 def tasks_of_lm_eval(folder: Path) -> None:
