@@ -80,6 +80,7 @@ def _out_of_memory(bench: Bench, findings: Findings) -> None:
     if bench.cuda:
         config = npt.TrainConfig()
         peaks = {}
+        gc.collect()  # an earlier model would be in the peaks, and be gone at the limit
         for count in (rows // 2, rows):
             batch = full_batch(count, length, model.config.vocab_size, bench.device)
             STRATEGIES["local"](model, batch, config)
