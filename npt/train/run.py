@@ -1,4 +1,4 @@
-"""The contents of a run's folder: checkpoints, adapters, figures, and its report."""
+"""A run around its loop: what goes into its folder and to its trackers, and when."""
 
 from __future__ import annotations
 
