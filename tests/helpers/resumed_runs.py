@@ -97,7 +97,6 @@ class Runs:
         form = NPTConfig(**{**self.adapter, **changed.pop("adapter", {})})
         npt.attach(self.model, form, seed=changed.get("seed", 0))
         data, teacher = changed.pop("data", self.data)(), changed.pop("teacher", None)
-        any_base = changed.pop("any_base", False)
         data_settings = {"max_length": 12, **self.data_settings, **changed.pop("data_settings", {})}
         out = None if folder is None else str(self.place / folder)
         usual = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "smoke_test": False}
@@ -113,7 +112,6 @@ class Runs:
             replay_data=None if self.replay is None else self.replay(),
             console=Console(file=self.said, width=300),
             teacher=teacher,
-            any_base=any_base,
         )
         return acting(trainer if self.report else without_report(trainer), act)
 

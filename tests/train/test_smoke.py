@@ -21,7 +21,7 @@ from npt.data.packing import pack
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import PrecisionError, SmokeTestError
-from npt.train.preparation import smoke_test
+from npt.train.start import smoke_test
 
 # Anomaly detection prints where a NaN came from; here the NaN are planted.
 pytestmark = pytest.mark.filterwarnings("ignore:Error detected in")
