@@ -196,10 +196,11 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
         f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s,"
         f" {result.refused} refusals; everything is in {result.folder}"
     )
-    if result.refused_share > REFUSED_SHARE_WORTH_SAYING:
+    share = result.refused / max(1, result.micro_batches)
+    if share > REFUSED_SHARE_WORTH_SAYING:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(result.refused_by_kind.items()))
         console.say(
-            f"warning: {result.refused_share:.1%} of {result.micro_batches} micro-batches were"
+            f"warning: {share:.1%} of {result.micro_batches} micro-batches were"
             f" refused ({kinds}); see events.jsonl before trusting this run"
         )
     for cause in result.diverged:

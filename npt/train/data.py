@@ -33,7 +33,7 @@ from npt.errors import ConfigError, DataError, kind_of
 from npt.evaluation.heldout import evaluation_samples
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.resume import check_same_data, data_fingerprint
-from npt.train.setup import RunSetup, check_replay
+from npt.train.setup import RunSetup
 
 RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})
 """Settings that change how many samples a window has."""
@@ -84,26 +84,22 @@ def check_sources(config: DataConfig) -> None:
         check_source(source.config)
 
 
-def open_sources(
-    config: DataConfig,
-    data: Iterable[Record] | None = None,
-    replay_data: Iterable[Record] | None = None,
-) -> list[Source]:
-    """Open the sources of a run, each with columns that it has; `data` and `replay_data` are
-    records to take instead.
+def open_sources(config: DataConfig, data: Iterable[Record] | None = None) -> list[Source]:
+    """Open the sources of a run, each with columns that it has; `data` are records to take instead
+    of the first.
     """
-    if replay_data is not None and config.replay_dataset is None:
-        config = replace(config, replay_dataset=REPLAY)  # a label only: it is not opened
-    passed, opened = {FIRST: data, REPLAY: replay_data}, []
-    for source in sources_of(config):
-        first, records, held_out = source.label == FIRST, passed[source.label], None
-        if records is None:
-            records = open_source(source.config)
-            held_out = own_heldout(source.config) if first else None
-        elif iter(records) is records and not (first and config.streaming):
-            records = list(records)  # a generator can be read once only
-        columns = source.config if first else fitting_columns(source.config, records)
-        opened.append(replace(source, config=columns, records=records, held_out=held_out))
+    first, *others = sources_of(config)
+    if data is None:
+        records = open_source(first.config)
+        opened = [replace(first, records=records, held_out=own_heldout(first.config))]
+    else:
+        # a generator can be read once only
+        kept = data if iter(data) is not data or config.streaming else list(data)
+        opened = [replace(first, records=kept)]
+    for other in others:
+        records = open_source(other.config)
+        columns = fitting_columns(other.config, records)
+        opened.append(replace(other, records=records, config=columns))
     return opened
 
 
@@ -130,7 +126,6 @@ class RunData:
         setup: of the run.
         data: records, as the Trainer takes them.
         eval_data: held-out records, if any are given.
-        replay_data: records to mix in.
 
     Attributes:
         eval_samples: for evaluations.
@@ -147,14 +142,12 @@ class RunData:
         setup: RunSetup,
         data: Iterable[Record] | None,
         eval_data: Iterable[Record] | None = None,
-        replay_data: Iterable[Record] | None = None,
     ):
         self._setup = setup
-        check_replay(setup.data_config, replay_data is not None)
         if isinstance(data, Mapping):
             names = ", ".join(map(str, data))
             raise DataError(f"the data are {kind_of(data)} with {names}; pass one of its entries")
-        self.sources = open_sources(setup.data_config, data, replay_data)
+        self.sources = open_sources(setup.data_config, data)
         self._check_stream(eval_data)
         leave_out = self._hold_out(eval_data)
         self.loader = self._make_loader(leave_out)

@@ -59,7 +59,7 @@ class Loop:
         self.last_evaluation: int | None = None
         self.failure: Exception | None = None
         self.halts: dict[int, int] = {}
-        self.metrics = StepMetrics(self.setup, run.total_steps)
+        self.metrics = StepMetrics(self.setup, run.data.total_steps)
         self.setup.splitter.report = self._report_lack
         self._saved: int | None = None  # micro-batches at the last checkpoint
         self._open: dict[int, Window | None] = {}  # committed, not accounted for; None: data ended
@@ -93,14 +93,8 @@ class Loop:
                         guard.refuse(fault, batch.sample_ids, place)
                         continue
                     again = partial(forward_backward, model, strategy, batch, config, splitter)
-                    with guard.micro_batch(
-                        batch.tokens,
-                        batch.sample_ids,
-                        batch,
-                        again,
-                        offset=batch.offset,
-                        place=place,
-                    ) as micro:
+                    given = (batch.tokens, batch.sample_ids, batch, again)
+                    with guard.micro_batch(*given, offset=batch.offset, place=place) as micro:
                         observe = partial(self._recorded, place) if run.recording else None
                         sums = summed(model, strategy, batch, config, splitter, observe)
                         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
@@ -133,10 +127,7 @@ class Loop:
             open_window.halt(stop.number)
 
     def _fingerprint(self, window: Window | None) -> int:
-        """Return a checksum of a window's data for processes to compare; 0 for nothing to compare.
-
-        It is below `EXACT`.
-        """
+        """Return a checksum below `EXACT`, for processes to compare; 0 if there is no need."""
         if window is None or self.setup.processes.size == 1:
             return 0
         checksum = 0
@@ -252,7 +243,7 @@ class Loop:
 
     def _after_step(self, outcome: Outcome) -> None:
         c, run = self.config, self.run
-        if self.steps % c.log_steps == 0 or self.steps in (1, run.total_steps):
+        if self.steps % c.log_steps == 0 or self.steps in (1, run.data.total_steps):
             metrics = self.metrics.line(outcome, self.steps, self.tokens, self.refused)
             with self._stopping_together():
                 self._log(metrics)
@@ -268,7 +259,7 @@ class Loop:
         self.run.trackers.log(metrics, self.steps)
 
     def _evaluate_if_due(self) -> None:
-        every, done = self.config.eval_steps, (0, self.run.total_steps, self.last_evaluation)
+        every, done = self.config.eval_steps, (0, self.run.data.total_steps, self.last_evaluation)
         if not every or self.steps % every or self.steps in done:
             return
         # the loop looks at the signal itself, and saves
@@ -334,7 +325,5 @@ class Loop:
         return self.steps + self.guard.window.in_flight + 1
 
     def _is_boundary(self, step: int) -> bool:
-        c = self.config
-        if step == c.max_steps:
-            return True
-        return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps))
+        every = (self.config.save_steps, self.config.eval_steps)
+        return step == self.config.max_steps or any(n and step % n == 0 for n in every)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,7 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.data.batch import Batch
 from npt.data.encoding import lost
 from npt.data.loader import Position
-from npt.errors import (
-    CheckpointError,
-    ConfigError,
-    ProcessError,
-    StoppedError,
-    TooManyRefusalsError,
-)
+from npt.errors import CheckpointError, ProcessError, TooManyRefusalsError
 from npt.files import write_text
 from npt.guard.forensics import KEPT
 from npt.guard.guard import Guard
@@ -44,10 +38,11 @@ if TYPE_CHECKING:
     from npt.train.loop import Loop
 
 
+@dataclass(eq=False)
 class Run:
     """A run: its folder, and the trackers that are told the same.
 
-    Args:
+    Attributes:
         setup: of the run.
         data: of the run.
         folder: that it writes.
@@ -56,30 +51,21 @@ class Run:
         base: the identity of the student's base.
         measure: evaluates the student as it is.
         initial: figures of the student before training.
-
-    Attributes:
-        total_steps: of the run, None if unknown.
-        diverged: why the student is worse than having no adapters, by the last evaluation.
         recording: of the steps of `--trace_steps`, on the main process.
+        diverged: why the student is worse than having no adapters, by the last evaluation.
     """
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        data: RunData,
-        folder: RunFolder,
-        trackers: Trackers,
-        record: Mapping[str, Any],
-        base: BaseIdentity,
-        measure: Callable[[], Fidelity],
-        initial: Fidelity,
-    ):
-        self.setup, self.folder, self.trackers, self.record = setup, folder, trackers, record
-        self._data, self._base, self._measure, self._initial = data, base, measure, initial
-        self.total_steps = data.total_steps
-        self.diverged: tuple[str, ...] = ()
-        self.recording: Recording | None = None
-        self._warned = False
+    setup: RunSetup
+    data: RunData
+    folder: RunFolder
+    trackers: Trackers
+    record: dict[str, Any]
+    base: BaseIdentity
+    measure: Callable[[], Fidelity]
+    initial: Fidelity
+    recording: Recording | None = None
+    diverged: tuple[str, ...] = ()
+    _warned: bool = False
 
     def warn(self, message: str) -> None:
         """Print a warning and keep it as an event."""
@@ -103,23 +89,18 @@ class Run:
         try:
             folder.write(RUN, record)
             setup.stop.check()
-        except (OSError, StoppedError) as error:
+        except BaseException:
             folder.discard()
-            if isinstance(error, StoppedError):
-                raise
-            raise ConfigError(
-                f"--output_dir {folder.path} cannot be written: {error.strerror}; choose another"
-                " folder"
-            ) from error
+            raise
         self.trackers.warn = self.warn
         self.trackers.describe({**record, **record["settings"]})
-        initial = self._initial
+        initial = self.initial
         measured = {"floor": initial.floor, "teacher": initial.teacher, "initial": initial.aim}
         self.trackers.log(_by_name(measured), origin.step)
         device, size = str(setup.device), setup.processes.size
-        folder.event("start", device=device, total_steps=self.total_steps, processes=size)
+        folder.event("start", device=device, total_steps=self.data.total_steps, processes=size)
         if origin.checkpoint is None and record["calibration"] is not None:
-            passed_over = self._data.start.begun
+            passed_over = self.data.start.begun
             folder.event("calibration", **record["calibration"], passed_over=passed_over)
         if setup.config.resume is not None:
             self._report_resumed()
@@ -144,7 +125,7 @@ class Run:
             say(f"changed since: {name} was {old}, is {new}")
 
     def _warn_of_settings(self) -> None:
-        setup, config, total = self.setup, self.setup.config, self.total_steps
+        setup, config, total = self.setup, self.setup.config, self.data.total_steps
         if not setup.deterministic:
             self.warn(
                 f"the backward of {attention_name(setup.model)} attention, as this base was loaded,"
@@ -165,13 +146,13 @@ class Run:
 
     def evaluate(self, step: int) -> Fidelity:
         """Evaluate the student during the run, and report its figures."""
-        fidelity = self._measure()
+        fidelity = self.measure()
         student, aim = fidelity.student.as_dict(), fidelity.aim
         against = {"unquantized": aim.as_dict()} if fidelity.attribution else {}
         self.folder.event("evaluation", step=step, student=student, **against)
         logged = {f"eval/{key}": value for key, value in student.items()}
-        for key, value in against.get("unquantized", {}).items():
-            logged[f"eval/unquantized_{key}"] = value
+        for name, figures in against.items():
+            logged |= {f"eval/{name}_{key}": value for key, value in figures.items()}
         self.trackers.log(logged, step)
         ratio = f"held-out perplexity ratio {aim.perplexity_ratio:.4f}"
         self.setup.say(f"step {step}: {ratio}, KL {aim.kl:.4f}")
@@ -235,15 +216,15 @@ class Run:
             **state,
             **{name: self.record[name] for name in ("settings", "date", "base_hash", "versions")},
             "samples_at_once": shrunk_to,
-            "counted_from": self._data.counted_from,
-            "data": self._data.identity,
-            "initial": self._initial.as_dict(),
+            "counted_from": self.data.counted_from,
+            "data": self.data.identity,
+            "initial": self.initial.as_dict(),
         }
 
         def write(path: Path) -> None:
             # micro-batches are seeded one by one; all other draws agree across processes
             states = {0: random_state()}
-            write_checkpoint(path, setup.model, guard.window, record, self._base, states)
+            write_checkpoint(path, setup.model, guard.window, record, self.base, states)
 
         try:
             path = folder.save_checkpoint(step, write, setup.config.save_total_limit)
@@ -264,12 +245,9 @@ class Run:
 
     def save_best(self, step: int, fidelity: Fidelity) -> None:
         """Keep the adapters as the best so far; if that fails, say so."""
-        try:
+        with self._written("the best adapters", "training continues"):
             figures = {"step": step, **fidelity.as_dict()}
-            self.folder.save_best(self.setup.model, self._base, figures)
-        except (OSError, SafetensorError) as error:
-            self._failed("save_failed", step, error, f"best: {error}")
-            self.setup.say(f"WARNING: the best adapters could not be kept at step {step}: {error}")
+            self.folder.save_best(self.setup.model, self.base, figures)
 
     def _failed(self, event: str, step: int, error: BaseException, message: str) -> None:
         self.folder.event(event, step=step, error=type(error).__name__, message=message[:500])
@@ -347,9 +325,9 @@ class Run:
         """Write the figures and the final adapter of a run that came to its end."""
         folder, config, figures = self.folder, self.setup.config, fidelity.as_dict()
         with self._written("fidelity.json", "npt evaluate measures the adapter again"):
-            folder.write("fidelity.json", {**figures, "heldout": self._data.heldout})
+            folder.write("fidelity.json", {**figures, "heldout": self.data.heldout})
         with self._written("the final adapter", f"its numbers are in {CHECKPOINTS}"):
-            folder.save_final(self.setup.model, self._base, figures)
+            folder.save_final(self.setup.model, self.base, figures)
         if config.eval_steps:
             loop.keep_if_best(fidelity)
         measured = {"eval": fidelity.student, "final": fidelity.aim}
@@ -373,16 +351,14 @@ class Run:
 
     def report_data(self, position: Position) -> None:
         """Report which records were cut, left out or not used, at the run's end."""
-        data = self._data
+        data = self.data
         read = [(data.loader.samples, position.epoch)]
         if data.loader.replay is not None:
             read.append((data.loader.replay, position.replay_epoch))
         for source, (samples, begun_again) in zip(data.sources, read, strict=True):
             counts, label = samples.counts, source.label
-            share = {"share": source.share} if len(data.sources) > 1 else {}
-            self.folder.event(
-                "data", source=label, **share, begun_again=begun_again, **counts.as_dict()
-            )
+            told = {"source": label, "share": source.share, "begun_again": begun_again}
+            self.folder.event("data", **told, **counts.as_dict())
             if left_out := lost(counts):
                 self.warn(f"{label}: of {counts.records:,} records read, {left_out}")
             if begun_again and self.setup.config.max_steps is not None:

@@ -178,14 +178,6 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
         )
 
 
-def check_replay(data: DataConfig, has_records: bool = False) -> None:
-    """Refuse a ratio without a data set to replay, named by `data` or given as records."""
-    if data.replay_ratio is not None and data.replay_dataset is None and not has_records:
-        raise ConfigError(
-            f"--replay_ratio is {data.replay_ratio} without --replay_dataset; name the data set"
-        )
-
-
 def check_model(
     model: PreTrainedModel, config: TrainConfig, data: DataConfig, processes: int
 ) -> None:

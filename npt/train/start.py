@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,7 +19,6 @@ from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.config import TrainConfig
 from npt.data.batch import Batch, batches, find_fault
-from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, forward_backward, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import SmokeTestError
@@ -80,11 +78,6 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
     from npt.calibration.calibrate import calibrate
     from npt.calibration.report import print_calibration
 
-    if setup.teacher is not None:
-        setup.say(
-            "the start is fitted to the student's own base; training then takes the unquantised"
-            " teacher"
-        )
     # its graph goes through the whole teacher: an OOM here says nothing about a micro-batch
     size, report = setup.splitter.samples, partial(setup.say_lack, "the calibration")
     splitter = MicroBatchSplitter(min(config.batch_size, size), report)
@@ -188,10 +181,10 @@ def smoke_test(
 ) -> str:
     """Prove that one batch trains, before a long run; return the verdict as one line.
 
-    On the real model, data and settings the batch has no fault, the loss is finite, backward under
-    anomaly detection makes no NaN, every adapter tensor gets a finite, non-zero gradient and no
-    frozen tensor gets any, and a few small steps on this same batch lower its loss. Else
-    SmokeTestError. Weights and random state are as before afterwards.
+    On the real model, data and settings the batch has no fault, the loss is finite, every adapter
+    tensor gets a finite, non-zero gradient and no frozen tensor gets any, and a few small steps on
+    this same batch lower its loss. Else SmokeTestError. Weights and random state are as before
+    afterwards.
     """
     fault = find_fault(batch, model.config.vocab_size)
     if fault is not None:
@@ -203,7 +196,7 @@ def smoke_test(
     optimizer = torch.optim.AdamW(parameters.values(), lr=DESCENT_RATE, weight_decay=0.0)
     optimizer.zero_grad()
     try:
-        sums = _under_anomaly_detection(compute)
+        sums = compute()
         loss = float(sums.loss) / sums.tokens
         if not math.isfinite(loss):
             raise _failure(
@@ -237,22 +230,6 @@ def _failure(message: str) -> SmokeTestError:
     return SmokeTestError(f"smoke test: {message}")
 
 
-def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
-    try:
-        with warnings.catch_warnings():
-            # anomaly mode announces itself, and a fault with the forward's traceback
-            warnings.simplefilter("ignore")
-            with torch.autograd.detect_anomaly(check_nan=True):
-                return compute()
-    except RuntimeError as error:
-        if "nan" not in str(error).lower():
-            raise
-        raise _failure(
-            f"backward produced NaN ({str(error).splitlines()[0]}); lower --additive_scale, or"
-            " start with --safe_mode"
-        ) from error
-
-
 def _check_gradients(model: PreTrainedModel) -> None:
     # by the chain rule an A whose B and M are all zero gets no gradient yet
     silent = {
@@ -266,7 +243,10 @@ def _check_gradients(model: PreTrainedModel) -> None:
             if name not in silent:
                 raise _failure(f"{name} gets no gradient; it would never be trained")
         elif not bool(torch.isfinite(parameter.grad).all()):
-            raise _failure(f"the gradient of {name} is not finite; start with --safe_mode")
+            raise _failure(
+                f"the gradient of {name} is not finite; lower --additive_scale, or start with"
+                " --safe_mode"
+            )
     for name, parameter in model.named_parameters():
         if name not in adapters and (parameter.requires_grad or parameter.grad is not None):
             raise _failure(

@@ -66,11 +66,6 @@ class TrainResult:
     signal: int | None = None
 
     @property
-    def refused_share(self) -> float:
-        """Refusals per micro-batch that was tried."""
-        return self.refused / max(1, self.micro_batches)
-
-    @property
     def exit_status(self) -> int:
         """0, or 128 plus the number of the signal."""
         return 0 if self.signal is None else 128 + self.signal
@@ -94,9 +89,6 @@ class Trainer:
             own base.
         eval_data: held-out records. Default: the built-in text's own held-out files if `data` is
             None and names it, else one sample in twenty of `data`, which training then leaves out.
-        replay_data: records mixed in against forgetting, `replay_ratio` of all samples, over and
-            over. They may be of another form than `data`. Default: the data set that `data_config`
-            names, if any.
         settings: further settings to record in `run.json`.
         console: where to report; default standard output.
         processes: the processes that train together; default those that a launcher started with
@@ -118,7 +110,6 @@ class Trainer:
         data_config: DataConfig | None = None,
         teacher: PreTrainedModel | None = None,
         eval_data: Iterable[Record] | None = None,
-        replay_data: Iterable[Record] | None = None,
         settings: Mapping[str, Any] | None = None,
         console: Console | None = None,
         processes: ProcessGroup | None = None,
@@ -132,7 +123,7 @@ class Trainer:
             console = (console or make_console()) if processes.main else silent_console()
             parts = (model, tokenizer, teacher, config, data_config, processes, console)
             self.setup = make_setup(*parts, settings or {})
-            self.data = RunData(self.setup, data, eval_data, replay_data)
+            self.data = RunData(self.setup, data, eval_data)
         self.strategy: Strategy = STRATEGIES[config.strategy]
         if teacher is not None:
             self.strategy = partial(self.strategy, teacher=teacher)
@@ -240,7 +231,7 @@ class Trainer:
     def _train(self, run: Run) -> TrainResult:
         """Run the loop, save, and evaluate."""
         setup, c, folder = self.setup, self.setup.config, run.folder
-        rates = rate_table(c.learning_rate, c.scheduler_type, c.warmup_steps, run.total_steps)
+        rates = rate_table(c.learning_rate, c.scheduler_type, c.warmup_steps, run.data.total_steps)
         # one process alone would wait for the others' parts of a base that they share
         traced = 0 if is_sharded(setup.model) else 1
         # closed, it leaves the model as it was found, to be evaluated without its buffers

@@ -85,7 +85,6 @@ class Runs:
     data: Callable[[], Iterable[Any]]
     settings: dict[str, Any] = field(default_factory=dict)
     data_settings: dict[str, Any] = field(default_factory=dict)
-    replay: Callable[[], Iterable[Any]] | None = None
     adapter: dict[str, Any] = field(default_factory=lambda: {"rank": 2, "layers": "1,3"})
     eval_data: Iterable[Any] | None = None
     said: io.StringIO = field(default_factory=io.StringIO)
@@ -109,7 +108,6 @@ class Runs:
             TrainConfig(**settings),
             data_config=DataConfig(**data_settings),
             eval_data=records(1, seed=7) if self.eval_data is None else self.eval_data,
-            replay_data=None if self.replay is None else self.replay(),
             console=Console(file=self.said, width=300),
             teacher=teacher,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import math
 import os
 import random
@@ -85,6 +86,10 @@ def build(
             name: config.pop(name) for name in ("streaming", "num_samples") if name in config
         }
         of_data |= {"max_length": MAX_LENGTH, **(data_options or {})}
+        if replay_data is not None:
+            file = tmp_path / "replay.jsonl"
+            file.write_text("".join(json.dumps(record) + "\n" for record in replay_data))
+            of_data["replay_dataset"] = str(file)
         return Trainer(
             model,
             tokenizer,
@@ -92,7 +97,6 @@ def build(
             TrainConfig(**{**usual, "output_dir": str(tmp_path / folder), **config}),
             data_config=DataConfig(**of_data),
             eval_data=eval_data,
-            replay_data=replay_data,
             console=Console(file=io.StringIO(), width=200),
         )
 
@@ -542,11 +546,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"streaming": True, "num_epochs": 2},
         "a streamed generator can be read once only; pass a list",
     ),
-    "a replay ratio of nothing": (
-        unreadable,
-        {"data_options": {"replay_ratio": 0.3}},
-        r"--replay_ratio is 0\.3 without --replay_dataset",
-    ),
     "replay data without a sample": (
         lambda: texts(12),
         {"replay_data": [{"text": ""}]},
@@ -728,7 +727,7 @@ def test_replayed_samples_of_another_form_are_mixed_in_and_counted(build) -> Non
     questions = [{"q": f"abc{i}", "a": f"x{i}"} for i in range(60)]
     options = {"prompt_column": "q", "completion_column": "a", "replay_ratio": 0.5}
     settings = {"data_options": options, "eval_data": questions[:2], "batch_size": 16}
-    names = sample_ids(build(questions, replay_data=(r for r in texts(9)), **settings))
+    names = sample_ids(build(questions, replay_data=texts(9), **settings))
     replayed = sum(name.startswith("text-") for name in names)
     assert replayed > 9  # round and round
     assert abs(replayed / len(names) - 0.5) < 4 * math.sqrt(0.25 / len(names))
