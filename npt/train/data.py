@@ -16,7 +16,6 @@ import math
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from transformers import LlamaForCausalLM
 
@@ -184,11 +183,6 @@ class RunData:
             raise no_sample(self.loader.samples.counts)
         self._coming = itertools.chain([first], self._coming)
         return first.batch
-
-    def facts(self) -> dict[str, Any]:
-        """Return what is the same in all processes of a run."""
-        facts = {"steps": self.total_steps, "evaluation samples": len(self.eval_samples)}
-        return {**self.identity, **facts}
 
     def note(self) -> str:
         """Return a line on what is trained, for how long, and the data of its evaluations."""

@@ -38,7 +38,7 @@ class RunSetup:
 
     Attributes:
         origin: where it begins.
-        settings: further ones, for `run.json`.
+        settings: all of them, as JSON gives them back.
         changed: settings that the resumed run had otherwise, with both values.
         date: that the chat template writes; None without one.
         splitter: of micro-batches into parts that fit into memory.
@@ -99,23 +99,6 @@ class RunSetup:
         )
 
 
-def all_settings(
-    model: PreTrainedModel,
-    data_config: DataConfig,
-    config: TrainConfig,
-    processes: ProcessGroup,
-    further: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return every setting of a run for JSON: of the adapters, with their ranks, and the others."""
-    settings = dict(further)
-    for part in (attached_config(model), data_config, config):
-        settings |= asdict(part)
-    if quantization_of(model) is not None:
-        settings["compute_dtype"] = _name_of(declared_dtype(model)) or "other"
-    attention = {"attn_implementation": attention_name(model)}
-    return plain_settings({**settings, **attention, "processes": processes.size})
-
-
 def make_setup(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -133,8 +116,12 @@ def make_setup(
     from npt.data.chat import date_of, fix_date, has_template
 
     check_model(model, config, data_config, processes.size)
-    further = {**further, **teacher_record(model, teacher)}
-    settings = all_settings(model, data_config, config, processes, further)
+    settings = {**further, **teacher_record(model, teacher), "processes": processes.size}
+    for part in (attached_config(model), data_config, config):
+        settings |= asdict(part)
+    if quantization_of(model) is not None:
+        settings["compute_dtype"] = _name_of(declared_dtype(model)) or "other"
+    settings = plain_settings({**settings, "attn_implementation": attention_name(model)})
     # before an exchange that only some settings bring: it would be paired with another one
     alike = {f"--{name}": value for name, value in settings.items() if name not in MAY_DIFFER}
     processes.agree({**alike, "a chat template": has_template(tokenizer)})
@@ -145,7 +132,8 @@ def make_setup(
         recorded, date = origin.checkpoint.record["settings"], origin.checkpoint.record.get("date")
         if form.spends_ranks and recorded.get("ranks") is not None:
             form = replace(form, ranks=tuple(recorded["ranks"]))  # the checkpoint has their numbers
-        changed = changed_settings(recorded, settings | asdict(form))
+        settings |= plain_settings(asdict(form))
+        changed = changed_settings(recorded, settings)
         if form != attached_config(model):
             shapes = adapter_shapes(model, form).items()
             set_adapters(model, form, {name: torch.zeros(shape) for name, shape in shapes})
@@ -154,7 +142,7 @@ def make_setup(
         fix_date(tokenizer, processes.first(lambda: date or date_of(tokenizer)))
         date = date_of(tokenizer)
     parts = (model, tokenizer, teacher, config, data_config, processes, console, origin)
-    return RunSetup(*parts, further, changed, date, MicroBatchSplitter(config.batch_size))
+    return RunSetup(*parts, settings, changed, date, MicroBatchSplitter(config.batch_size))
 
 
 def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool = False) -> None:

@@ -23,8 +23,9 @@ from npt.distill.step import MicroBatchSplitter, forward_backward, free_memory, 
 from npt.distill.strategies import Strategy
 from npt.errors import SmokeTestError
 from npt.random_state import kept_random_state
+from npt.runs.resume import plain_settings
 from npt.train.data import RunData, makes_start
-from npt.train.setup import RunSetup, all_settings
+from npt.train.setup import RunSetup
 from npt.versions import versions
 
 if TYPE_CHECKING:
@@ -152,9 +153,10 @@ def run_record(
     setup: RunSetup, data: RunData, base: BaseIdentity, calibration: Calibration | None
 ) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
-    model, parts = setup.model, (setup.data_config, setup.config, setup.processes)
+    model = setup.model
+    form = plain_settings(asdict(attached_config(model)))  # with the ranks of the start
     return {
-        "settings": all_settings(model, *parts, setup.settings),
+        "settings": {**setup.settings, **form},
         "layers": [index for index, _ in npt_layers(model)],
         "trainable_parameters": sum(p.numel() for p in adapter_parameters(model).values()),
         "seed": setup.config.seed,

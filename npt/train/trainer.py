@@ -192,8 +192,9 @@ class Trainer:
             require(base_fault(setup.teacher))
         base, checkpoint = base_identity(setup.model), setup.origin.checkpoint
         self._state = None if checkpoint is None else checkpoint.state(setup.model, base)
-        # all have read the checkpoint, before its folder changes
-        setup.agree({**self.data.facts(), "a base of hash": base.strict})
+        data, facts = self.data, {"a base of hash": base.strict, **self.data.identity}
+        counts = {"steps": data.total_steps, "evaluation samples": len(data.eval_samples)}
+        setup.agree({**facts, **counts})  # all have read the checkpoint, before its folder changes
         return base
 
     def _prepare(self) -> Fidelity:
