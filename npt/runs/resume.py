@@ -42,7 +42,7 @@ _OF_ONE_START = ("resume", "output_dir")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run begins; finding it has changed nothing.
+    """The folder and step at which a run begins; finding them has changed nothing.
 
     Attributes:
         folder: of the run.
