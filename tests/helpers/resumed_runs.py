@@ -85,6 +85,7 @@ class Runs:
     data: Callable[[], Iterable[Any]]
     settings: dict[str, Any] = field(default_factory=dict)
     data_settings: dict[str, Any] = field(default_factory=dict)
+    replay: Callable[[], Iterable[Any]] | None = None
     adapter: dict[str, Any] = field(default_factory=lambda: {"rank": 2, "layers": "1,3"})
     eval_data: Iterable[Any] | None = None
     said: io.StringIO = field(default_factory=io.StringIO)
@@ -97,6 +98,10 @@ class Runs:
         npt.attach(self.model, form, seed=changed.get("seed", 0))
         data, teacher = changed.pop("data", self.data)(), changed.pop("teacher", None)
         data_settings = {"max_length": 12, **self.data_settings, **changed.pop("data_settings", {})}
+        if self.replay is not None:
+            file = self.place / "replay.jsonl"
+            file.write_text("".join(json.dumps(record) + "\n" for record in self.replay()))
+            data_settings["replay_dataset"] = str(file)
         out = None if folder is None else str(self.place / folder)
         usual = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "smoke_test": False}
         usual |= {"max_consecutive_bad": 50, "output_dir": out}
