@@ -92,6 +92,7 @@ class Loop:
                     if fault := find_fault(batch, vocab_size):
                         guard.refuse(fault, batch.sample_ids, place)
                         continue
+                    # what the tracer computes again, if it is refused
                     again = partial(forward_backward, model, strategy, batch, config, splitter)
                     given = (batch.tokens, batch.sample_ids, batch, again)
                     with guard.micro_batch(*given, offset=batch.offset, place=place) as micro:
