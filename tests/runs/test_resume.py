@@ -36,10 +36,11 @@ from torch import nn
 import npt
 from npt.data.batch import Batch
 from npt.distill.step import student_guard
+from npt.distributed.processes import ProcessGroup
 from npt.errors import AdapterFileError, CheckpointError, ConfigError
 from npt.guard import spikes
 from npt.manifest import MANIFEST, write_manifest
-from npt.runs.resume import changed_settings, check_same_data, data_fingerprint, find_resumed
+from npt.runs.resume import changed_settings, check_same_data, data_fingerprint, find_origin
 from npt.runs.run_folder import RunFolder
 from npt.train.trainer import TrainResult
 
@@ -459,7 +460,7 @@ def test_what_is_no_checkpoint_is_refused_by_name(stopped, tmp_path) -> None:
     before = sorted(tmp_path.rglob("*"))
     for resume, output_dir, error, part in cases:
         with pytest.raises(error, match=re.escape(part)) as caught:
-            find_resumed(str(resume), output_dir)
+            find_origin(str(resume), output_dir, ProcessGroup())
         assert "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -524,21 +525,7 @@ def test_a_run_goes_on_where_statistics_are_rounded_otherwise(stopped, poisoned_
     assert stopped.run("run", resume="auto").steps == 5
     after = strict(run / "run.json")
     assert after["base_hash"] != before["base_hash"] and after["base_parts"] == before["base_parts"]
-    assert before["other_base"] is after["other_base"] is None and not events(run, "warning")
-
-
-def test_another_base_is_taken_on_demand_loudly_and_on_record(stopped, poisoned_folder) -> None:
-    run, own = stopped.place / "run", npt.base_identity(stopped.model).codes
-    stopped.model = npt.load_base(str(poisoned_folder), quantization="fp4", device="cpu")[0]
-    assert stopped.run("run", at(1), resume="auto", any_base=True, save_steps=1).steps > 3
-    said = f"4-bit codes {own[:12]} there, {npt.base_identity(stopped.model).codes[:12]} here"
-    (warning,) = events(run, "warning")
-    assert warning["message"].startswith("--any_base: ") and said in warning["message"]
-    assert f"warning: {warning['message']}" in stopped.said.getvalue()
-    assert strict(run / "run.json")["other_base"] == said
-    # From here on its checkpoints are of this base, and the record stays.
-    assert stopped.run("run", resume="auto").steps == 5
-    assert strict(run / "run.json")["other_base"] == said and len(events(run, "warning")) == 1
+    assert not events(run, "warning")
 
 
 def test_what_may_change_is_taken_and_logged(stopped) -> None:
@@ -579,7 +566,7 @@ def test_windows_of_another_size_take_the_remaining_samples(stopped, changed, st
         scheduler_type="linear",
         **changed,
     )
-    assert trainer.total_steps == steps
+    assert trainer.data.total_steps == steps
     result = trainer.train()
     assert result.steps == steps and sum(seen) == (4 if "num_epochs" not in changed else 14)
     rates = [line["lr"] for line in lines(stopped.place / "run", "metrics")]

@@ -26,7 +26,7 @@ from npt.evaluation import evaluate as evaluate_module
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import SIGNALS, StopOnSignal
 from npt.runs.trackers import Trackers
-from npt.train import preparation
+from npt.train import start
 from npt.train import trainer as trainer_module
 
 NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
@@ -161,7 +161,7 @@ BEFORE: dict[str, tuple[Any, str, int]] = {
     "the smoke test": (trainer_module, "smoke_test", 0),
     "the first evaluation": (evaluate_module, "compare_pairs", 0),
     "the middle of the first evaluation": (evaluate_module, "compare_pairs", 1),
-    "the audit": (preparation, "audit_precision", 0),
+    "the audit": (start, "audit_precision", 0),
     "the folder": (RunFolder, "__init__", 0),
     "its first file": (RunFolder, "write", 0),
     "the trackers": (Trackers, "__init__", 0),

@@ -153,7 +153,7 @@ def test_training_begins_after_the_samples_of_the_start(build, calls, stream) ->
     said = trainer.setup.console.file.getvalue()
     begins = f"training begins after the {len(given)} samples that the start was fitted to"
     assert said.count(begins) == 1
-    assert events(trainer.folder_path, "calibration")[0]["passed_over"] == len(given)
+    assert events(trainer.setup.origin.folder, "calibration")[0]["passed_over"] == len(given)
 
 
 def test_a_sample_outside_the_vocabulary_is_skipped(build, calls) -> None:
@@ -176,7 +176,7 @@ def test_data_too_short_to_leave_out_are_trained_on_from_the_start(build, calls,
     settings = {"eval_data": texts(2, seed=1), "max_steps": None, "calibration_tokens": 2000}
     trainer = build(Stream(few) if stream else few, **settings)
     seen = seen_by(trainer)
-    assert seen == order_of(trainer) and trainer.total_steps in (7, None)
+    assert seen == order_of(trainer) and trainer.data.total_steps in (7, None)
     said = trainer.setup.console.file.getvalue()
     assert "begins after" not in said
     assert said.count("so the first losses are of tokens that it has seen") == 1
@@ -189,8 +189,8 @@ def test_only_the_first_epoch_leaves_calibration_samples_out(build, calls) -> No
     seen = seen_by(trainer)
     (given,) = calls
     assert 10 < len(given) < 20 and seen == [*first[len(given) :], *second]
-    metrics = (trainer.folder_path / "metrics.jsonl").read_text().splitlines()
-    assert trainer.total_steps == len(metrics)
+    metrics = (trainer.setup.origin.folder / "metrics.jsonl").read_text().splitlines()
+    assert trainer.data.total_steps == len(metrics)
 
 
 def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path) -> None:
@@ -203,7 +203,7 @@ def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path)
     part = acting(build(texts(32), **settings), at(4))
     assert part.train().signal == signal.SIGTERM
     again = build(texts(32), resume="auto", **settings)
-    assert again.total_steps == whole.total_steps
+    assert again.data.total_steps == whole.data.total_steps
     rest = seen_by(again)
     assert seen[-len(rest) :] == rest
     assert_same_weights(again, whole)
@@ -242,7 +242,7 @@ def test_a_resumed_run_is_not_calibrated_again(build, calls, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data": iter(()), "eval_data": texts(2)}, "--init calibrated reads training data before"),
+        ({"data": iter(()), "eval_data": texts(2)}, "can be read once only; .*--init random"),
         ({"form": {"residual": "keep"}}, "residual keep"),
     ],
 )

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
-from npt.distill import step as step_module
 from npt.distill.step import student_guard
 from npt.errors import TooManyRefusalsError
 from npt.recorder.record import Record
@@ -103,7 +102,7 @@ def test_if_the_first_micro_batch_fails_the_second_is_recorded(here, monkeypatch
     def fault(batch: Batch, vocabulary: int) -> str | None:
         return "token id out of range" if next(numbers) == 2 else None
 
-    monkeypatch.setattr(step_module, "find_fault", fault)
+    monkeypatch.setattr("npt.train.loop.find_fault", fault)
     result = here.run("run", trace_steps="1,2", gradient_accumulation_steps=2)
     assert result.refused == 1 and result.steps == 3
     places = {step: record.micro_batch for step, record in recorded(result.folder).items()}

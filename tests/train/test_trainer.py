@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import math
 import os
 import random
@@ -39,7 +40,7 @@ from npt.errors import (
     TooManyRefusalsError,
 )
 from npt.train import trainer as trainer_module
-from npt.train.run_data import RunData
+from npt.train.data import RunData
 from npt.train.trainer import Trainer
 
 MAX_LENGTH = 12
@@ -85,6 +86,10 @@ def build(
             name: config.pop(name) for name in ("streaming", "num_samples") if name in config
         }
         of_data |= {"max_length": MAX_LENGTH, **(data_options or {})}
+        if replay_data is not None:
+            file = tmp_path / "replay.jsonl"
+            file.write_text("".join(json.dumps(record) + "\n" for record in replay_data))
+            of_data["replay_dataset"] = str(file)
         return Trainer(
             model,
             tokenizer,
@@ -92,7 +97,6 @@ def build(
             TrainConfig(**{**usual, "output_dir": str(tmp_path / folder), **config}),
             data_config=DataConfig(**of_data),
             eval_data=eval_data,
-            replay_data=replay_data,
             console=Console(file=io.StringIO(), width=200),
         )
 
@@ -374,7 +378,7 @@ def test_a_window_that_predicts_nothing_has_no_mean_of_it(build, monkeypatch) ->
 )
 def test_epochs_and_max_steps_end_the_run(build, monkeypatch, config, steps, windows) -> None:
     trainer = build(texts(10), **config)
-    assert trainer.total_steps == steps
+    assert trainer.data.total_steps == steps
     seen: list[int] = []
     original = RunData.windows
 
@@ -459,7 +463,7 @@ def test_a_run_equals_the_one_that_never_saw_its_bad_micro_batches(
 def test_too_many_refusals_in_a_row_stop_the_run_with_a_post_mortem(build) -> None:
     data = [record(f"broken-{i}", [5, 999, 7]) for i in range(9)]
     trainer = build(data, batch_size=1, max_consecutive_bad=4)
-    before, folder = weights(trainer), trainer.folder_path
+    before, folder = weights(trainer), trainer.setup.origin.folder
     with pytest.raises(TooManyRefusalsError, match="4 refusals in a row") as caught:
         trainer.train()
     assert caught.value.exit_status == 3 and len(events(folder, "refusal")) == 4
@@ -540,12 +544,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a generator twice": (
         lambda: iter(texts(6)),
         {"streaming": True, "num_epochs": 2},
-        "--num_epochs is 2, but a streamed generator can be read once only",
-    ),
-    "a replay ratio of nothing": (
-        unreadable,
-        {"data_options": {"replay_ratio": 0.3}},
-        r"--replay_ratio is 0\.3 without --replay_dataset",
+        "a streamed generator can be read once only; pass a list",
     ),
     "replay data without a sample": (
         lambda: texts(12),
@@ -563,7 +562,8 @@ def test_what_cannot_be_trained_is_refused_and_nothing_written(
     with pytest.raises((ConfigError, DataError), match=message):
         build(data(), **settings)
     build()  # nor is anything by a trainer that is made
-    assert set(tmp_path.rglob("*")) == before
+    made = {path for path in tmp_path.rglob("*") if path.name != "replay.jsonl"}
+    assert made == before
 
 
 @pytest.mark.parametrize(
@@ -631,7 +631,7 @@ def test_a_stream_lasts_as_long_as_it_can_and_says_how_it_ends(
     build, data, config, total, rates, message
 ) -> None:
     trainer = build(data(), streaming=True, learning_rate=1e-3, **config)
-    assert trainer.total_steps == total
+    assert trainer.data.total_steps == total
     result = trainer.train()
     assert result.steps == len(rates) and result.fidelity is not None
     assert [line["lr"] for line in lines(result.folder, "metrics")] == pytest.approx(rates)
@@ -718,7 +718,7 @@ def test_a_packed_run_trains_on_the_same_tokens_in_fewer_rows(build) -> None:
         trainer = build(texts(24), data_options=options, **settings)
         results[packing] = trainer.train()
         assert ("smoke test passed" in said(trainer)) == packing
-        assert results[packing].steps == trainer.total_steps
+        assert results[packing].steps == trainer.data.total_steps
         assert math.isfinite(lines(results[packing].folder, "metrics")[-1]["loss"])
     assert results[True].tokens == results[False].tokens
     assert results[True].steps < results[False].steps
@@ -728,7 +728,7 @@ def test_replayed_samples_of_another_form_are_mixed_in_and_counted(build) -> Non
     questions = [{"q": f"abc{i}", "a": f"x{i}"} for i in range(60)]
     options = {"prompt_column": "q", "completion_column": "a", "replay_ratio": 0.5}
     settings = {"data_options": options, "eval_data": questions[:2], "batch_size": 16}
-    names = sample_ids(build(questions, replay_data=(r for r in texts(9)), **settings))
+    names = sample_ids(build(questions, replay_data=texts(9), **settings))
     replayed = sum(name.startswith("text-") for name in names)
     assert replayed > 9  # round and round
     assert abs(replayed / len(names) - 0.5) < 4 * math.sqrt(0.25 / len(names))
@@ -738,7 +738,7 @@ def test_replayed_samples_of_another_form_are_mixed_in_and_counted(build) -> Non
     data, replay = events(result.folder, "data")
     assert (data["source"], replay["source"]) == ("data", "replay data")
     assert data["records"] == 60 and replay["samples"] > 0
-    assert result.steps == trainer.total_steps == math.ceil(len(names) / 16)
+    assert result.steps == trainer.data.total_steps == math.ceil(len(names) / 16)
 
 
 def test_a_fifth_is_replayed_unless_told(build) -> None:
@@ -811,7 +811,7 @@ def test_a_nonfinite_number_is_named_before_anything_is_written(build, where, na
         layers[3].npt.A.data[0, 1] = math.nan
     with pytest.raises(NumericalError, match=name):
         trainer.train()
-    assert not trainer.folder_path.exists()
+    assert not trainer.setup.origin.folder.exists()
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -832,8 +832,8 @@ def test_data_that_break_mid_run_leave_a_checkpoint_of_that_step(build, monkeypa
     trainer = build()
     with pytest.raises(DataError, match="line 5 is broken"):
         trainer.train()
-    assert events(trainer.folder_path, "save")[-1]["step"] == 4
-    assert_same_weights(saved(trainer.folder_path, 4), weights(trainer))
+    assert events(trainer.setup.origin.folder, "save")[-1]["step"] == 4
+    assert_same_weights(saved(trainer.setup.origin.folder, 4), weights(trainer))
 
 
 @pytest.mark.parametrize("how", ["weight decay", "smoke test", "resumed"])
