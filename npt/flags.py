@@ -58,7 +58,7 @@ RETIRED = {
         ("rank_budget", "--adapter_rank is the mean of the ranks that a calibrated start gives"),
         ("padding_side", "rows are padded on the right; the side changes nothing"),
         ("max_refused_share", "a run stops when a fifth of its micro-batches was refused"),
-        ("max_memory", "a micro-batch that does not fit is computed again in halves"),
+        ("max_memory", "a window that does not fit is computed again in halves; npt doctor --plan"),
         ("logit_temperature", "the losses on the logits have temperature 1"),
         ("rank_timeout", "a process waits 600 seconds for the others"),
         ("stop_on_divergence", "a ruined run is warned of, and its report says so"),
@@ -70,7 +70,6 @@ RETIRED = {
         ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
         ("undo", "npt.unconsolidate(model) takes updates back; then npt.save_adapter"),
         ("device_map", "--shard_base shares a base that is larger than one GPU among processes"),
-        ("measure", "npt doctor --plan predicts; a few steps of a run show what they take"),
         ("help_all", "--help shows every flag"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from npt.cli.arguments import add_number, add_switch, check_partners, print_json, print_table
+from npt.cli.arguments import (
+    add_number,
+    add_switch,
+    check_partners,
+    load,
+    load_teacher,
+    print_json,
+    print_table,
+)
 from npt.cli.defaults import SETTINGS, add_config, with_config
 from npt.config import BaseConfig, DataConfig, flag_of
 from npt.console import make_console
@@ -22,7 +30,7 @@ def doctor(flags: dict[str, Any]) -> int:
     if flags["data"] is None and not flags["plan"]:
         raise ConfigError("give --data [NAME] to look at the data, or --plan to predict the memory")
     names = (flag_of(f) for cls in SETTINGS if cls is not DataConfig for f in fields(cls))
-    needing = {*names, "shape", "device", "safe_mode"} - {"model_name"}
+    needing = {*names, "shape", "device", "measure", "safe_mode"} - {"model_name"}
     check_partners(flags, dict.fromkeys(sorted(needing), "plan"))
     flags = with_config(flags, ignored=() if flags["shape"] is None else ("model_name",))
     flags = with_safe_mode(flags)
@@ -75,7 +83,7 @@ def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
 
 
 def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
-    """Plan a run's memory, print the plan and return it."""
+    """Plan a run's memory, with --measure run windows of it, print the plan and return it."""
     from npt.doctor.plan import PHASES, available, shown
 
     name, workload = _workload(flags)
@@ -91,6 +99,8 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
         "limit_bytes": limit,
         "fits": limit is None or memory.peak <= limit,
     }
+    if flags["measure"]:
+        plan["measured"] = _measured(flags, console, workload, limit)
     if flags["json"]:
         return plan
     stored = "unquantised" if workload.quantization is None else workload.quantization.upper()
@@ -112,7 +122,32 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
         fits = "fits" if plan["fits"] else "does not fit"
         verdict += f"; it {fits} into the {shown(limit)} free on {device}"
     console.say(verdict)
+    rows = [
+        [str(w["samples"]), shown(w["predicted"]), "does not fit", ""]
+        if w["peak"] is None
+        else [str(w["samples"]), shown(w["predicted"]), shown(w["peak"]), f"{w['seconds']:.3g}"]
+        for w in plan.get("measured", [])
+    ]
+    if rows:
+        print_table(console, ["samples of a window", "predicted", "measured", "seconds"], rows)
     return plan
+
+
+def _measured(
+    flags: Mapping[str, Any], console: Any, workload: Any, limit: int | None
+) -> list[dict[str, Any]]:
+    """Run windows of the workload's model on its device."""
+    from npt.doctor.measure import measured_windows
+
+    if flags["shape"] is not None:
+        raise ConfigError("--measure runs a model, and --shape has none; give --model_name")
+    if workload.device.type == "cuda" and limit is None:
+        raise ConfigError("--device is cuda, but there is no GPU here to --measure on")
+    base = build(BaseConfig, flags)
+    model, _ = load(base, console, workload.device)
+    teacher = load_teacher(base, console, workload.device)
+    with console.status("running windows"):
+        return list(measured_windows(workload, model, teacher, limit))
 
 
 def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
@@ -147,7 +182,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "max_records", "look at the first records only (default: all)")
     add_switch(parser, "plan", "predict the memory of a training by formula; no weights are read")
     add("--shape", metavar="NAME", help="plan for a named shape, in place of --model_name")
-    text = "device to plan for, which need not be here (default: the GPU, if any)"
+    text = "device to plan for, which need not be here, or to measure on (default: the GPU, if any)"
     add("--device", choices=("cpu", "cuda"), help=text)
+    text = "run windows of 1, 2, 4, ... samples up to --batch_size: their peak and their time"
+    add_switch(parser, "measure", text)
     add_config(parser)
     add_settings(parser, *SETTINGS, leave_out=("num_samples",))

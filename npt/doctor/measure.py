@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,14 @@ from bitsandbytes.functional import QuantState
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
 
+from npt.adapters.attach import attach
 from npt.base.device import wait_for
 from npt.config import TrainConfig
 from npt.data.batch import batch_from_tensors
-from npt.distill.step import student_guard, summed
+from npt.distill.step import free_memory, student_guard, summed
 from npt.distill.strategies import drive
+from npt.doctor.plan import Workload
+from npt.errors import is_out_of_memory
 from npt.guard.guard import Guard
 from npt.guard.window import IN_FLIGHT
 
@@ -100,6 +103,32 @@ def measure_window(
         for guard in guards:
             guard.close()
         model.zero_grad()
+
+
+def measured_windows(
+    workload: Workload, model: Any, teacher: Any, limit: int | None
+) -> Iterator[dict[str, Any]]:
+    """Yield windows of 1, 2, 4, ... samples a micro-batch, up to the workload's, as they are run.
+
+    The last window may be one that does not fit into `limit` bytes, its peak and seconds None: by
+    its formula, since a host without memory ends the process, or by the device's own error.
+    """
+    config = workload.training
+    attach(model, replace(workload.adapter, init="random", ranks=tuple(workload.ranks.values())))
+    sizes = {2**power for power in range(config.batch_size.bit_length())}
+    for samples in sorted({*sizes, config.batch_size}):
+        plan = replace(workload, training=replace(config, batch_size=samples)).plan()
+        predicted, peak, seconds = plan.of("micro-batch", "step"), None, None
+        if limit is None or predicted <= limit:
+            try:
+                peak, seconds = measure_window(model, config, samples, workload.length, teacher)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            free_memory()
+        yield {"samples": samples, "predicted": predicted, "peak": peak, "seconds": seconds}
+        if peak is None:
+            break
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

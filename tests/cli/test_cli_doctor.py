@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cli_words import flags
 
 import npt
+from npt.base.load import load_base
 from npt.cli.main import main
 
 
@@ -76,6 +79,7 @@ def test_replayed_data_are_looked_at_as_well(sound: Path, broken: Path, capsys) 
 # --------------------------------------------------------------------------------------------------
 
 
+MODEL = flags("doctor --plan --measure --max_length 32 --use_quantization --layers 4,5")
 PLAN = flags("doctor --plan --shape embedded --max_length 32 --use_quantization")
 
 
@@ -114,6 +118,34 @@ def test_a_run_that_does_not_fit_ends_2(capsys, monkeypatch) -> None:
     monkeypatch.setattr("npt.doctor.plan.available", lambda device: 1000)
     assert main(PLAN) == 2
     assert "; it does not fit into the 1000 bytes free" in capsys.readouterr().out
+
+
+def test_windows_of_rising_size_are_measured_until_one_does_not_fit(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(npt, "load_base", load_base)
+    line = [*MODEL, "--batch_size", "3", "--json"]
+    assert main(line) == 0
+    windows = json.loads(capsys.readouterr().out)["plan"]["measured"]
+    assert [window["samples"] for window in windows] == [1, 2, 3]
+    for window in windows:
+        assert window["predicted"] == pytest.approx(window["peak"], rel=0.15)
+        assert window["seconds"] > 0
+    # which two samples fit into, and three do not
+    room = (windows[1]["predicted"] + windows[2]["predicted"]) // 2
+    monkeypatch.setattr("npt.doctor.plan.available", lambda device: room)
+    assert main(line[:-1]) == 2
+    out = capsys.readouterr().out
+    assert "predicted" in out and out.count("does not fit") == 2
+
+    def window(model: Any, config: Any, samples: int, *_: Any) -> tuple[int, float]:
+        if samples > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return 1000, 0.5
+
+    monkeypatch.undo()
+    monkeypatch.setattr("npt.doctor.measure.measure_window", window)
+    assert main(line) == 0
+    windows = json.loads(capsys.readouterr().out)["plan"]["measured"]
+    assert [window["peak"] is None for window in windows] == [False, True]
 
 
 def test_a_model_and_a_gpu_that_is_not_here_are_planned(capsys) -> None:
