@@ -85,7 +85,9 @@ class TrainConfig(SettingsGroup):
     skip_spikes: bool = _guards(
         False, "refuse finite steps whose loss or gradient norm lies far above the accepted ones"
     )
-    smoke_test: bool = _guards(True, "prove that one batch trains, before the loop")
+    smoke_test: bool = _guards(
+        True, "one batch forward and backward under anomaly detection before the loop"
+    )
     trace_steps: str | None = _guards(
         None, "steps whose tensors are recorded, as 1-5,8; /100: every hundredth", read=as_text
     )

@@ -18,13 +18,16 @@ from typing import Any
 
 import numpy
 
+from npt.adapters.files.run_layout import ADAPTER, BEST
 from npt.config import TrainConfig
 from npt.distributed.processes import ProcessGroup
 from npt.errors import CheckpointError, ConfigError, first_line
 from npt.extras import require
 from npt.random_state import kept_random_state
-from npt.runs.run_folder import RUN
+from npt.runs.run_folder import REPORT, RUN
 from npt.stored import read_json
+
+_PAGES = (REPORT, "trace/health.html", "trace/health.png")
 
 
 def check_trackers(config: TrainConfig) -> list[str]:
@@ -125,6 +128,14 @@ class Trackers:
         }
         self._tell(**dict.fromkeys(self._trackers, lambda tracker: tracker.log(numbers, step=step)))
 
+    def alert(self, title: str, text: str) -> None:
+        """Send an alert through Weights & Biases."""
+        self._tell(wandb=lambda x: x.tracker.alert(title=title, text=text, level="ERROR"))
+
+    def files(self, record: Mapping[str, Any]) -> None:
+        """Upload the report and the adapters, with `record` as metadata, to Weights & Biases."""
+        self._tell(wandb=lambda tracker: _log_files(tracker.tracker, self.folder, record))
+
     def close(self, status: int = 0) -> None:
         """Close all, once, with the run's exit status."""
         self._tell(
@@ -197,3 +208,20 @@ def _not_started(why: str) -> ConfigError:
         f"wandb cannot be started: {why}; log in first (wandb login), set WANDB_MODE=offline, or"
         " drop --use_wandb"
     )
+
+
+def _log_files(run: Any, folder: Path, record: Mapping[str, Any]) -> None:
+    """Log pages and pictures as a `report`, and the adapters as `best` and `last`."""
+    import wandb
+
+    pages = [folder / name for name in _PAGES if (folder / name).is_file()]
+    if pages:
+        report = wandb.Artifact(f"npt-report-{run.id}", "report")
+        for page in pages:
+            report.add_file(str(page), name=page.name)
+        run.log_artifact(report)
+    for path, alias in ((folder / BEST, "best"), (folder, "last")):
+        if (path / ADAPTER).is_dir():
+            adapter = wandb.Artifact(f"npt-adapter-{run.id}", "model", metadata=dict(record))
+            adapter.add_dir(str(path / ADAPTER))
+            run.log_artifact(adapter, aliases=[alias])

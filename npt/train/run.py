@@ -171,6 +171,7 @@ class Run:
         self.diverged = (cause,) if worse else ()
         if worse and not self._warned:
             self._warned = True
+            self.trackers.alert("npt: the run has diverged", cause)
             advice = "a smaller --learning_rate or a longer --warmup_steps helps as a rule"
             self.warn(f"step {step}: the run has diverged: {cause}; {advice}")
 
@@ -369,7 +370,8 @@ class Run:
         """Write `report.html` at the end, if asked for and unless a second signal interrupts."""
         try:
             yield
-        except Exception:
+        except Exception as error:
+            self.trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
             self._close(report)
             raise
         self._close(report)
@@ -381,6 +383,9 @@ class Run:
         if report and self.setup.processes.main:
             with self._written(REPORT):
                 write_report(path)
+        self.setup.stop.at_once = True  # an upload may wait for a network
+        with self._written("what Weights & Biases was to be sent"):
+            self.trackers.files(self.record)
         if lost := self.folder.lines_lost:
             self.warn(f"{lost} lines of {METRICS} and {EVENTS} could not be written below {path}")
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,6 +20,7 @@ from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.config import TrainConfig
 from npt.data.batch import Batch, batches, find_fault
+from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, forward_backward, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import SmokeTestError
@@ -183,10 +185,10 @@ def smoke_test(
 ) -> str:
     """Prove that one batch trains, before a long run; return the verdict as one line.
 
-    On the real model, data and settings the batch has no fault, the loss is finite, every adapter
-    tensor gets a finite, non-zero gradient and no frozen tensor gets any, and a few small steps on
-    this same batch lower its loss. Else SmokeTestError. Weights and random state are as before
-    afterwards.
+    On the real model, data and settings the batch has no fault, the loss is finite, backward under
+    anomaly detection makes no NaN, every adapter tensor gets a finite, non-zero gradient and no
+    frozen tensor gets any, and a few small steps on this same batch lower its loss. Else
+    SmokeTestError. Weights and random state are as before afterwards.
     """
     fault = find_fault(batch, model.config.vocab_size)
     if fault is not None:
@@ -198,7 +200,7 @@ def smoke_test(
     optimizer = torch.optim.AdamW(parameters.values(), lr=DESCENT_RATE, weight_decay=0.0)
     optimizer.zero_grad()
     try:
-        sums = compute()
+        sums = _under_anomaly_detection(compute)
         loss = float(sums.loss) / sums.tokens
         if not math.isfinite(loss):
             raise _failure(
@@ -230,6 +232,22 @@ def smoke_test(
 
 def _failure(message: str) -> SmokeTestError:
     return SmokeTestError(f"smoke test: {message}")
+
+
+def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
+    try:
+        with warnings.catch_warnings():
+            # anomaly mode announces itself, and a fault with the forward's traceback
+            warnings.simplefilter("ignore")
+            with torch.autograd.detect_anomaly(check_nan=True):
+                return compute()
+    except RuntimeError as error:
+        if "nan" not in str(error).lower():
+            raise
+        raise _failure(
+            f"backward produced NaN ({str(error).splitlines()[0]}); lower --additive_scale, or"
+            " start with --safe_mode"
+        ) from error
 
 
 def _check_gradients(model: PreTrainedModel) -> None:

@@ -16,12 +16,17 @@ _BLOCK, _HEADER, _FILE_HEADER = 32768, struct.Struct("<IHB"), 7
 
 @dataclass
 class Told:
-    """history: a dict for each logged step. exit: the run's exit code."""
+    """history: a dict for each logged step. artifacts: (name, type, aliases, metadata). exit: the
+    run's exit code.
+    """
 
     run: Any = None
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
+    artifacts: list[tuple[str, str, list[str], dict[str, Any]]] = field(default_factory=list)
+    files: list[list[str]] = field(default_factory=list)
+    alerts: list[tuple[str, str]] = field(default_factory=list)
     exit: int | None = None
 
 
@@ -75,6 +80,13 @@ def _read(path: Path) -> Told:
             told.history.append(_values(record.history.item))
         elif kind == "summary":
             told.summary |= _values(record.summary.update)
+        elif kind == "artifact":
+            one = record.artifact
+            metadata = json.loads(one.metadata or "{}")
+            told.artifacts.append((one.name, one.type, list(one.aliases), metadata))
+            told.files.append(sorted(entry.path for entry in one.manifest.contents))
+        elif kind == "alert":
+            told.alerts.append((record.alert.title, record.alert.text))
         elif kind == "exit":
             told.exit = record.exit.exit_code
     return told

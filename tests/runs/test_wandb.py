@@ -104,7 +104,7 @@ def test_wandb_is_told_everything_of_a_run_and_its_resumption(
     folder = tmp_path / "run"
     monkeypatch.setenv("WANDB_TAGS", "a,b")
     asked = {"use_wandb": True, "use_tensorboard": True, "eval_steps": 2}
-    _, result = trained(folder, **asked)
+    _, result = trained(folder, **asked, trace_steps="2")
     found = told(folder)
     assert (found.run.project, found.run.display_name) == ("npt", "run")
     assert list(found.run.tags) == ["a", "b"]
@@ -127,7 +127,15 @@ def test_wandb_is_told_everything_of_a_run_and_its_resumption(
             assert found.summary[f"{name}/{key}"] == getattr(figures, key), (name, key)
     by_step = {line["_step"]: line for line in found.history}
     assert by_step[1]["loss"] > 0 and by_step[2]["eval/kl"] > 0 and "eval/kl" not in by_step[1]
-    assert found.exit == 0
+    kinds = {
+        name.split("-")[1]: (kind, files)
+        for (name, kind, _, _), files in zip(found.artifacts, found.files, strict=True)
+    }
+    assert kinds["report"] == ("report", ["health.html", "health.png", "report.html"])
+    adapters = [one for one in found.artifacts if one[1] == "model"]
+    assert {alias for one in adapters for alias in one[2]} == {"latest", "best", "last"}
+    assert adapters[-1][3]["rank"] == 4
+    assert found.exit == 0 and not found.alerts
 
     again = tmp_path / "first"
     (folder / "wandb").rename(again)
@@ -135,13 +143,18 @@ def test_wandb_is_told_everything_of_a_run_and_its_resumption(
     assert told(folder).run.run_id == found.run.run_id
 
 
-def test_wandb_is_told_the_status_of_a_run_that_gives_up(trained, tmp_path, offline) -> None:
+def test_wandb_is_alerted_when_a_run_gives_up(trained, tmp_path, offline) -> None:
     broken = [{"id": f"bad-{i}", "input_ids": [3, 999]} for i in range(8)]
     data = [{"id": "good", "input_ids": [3, 4, 5]}, *broken]
     with pytest.raises(TooManyRefusalsError):
         quick = {"max_consecutive_bad": 2, "batch_size": 1, "smoke_test": False}
         trained(tmp_path / "run", data, use_wandb=True, **quick)
-    assert told(tmp_path / "run").exit == 3
+    found = told(tmp_path / "run")
+    ((title, text),) = found.alerts
+    assert title == "npt gave up: TooManyRefusalsError"
+    assert "2 refusals in a row" in text
+    assert "npt replay" in text
+    assert found.exit == 3 and [one[1] for one in found.artifacts] == ["report"]
 
 
 def test_a_run_of_wandb_agent_has_the_agents_name_and_settings(tmp_path, monkeypatch) -> None:

@@ -73,7 +73,9 @@ def test_packed_rows_pass(load_model, name, side) -> None:
 
 @strategies
 @pytest.mark.parametrize("spoilt", [None, math.nan])
-def test_weights_gradients_and_random_state_are_as_before(load_model, batch, name, spoilt) -> None:
+def test_weights_gradients_random_and_anomaly_state_are_as_before(
+    load_model, batch, name, spoilt
+) -> None:
     model = attached(load_model)
     if spoilt is not None:
         spoil_adapter(model, spoilt)
@@ -89,6 +91,7 @@ def test_weights_gradients_and_random_state_are_as_before(load_model, batch, nam
         assert torch.equal(value.view(torch.uint8), weights[key].view(torch.uint8)), key
     assert [key for key, p in model.named_parameters() if p.grad is not None] == []
     assert torch.equal(torch.get_rng_state(), random_state)
+    assert not torch.is_anomaly_enabled()
     assert {model.model.layers[index].npt.mode for index in (1, 3)} == {"student"}
 
 
