@@ -22,6 +22,11 @@ STEPS = [1, 2, 3, 4, 5]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.fixture(scope="module")
+def drawing() -> None:
+    """Charts are drawn."""
+
+
 def check(svg: str) -> ET.Element:
     """Assert that it is sound, and that its letters and marks lie within its frame."""
     root = ET.fromstring(svg)

@@ -25,7 +25,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drawing() -> None:
+    """Charts are drawn."""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory, drawing: None) -> Path:
     """The page about a long run of many layers, with attacks in its texts."""
     lines = [
         metrics(step, layers=32, loss=50.0 if step == 700 else 1.0 / step)
