@@ -109,7 +109,7 @@ def test_at_every_direction_the_student_is_its_teacher(family, targets, tmp_path
     folder = save_base(family, tmp_path)
     model, tokenizer = npt.load_base(str(folder), quantization="nf4", device="cpu")
     npt.attach(model, npt.NPTConfig(layers="all", rank=64, targets=targets))
-    found = calibrate(model, tokenizer)
+    found = calibrate(model, tokenizer, tokens=500)
     assert all(layer.rank == 64 and layer.kl == 0 for layer in found.layers.values())
     draw = torch.Generator().manual_seed(0)
     for _, layer in npt_layers(model):
