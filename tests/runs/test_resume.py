@@ -75,20 +75,16 @@ KINDS: dict[str, dict[str, Any]] = {
         },
         "data_settings": {"streaming": True, "packing": True},
     },
-    "propagated, with spikes refused": {
-        "data": lambda: with_faults(records(14)),
-        "settings": {
-            "strategy": "propagated",
-            "gradient_accumulation_steps": 2,
-            "batch_size": 1,
-            "save_steps": 3,
-            "skip_spikes": True,
-        },
-    },
     "replayed samples mixed in, spikes refused": {
         "data": lambda: records(14),
         "replay": lambda: with_faults(records(12, seed=3)),
-        "settings": {"num_epochs": 2, "batch_size": 2, "skip_spikes": True, "save_steps": 4},
+        "settings": {
+            "num_epochs": 2,
+            "batch_size": 2,
+            "skip_spikes": True,
+            "save_steps": 4,
+            "strategy": "propagated",
+        },
     },
     "a stream that is read once, end to end": {
         "data": lambda: (record for record in records(12)),
@@ -172,7 +168,7 @@ def test_a_run_interrupted_again_and_again_equals_one_that_was_not(runs, wholes,
     """
     here, whole = runs(kind), wholes(kind)
     seen = whole.seen
-    stops = (5, 4, 9, 8)  # odd and even, and every remainder of three
+    stops = (5, 8, 9, 7)  # odd and even, and every remainder of three
     for process in range(60):
         again: list[tuple[str, ...]] = []
 
@@ -209,17 +205,6 @@ def test_the_kinds_of_runs_have_in_them_what_they_are_for(wholes) -> None:
     assert "spike" in found["replayed samples mixed in, spikes refused"].result.refused_by_kind
 
 
-@pytest.fixture
-def whole(wholes: Callable[[str], Whole]) -> Runs:
-    return wholes("refusals of data and of NaN in windows of three").runs
-
-
-def test_killed_in_the_middle_of_a_window_it_goes_on_exactly(whole) -> None:
-    assert whole.killed("killed", at(11, signal.SIGKILL)) == -signal.SIGKILL
-    whole.run("killed", resume="auto")
-    whole.outcome("killed").assert_equal(whole.outcome("whole"))
-
-
 def test_a_run_killed_between_any_two_disk_operations_resumes_exactly(runs, monkeypatch) -> None:
     """SIGKILL before the n-th rename, sync or new folder of a process, then of the next, for
     more and more n.
@@ -242,7 +227,7 @@ def test_a_run_killed_between_any_two_disk_operations_resumes_exactly(runs, monk
 
     for name in operations:
         monkeypatch.setattr(os, name, counted(name))
-    for first in range(3, 400, 31):
+    for first in range(3, 400, 43):
         folder, limit = f"killed-{first}", first
         if here.killed(folder, nothing) == 0:
             break
@@ -251,19 +236,19 @@ def test_a_run_killed_between_any_two_disk_operations_resumes_exactly(runs, monk
         limit = 0
         assert here.killed(folder, nothing, resume="auto") == 0
         here.outcome(folder).assert_equal(here.outcome("whole"))
-    assert kills > 4
+    assert kills >= 4
 
 
-def test_results_that_come_late_are_resumed_exactly(runs, monkeypatch) -> None:
-    """Flags read one window late, as on a GPU."""
+def test_results_that_come_late_are_resumed_exactly(runs, wholes, monkeypatch) -> None:
+    """Flags read one window late, as on a GPU, to the bits of those read at once."""
     monkeypatch.setattr(
         "npt.train.trainer.student_guard", functools.partial(student_guard, late=True)
     )
-    here = runs("refusals of data and of NaN in windows of three")
-    here.run("whole")
+    kind = "refusals of data and of NaN in windows of three"
+    here = runs(kind)
     here.run("part", at(10))
     here.run("part", resume="auto")
-    here.outcome("part").assert_equal(here.outcome("whole"))
+    here.outcome("part").assert_equal(wholes(kind).outcome)
 
 
 def test_a_run_that_had_ended_is_taken_up_without_another_step(runs) -> None:
