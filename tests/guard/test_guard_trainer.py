@@ -52,7 +52,7 @@ def without(bad: int) -> list[Any]:
 
 
 CASES = [("id-large", False), ("loss-nan", False), ("tensor-nan", True), ("recomputation", True)]
-"""Faults, and whether activations are checkpointed. tests/faults has those of the campaign, and what
+"""Faults, and whether activations are checkpointed. tests/faults has the campaign's, and what
 they do to a Trainer without a guard.
 """
 
