@@ -1,4 +1,4 @@
-"""Records to token ids.
+"""Records to samples: token ids and labels, cut to `max_length`.
 
     {"text": ...}                                            every token is a target
     {"prompt": ..., "completion": ...}                       or columns of other names
@@ -8,19 +8,24 @@
 A prompt may be a list of messages. Ids are prompt, completion and end token; labels are -100 on the
 prompt, whose last token predicts the completion's first. The two are tokenised separately, as in
 generation.
+
+A text longer than `max_length` becomes several samples; only a single token left over is dropped. A
+prompt with its completion is always one: what does not fit is cut from the prompt's start, then
+from the completion's end.
 """
 
 from __future__ import annotations
 
 import numbers
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from typing import Any, NamedTuple
 
 from npt.config import DataConfig
+from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.continuation import (
     bare_tokens,
     begins_with_space,
@@ -32,9 +37,6 @@ from npt.errors import DataError, kind_of
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
 IDS = ("input_ids", "labels", "attention_mask")
-
-TEXT_AT_ONCE = 1 << 20
-"""Characters that a tokenizer is given at once, of several texts. It takes some 200 bytes each."""
 
 
 @dataclass
@@ -80,41 +82,25 @@ def no_sample(counts: RecordCounts) -> DataError:
     )
 
 
+class Skipped(Exception):
+    """The reason why nothing of a record can be trained. It is counted, and no error."""
+
+
 class Encoded(NamedTuple):
     """A record's tokens.
 
     Attributes:
         name: of the record.
         ids: of the tokens.
-        prompt: how many leading ones are no targets; None for a text.
         labels: that came with given ids.
+        prompt: how many leading ones are no targets; None for a text.
         undated: what a conversation says, whose tokens may be others tomorrow.
     """
 
     name: str
     ids: list[int]
-    prompt: int | None = None
     labels: list[int] | None = None
-    undated: str | None = None
-
-
-class Content(NamedTuple):
-    """The trainable part of a record.
-
-    Attributes:
-        texts: one, or a prompt and its completion; none of given ids.
-        ids: tokens and labels that came as such.
-        opened: add a start token.
-        closed: add an end token.
-        skipped: why it is left out.
-        undated: what a conversation says, which does not depend on the day.
-    """
-
-    texts: tuple[str, ...] = ()
-    ids: tuple[list[int], list[int] | None] | None = None
-    opened: bool = True
-    closed: bool = True
-    skipped: str | None = None
+    prompt: int | None = None
     undated: str | None = None
 
 
@@ -124,36 +110,23 @@ class Encoder:
     def __init__(self, tokenizer: Any, config: DataConfig):
         self.tokenizer, self._config = tokenizer, config
 
-    def encode(self, chunk: Sequence[tuple[int, Record]], counts: RecordCounts) -> list[Encoded]:
-        """Return the tokens of records that come with their number in the data; empty ones are
-        counted and left out. A record with nothing to train on in it is a DataError."""
-        read = [self._read(number, record) for number, record in chunk]
-        tokens = iter(self._tokens_of([text for _, content in read for text in content.texts]))
-        encoded = []
-        for name, content in read:
-            counts.records += 1
-            if content.ids is not None:
-                ids, labels = content.ids
-                encoded.append(Encoded(name, ids, labels=labels))
-                continue
-            joined = self._join(name, content, [next(tokens) for _ in content.texts])
-            if joined is None:
-                empty = "empty completion" if len(content.texts) == 2 else "empty text"
-                counts.skipped[content.skipped or empty] += 1
-            else:
-                encoded.append(joined)
-        return encoded
+    def samples(self, number: int, record: Record, counts: RecordCounts) -> list[Sample]:
+        """Return the samples of a record that has this number in the data, counted."""
+        samples: list[Sample] = []
+        try:
+            encoded = self.encode(number, record)
+            fit = _fit_text if encoded.prompt is None else _fit_completion
+            samples = fit(encoded, self._config.max_length, counts)
+        except Skipped as reason:
+            counts.skipped[str(reason)] += 1
+        counts.records += 1
+        counts.samples += len(samples)
+        counts.tokens += sum(len(sample.input_ids) for sample in samples)
+        return samples
 
-    def _tokens_of(self, texts: list[str]) -> list[list[int]]:
-        if sum(map(len, texts)) > TEXT_AT_ONCE:
-            return [bare_tokens(self.tokenizer, text) for text in texts]
-        if not texts:
-            return []
-        ids = self.tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"]
-        return list(map(list, ids))
-
-    def _read(self, number: int, record: Record) -> tuple[str, Content]:
-        """Return a record's name and content."""
+    def encode(self, number: int, record: Record) -> Encoded:
+        """Return the tokens of a record; Skipped if it is empty, and a DataError if nothing in it
+        could be trained on."""
         config = self._config
         if not isinstance(record, Mapping):
             wanted = f"{{{config.text_column!r}: ...}}"
@@ -161,44 +134,47 @@ class Encoder:
         name = str(number if record.get("id") is None else record["id"])
         columns = filled(record)
         if "input_ids" in columns:
-            return name, Content(ids=read_ids(name, columns))
+            return Encoded(name, *read_ids(name, columns))
         column = prompt_column(columns, config)
-        answer = config.completion_column
-        if config.prompt_column is None:
-            answer = COMPLETION if column == PROMPT else None
         if column is None:
             text = text_of(name, record, config.text_column, "--text_column")
             first, last = record.get(PIECE, (True, True))
-            return name, Content((text,), opened=first, closed=last)
+            return self._joined(name, None, text, opened=first, closed=last)
+        answer = config.completion_column
+        if config.prompt_column is None and column == PROMPT:
+            answer = COMPLETION
         if isinstance(columns.get(column), list):
             from npt.data.chat import read_conversation
 
-            return name, read_conversation(name, self.tokenizer, columns, column, answer)
+            conversation = read_conversation(name, self.tokenizer, columns, column, answer)
+            prompt, completion, undated = conversation
+            written = self._joined(name, prompt, completion, opened=False, closed=False)
+            return written._replace(undated=undated)
         prompt = text_of(name, record, column, "--prompt_column")
         if answer is None:
             raise DataError(
                 f"record {name}: {column!r} is no list of messages; name the answer's field with"
                 " --completion_column"
             )
-        completion = text_of(name, record, answer, "--completion_column")
-        return name, Content((prompt, completion))
+        return self._joined(name, prompt, text_of(name, record, answer, "--completion_column"))
 
-    def _join(self, name: str, content: Content, tokens: list[list[int]]) -> Encoded | None:
-        """Return start token, prompt, completion or text, and end token; None if it is empty."""
-        if content.skipped is not None:
-            return None
-        *prompt, last = tokens
-        if (prompt or not content.opened) and self._begins_with_space:
-            before = content.texts[0] if prompt else None
-            last = continuation_tokens(self.tokenizer, before, content.texts[-1])
+    def _joined(
+        self, name: str, prompt: str | None, text: str, *, opened: bool = True, closed: bool = True
+    ) -> Encoded:
+        """Return start token, prompt, completion or text, and end token."""
+        front = list(self._opening) if opened else []
+        if prompt is not None:
+            front += bare_tokens(self.tokenizer, prompt)
+        if (prompt is not None or not opened) and self._begins_with_space:
+            ids = continuation_tokens(self.tokenizer, prompt, text)
+        else:
+            ids = bare_tokens(self.tokenizer, text)
         # a text of spaces is a text, a completion of spaces is none
-        if not last or (prompt and not content.texts[-1].strip()):
-            return None
-        front = (self._opening if content.opened else []) + (prompt[0] if prompt else [])
+        if not ids or (prompt is not None and not text.strip()):
+            raise Skipped("empty text" if prompt is None else "empty completion")
         end = self.tokenizer.eos_token_id
-        close = [end] if content.closed and end is not None and last[-1] != end else []
-        masked = len(front) if prompt else None
-        return Encoded(name, front + last + close, masked, undated=content.undated)
+        close = [end] if closed and end is not None and ids[-1] != end else []
+        return Encoded(name, front + ids + close, prompt=None if prompt is None else len(front))
 
     @cached_property
     def _begins_with_space(self) -> bool:
@@ -207,6 +183,40 @@ class Encoder:
     @cached_property
     def _opening(self) -> list[int]:
         return opening_tokens(self.tokenizer)
+
+
+def _fit_text(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
+    """Cut a text, or given ids, to windows that do not overlap."""
+    samples: list[Sample] = []
+    for start in range(0, max(1, len(record.ids) - 1), max_length):
+        ids = tuple(record.ids[start : start + max_length])
+        labels = None if record.labels is None else tuple(record.labels[start : start + max_length])
+        if len(ids) < 2:
+            counts.skipped["fewer than two tokens"] += 1
+        elif labels is not None and set(labels[1:]) == {IGNORE_INDEX}:
+            counts.skipped["no target"] += 1
+        else:
+            samples.append(Sample(f"{record.name}@{start}", ids, labels))
+    return samples
+
+
+def _fit_completion(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
+    """Keep the whole completion if it fits after one token of prompt, and as much of the prompt's
+    end as then fits."""
+    assert record.prompt is not None
+    answer = record.ids[record.prompt :]
+    room = max_length - min(record.prompt, 1)  # the first token of a row is predicted by nothing
+    if len(answer) > room:
+        answer = answer[:room]
+        counts.cut_completions += 1
+    start = max(0, record.prompt - (max_length - len(answer)))
+    counts.cut_prompts += start > 0
+    ids = record.ids[start : record.prompt] + answer
+    if len(ids) < 2:
+        raise Skipped("no target")
+    labels = [IGNORE_INDEX] * (record.prompt - start) + answer
+    name = f"{record.name}@{start}"
+    return [Sample(name, tuple(ids), tuple(labels), undated=record.undated)]
 
 
 def filled(record: Record) -> Record:

@@ -34,7 +34,7 @@ from npt.adapters.files.adapter_files import (
 )
 from npt.adapters.files.run_layout import ADAPTER, checkpoints
 from npt.base.identity import BaseIdentity
-from npt.data.loader import Position
+from npt.data.samples import Position
 from npt.errors import CheckpointError, first_line
 from npt.files import new_folder, write_json
 from npt.guard.outcome import Snapshot

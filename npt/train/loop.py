@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from npt.adapters.converted import is_sharded
 from npt.data.batch import Batch
-from npt.data.loader import Position, Window
+from npt.data.samples import Position, Window
 from npt.distill.step import add_batch, free_memory, oom_message, summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError

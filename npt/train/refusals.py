@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from npt.data.batch import Batch
-from npt.data.loader import Window
+from npt.data.samples import Window
 from npt.errors import TooManyRefusalsError
 from npt.guard.forensics import KEPT
 from npt.guard.guard import Guard
@@ -55,7 +55,9 @@ class Refusals:
         run = self._run
         for refusal in outcome.refused:
             self.by_kind[refusal.kind] += 1
-            run.folder.event("refusal", step=step, epoch=window.position.epoch, **refusal.as_dict())
+            run.folder.event(
+                "refusal", step=step, epoch=window.position.place.epoch, **refusal.as_dict()
+            )
             run.say(f"refused at step {step}, {refusal}")
         if not outcome.refused:
             return

@@ -16,7 +16,7 @@ from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.base.recipe import Recipe
 from npt.data.encoding import lost
-from npt.data.loader import Position
+from npt.data.samples import Position
 from npt.errors import (
     CheckpointError,
     ConfigError,
@@ -341,9 +341,9 @@ class Run:
     def report_data(self, position: Position) -> None:
         """Report which records were cut, left out or not used, at the run's end."""
         data = self._data
-        read = [(data.loader.samples, position.epoch)]
+        read = [(data.loader.samples, position.place.epoch)]
         if data.loader.replay is not None:
-            read.append((data.loader.replay, position.replay_epoch))
+            read.append((data.loader.replay, position.replay.epoch))
         for source, (samples, begun_again) in zip(data.sources, read, strict=True):
             counts, label = samples.counts, source.label
             share = {"share": source.share} if len(data.sources) > 1 else {}

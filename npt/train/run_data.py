@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 
 from transformers import LlamaForCausalLM
@@ -22,8 +21,7 @@ from npt.base.identity import BaseIdentity
 from npt.config import MAX_STEPS
 from npt.data.batch import Batch, Sample
 from npt.data.encoding import RecordCounts, no_sample
-from npt.data.loader import Loader, Position, Window, windows
-from npt.data.samples import Samples, within
+from npt.data.samples import Loader, Position, Samples, Window, windows, within
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
 from npt.evaluation.heldout import evaluation_samples
@@ -105,7 +103,7 @@ class RunData:
         if first is None:
             raise no_sample(self.loader.samples.counts)
         self._coming = itertools.chain([first], self._coming)
-        return first.batch
+        return first[0]
 
     def agree(self, base: BaseIdentity) -> None:
         """Refuse processes whose model, settings or data differ."""
@@ -200,15 +198,13 @@ class RunData:
         first: list[Sample] = []
         position, left = Position(), self._setup.config.calibration_tokens
         # replayed data are there against forgetting; the start need not fit them
-        for (sample,), after in Loader(self.loader.samples, 1).groups(position, 1):
-            begun = position.begun + (after.place != position.place)
-            position = replace(after, drawn=0, begun=begun)
+        for sample, place in self.loader.samples.walk(counts=RecordCounts()):
+            position = Position(place, begun=position.begun + 1)
             for usable in within([sample], self._setup.model.config.vocab_size):
                 first.append(usable)
                 left -= len(usable.input_ids)
             if left < 2:  # as calibration stops
                 break
-        self.loader.samples.counts = RecordCounts()  # none of the run's is read yet
         return first, position
 
     def _leaves_enough(self, after: Position) -> bool:
@@ -217,7 +213,7 @@ class RunData:
         """
         samples, batch_size = self.loader.samples, self._setup.config.batch_size
         if not samples.sized or self._setup.config.max_steps is not None:
-            return next(samples.walk(0, after.place, counts=RecordCounts()), None) is not None
+            return next(samples.walk(after.place, counts=RecordCounts()), None) is not None
         later = (self.count_steps(after.begun) or 0) * self._setup.window_size
         return after.begun <= LEFT_OUT * (after.begun + later * batch_size)
 

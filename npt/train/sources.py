@@ -1,7 +1,7 @@
 """The sources of a run: one data set, or one with another mixed in against forgetting.
 
 The end of the first source is an epoch's end; the others are repeated. Which source a sample is of
-is drawn from the seed and the sample's number (npt/data/loader.py).
+is drawn from the seed and the sample's number (npt/data/samples.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 
 from npt.base.load import load_tokenizer
 from npt.config import DataConfig
-from npt.data.encoding import Encoder, RecordCounts
+from npt.data.encoding import Encoder
 from npt.errors import DataError
 from npt.tools.collect.prompts import prompt_record, read_prompts
 
@@ -56,7 +56,7 @@ def test_a_prompt_needs_no_completion(tokenizer, record, columns):
 
 def test_a_prompt_is_tokenised_as_in_front_of_its_completion(tiny):
     record = {"prompt": "def f(x):\n", "completion": "    return x"}
-    (encoded,) = Encoder(tiny, DataConfig()).encode([(0, record)], RecordCounts())
+    encoded = Encoder(tiny, DataConfig()).encode(0, record)
     assert ids_of({"prompt": "def f(x):\n"}, tiny) == encoded.ids[: encoded.prompt]
 
 

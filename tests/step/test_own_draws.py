@@ -27,8 +27,7 @@ from faults.runs import NoTokenizer
 from npt.base.load import load_base
 from npt.config import DataConfig
 from npt.data.batch import Sample
-from npt.data.loader import Loader
-from npt.data.samples import Samples
+from npt.data.samples import Loader, Samples
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.evaluation.evaluate import reference_outputs

@@ -9,7 +9,7 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import COMPLETION, PROMPT, Encoder, RecordCounts, filled, prompt_column
+from npt.data.encoding import COMPLETION, PROMPT, Encoder, Skipped, filled, prompt_column
 from npt.data.samples import Samples
 from npt.data.source import Record
 from npt.errors import DataError
@@ -45,17 +45,19 @@ def prompt_record(
         column = prompt_column({COMPLETION: _ANY_ANSWER, **record}, config)
         if column is not None:
             record, config = _with_any_answer(number, record, column), _AS_PROMPT
-    for encoded in Encoder(tokenizer, config).encode([(number, record)], RecordCounts()):
-        ids, prompt = encoded.ids, encoded.prompt
-        if encoded.labels is not None:
-            targets = (i for i, label in enumerate(encoded.labels) if label != IGNORE_INDEX)
-            prompt = next(targets, 0) or None
-        if prompt is not None:
-            ids = ids[:prompt][-length:]
-        elif ids[-1:] == [tokenizer.eos_token_id]:
-            ids = ids[:-1]
-        return {"id": encoded.name, "input_ids": ids}
-    return {"id": str(number), "input_ids": []}
+    try:
+        encoded = Encoder(tokenizer, config).encode(number, record)
+    except Skipped:
+        return {"id": str(number), "input_ids": []}
+    ids, prompt = encoded.ids, encoded.prompt
+    if encoded.labels is not None:
+        targets = (i for i, label in enumerate(encoded.labels) if label != IGNORE_INDEX)
+        prompt = next(targets, 0) or None
+    if prompt is not None:
+        ids = ids[:prompt][-length:]
+    elif ids[-1:] == [tokenizer.eos_token_id]:
+        ids = ids[:-1]
+    return {"id": encoded.name, "input_ids": ids}
 
 
 def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dict[str, Any]:
