@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
@@ -86,37 +86,18 @@ class Skipped(Exception):
     """The reason why nothing of a record can be trained. It is counted, and no error."""
 
 
-class Encoded(NamedTuple):
-    """A record's tokens.
-
-    Attributes:
-        name: of the record.
-        ids: of the tokens.
-        labels: that came with given ids.
-        prompt: how many leading ones are no targets; None for a text.
-        undated: what a conversation says, whose tokens may be others tomorrow.
-    """
-
-    name: str
-    ids: list[int]
-    labels: list[int] | None = None
-    prompt: int | None = None
-    undated: str | None = None
-
-
 class Encoder:
-    """Encodes records with one tokenizer and one set of columns."""
+    """Makes samples of records, with one tokenizer and one set of columns."""
 
     def __init__(self, tokenizer: Any, config: DataConfig):
         self.tokenizer, self._config = tokenizer, config
 
     def samples(self, number: int, record: Record, counts: RecordCounts) -> list[Sample]:
-        """Return the samples of a record that has this number in the data, counted."""
+        """Return the samples of a record that has this number in the data, counted; none if it is
+        empty. A record with nothing to train on in it is a DataError."""
         samples: list[Sample] = []
         try:
-            encoded = self.encode(number, record)
-            fit = _fit_text if encoded.prompt is None else _fit_completion
-            samples = fit(encoded, self._config.max_length, counts)
+            samples = self._read(number, record, counts)
         except Skipped as reason:
             counts.skipped[str(reason)] += 1
         counts.records += 1
@@ -124,57 +105,62 @@ class Encoder:
         counts.tokens += sum(len(sample.input_ids) for sample in samples)
         return samples
 
-    def encode(self, number: int, record: Record) -> Encoded:
-        """Return the tokens of a record; Skipped if it is empty, and a DataError if nothing in it
-        could be trained on."""
-        config = self._config
+    def _read(self, number: int, record: Record, counts: RecordCounts) -> list[Sample]:
+        config, opening = self._config, self._opening
         if not isinstance(record, Mapping):
             wanted = f"{{{config.text_column!r}: ...}}"
             raise DataError(f"record {number} is {kind_of(record)}, not a mapping like {wanted}")
         name = str(number if record.get("id") is None else record["id"])
         columns = filled(record)
         if "input_ids" in columns:
-            return Encoded(name, *read_ids(name, columns))
+            return self._windows(name, *read_ids(name, columns), counts)
         column = prompt_column(columns, config)
         if column is None:
             text = text_of(name, record, config.text_column, "--text_column")
-            first, last = record.get(PIECE, (True, True))
-            return self._joined(name, None, text, opened=first, closed=last)
+            opened, closed = record.get(PIECE, (True, True))
+            ids = bare_tokens(self.tokenizer, text) if opened else self._following(None, text)
+            if not ids:
+                raise Skipped("empty text")
+            ids = [*opening, *ids] if opened else ids
+            return self._windows(name, self._ended(ids) if closed else ids, None, counts)
         answer = config.completion_column
         if config.prompt_column is None and column == PROMPT:
             answer = COMPLETION
         if isinstance(columns.get(column), list):
             from npt.data.chat import read_conversation
 
-            conversation = read_conversation(name, self.tokenizer, columns, column, answer)
-            prompt, completion, undated = conversation
-            written = self._joined(name, prompt, completion, opened=False, closed=False)
-            return written._replace(undated=undated)
+            prompt, completion, undated = read_conversation(
+                name, self.tokenizer, columns, column, answer
+            )
+            pair = bare_tokens(self.tokenizer, prompt), self._completion(prompt, completion)
+            return [self._fitted(name, *pair, counts, undated)]
         prompt = text_of(name, record, column, "--prompt_column")
         if answer is None:
             raise DataError(
                 f"record {name}: {column!r} is no list of messages; name the answer's field with"
                 " --completion_column"
             )
-        return self._joined(name, prompt, text_of(name, record, answer, "--completion_column"))
+        completion = text_of(name, record, answer, "--completion_column")
+        front = [*opening, *bare_tokens(self.tokenizer, prompt)]
+        return [
+            self._fitted(name, front, self._ended(self._completion(prompt, completion)), counts)
+        ]
 
-    def _joined(
-        self, name: str, prompt: str | None, text: str, *, opened: bool = True, closed: bool = True
-    ) -> Encoded:
-        """Return start token, prompt, completion or text, and end token."""
-        front = list(self._opening) if opened else []
-        if prompt is not None:
-            front += bare_tokens(self.tokenizer, prompt)
-        if (prompt is not None or not opened) and self._begins_with_space:
-            ids = continuation_tokens(self.tokenizer, prompt, text)
-        else:
-            ids = bare_tokens(self.tokenizer, text)
-        # a text of spaces is a text, a completion of spaces is none
-        if not ids or (prompt is not None and not text.strip()):
-            raise Skipped("empty text" if prompt is None else "empty completion")
+    def _completion(self, prompt: str, completion: str) -> list[int]:
+        ids = self._following(prompt, completion)
+        if not ids or not completion.strip():  # a text of spaces is a text, such a completion none
+            raise Skipped("empty completion")
+        return ids
+
+    def _following(self, before: str | None, text: str) -> list[int]:
+        """Return the tokens of a text that follows `before` (None: another text)."""
+        if self._begins_with_space:
+            return continuation_tokens(self.tokenizer, before, text)
+        return bare_tokens(self.tokenizer, text)
+
+    def _ended(self, ids: list[int]) -> list[int]:
         end = self.tokenizer.eos_token_id
-        close = [end] if closed and end is not None and ids[-1] != end else []
-        return Encoded(name, front + ids + close, prompt=None if prompt is None else len(front))
+        return ids if end is None or ids[-1] == end else [*ids, end]
 
     @cached_property
     def _begins_with_space(self) -> bool:
@@ -184,39 +170,42 @@ class Encoder:
     def _opening(self) -> list[int]:
         return opening_tokens(self.tokenizer)
 
+    def _windows(
+        self, name: str, ids: list[int], labels: list[int] | None, counts: RecordCounts
+    ) -> list[Sample]:
+        """Cut a text, or given ids, to windows that do not overlap."""
+        samples: list[Sample] = []
+        for start in range(0, max(1, len(ids) - 1), self._config.max_length):
+            window = slice(start, start + self._config.max_length)
+            targets = None if labels is None else tuple(labels[window])
+            if len(ids[window]) < 2:
+                counts.skipped["fewer than two tokens"] += 1
+            elif targets is not None and set(targets[1:]) == {IGNORE_INDEX}:
+                counts.skipped["no target"] += 1
+            else:
+                samples.append(Sample(f"{name}@{start}", tuple(ids[window]), targets))
+        return samples
 
-def _fit_text(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
-    """Cut a text, or given ids, to windows that do not overlap."""
-    samples: list[Sample] = []
-    for start in range(0, max(1, len(record.ids) - 1), max_length):
-        ids = tuple(record.ids[start : start + max_length])
-        labels = None if record.labels is None else tuple(record.labels[start : start + max_length])
+    def _fitted(
+        self,
+        name: str,
+        prompt: list[int],
+        completion: list[int],
+        counts: RecordCounts,
+        undated: str | None = None,
+    ) -> Sample:
+        """Keep the whole completion if it fits after one token of prompt, and as much of the
+        prompt's end as then fits."""
+        length = self._config.max_length
+        answer = completion[: length - min(len(prompt), 1)]  # nothing predicts a row's first token
+        start = max(0, len(prompt) + len(answer) - length)
+        counts.cut_completions += len(answer) < len(completion)
+        counts.cut_prompts += start > 0
+        ids = (*prompt[start:], *answer)
         if len(ids) < 2:
-            counts.skipped["fewer than two tokens"] += 1
-        elif labels is not None and set(labels[1:]) == {IGNORE_INDEX}:
-            counts.skipped["no target"] += 1
-        else:
-            samples.append(Sample(f"{record.name}@{start}", ids, labels))
-    return samples
-
-
-def _fit_completion(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
-    """Keep the whole completion if it fits after one token of prompt, and as much of the prompt's
-    end as then fits."""
-    assert record.prompt is not None
-    answer = record.ids[record.prompt :]
-    room = max_length - min(record.prompt, 1)  # the first token of a row is predicted by nothing
-    if len(answer) > room:
-        answer = answer[:room]
-        counts.cut_completions += 1
-    start = max(0, record.prompt - (max_length - len(answer)))
-    counts.cut_prompts += start > 0
-    ids = record.ids[start : record.prompt] + answer
-    if len(ids) < 2:
-        raise Skipped("no target")
-    labels = [IGNORE_INDEX] * (record.prompt - start) + answer
-    name = f"{record.name}@{start}"
-    return [Sample(name, tuple(ids), tuple(labels), undated=record.undated)]
+            raise Skipped("no target")
+        labels = (*[IGNORE_INDEX] * (len(ids) - len(answer)), *answer)
+        return Sample(f"{name}@{start}", ids, labels, undated=undated)
 
 
 def filled(record: Record) -> Record:
