@@ -33,7 +33,7 @@ from npt.distill.strategies import STRATEGIES
 from npt.evaluation.evaluate import reference_outputs
 from npt.forensics.student import replay_student as replay
 from npt.guard.outcome import MicroBatch
-from npt.random_state import named_draws, random_state
+from npt.random_state import micro_batch_draws, random_state
 from npt.train.loop import Loop
 from npt.train.preparation import smoke_test
 
@@ -54,13 +54,13 @@ def drawn(generator_state: dict[str, torch.Tensor]) -> bool:
 def test_equal_names_draw_equal_numbers_and_leave_the_random_state() -> None:
     before = random_state()
     found = []
-    for name in (("a", 1), ("a", 1), ("a", 2), ("a1",)):
+    for name in ((1, ("a",), 0), (1, ("a",), 0), (1, ("a",), 2), (1, ("a2",), 0), (2, ("a",), 0)):
         torch.rand(3)  # wherever the state may be
-        with named_draws(*name):
+        with micro_batch_draws(*name):
             found.append(torch.rand(4).tolist())
-    assert found[0] == found[1] and len({tuple(numbers) for numbers in found}) == 3
+    assert found[0] == found[1] and len({tuple(numbers) for numbers in found}) == 4
     torch.set_rng_state(before["cpu"])
-    with pytest.raises(KeyError), named_draws("a"):
+    with pytest.raises(KeyError), micro_batch_draws(1, ("a",), 0):
         torch.rand(1)
         raise KeyError
     assert not drawn(before)
