@@ -1,4 +1,4 @@
-"""torch's random state, of the CPU and of every CUDA device: taken, restored, seeded by micro-batch.
+"""torch's random state, of the CPU and of every CUDA device: taken, restored, seeded for a batch.
 
 CUDA's generators keep theirs (a seed and an offset) on the host: nothing here waits for a device.
 Python's and numpy's are left alone; nothing in a step draws from them.

@@ -106,7 +106,7 @@ class Encoder:
         return samples
 
     def _read(self, number: int, record: Record, counts: RecordCounts) -> list[Sample]:
-        config, opening = self._config, self._opening
+        config = self._config
         if not isinstance(record, Mapping):
             wanted = f"{{{config.text_column!r}: ...}}"
             raise DataError(f"record {number} is {kind_of(record)}, not a mapping like {wanted}")
@@ -121,7 +121,7 @@ class Encoder:
             ids = bare_tokens(self.tokenizer, text) if opened else self._following(None, text)
             if not ids:
                 raise Skipped("empty text")
-            ids = [*opening, *ids] if opened else ids
+            ids = [*self._opening, *ids] if opened else ids
             return self._windows(name, self._ended(ids) if closed else ids, None, counts)
         answer = config.completion_column
         if config.prompt_column is None and column == PROMPT:
@@ -141,7 +141,7 @@ class Encoder:
                 " --completion_column"
             )
         completion = text_of(name, record, answer, "--completion_column")
-        front = [*opening, *bare_tokens(self.tokenizer, prompt)]
+        front = [*self._opening, *bare_tokens(self.tokenizer, prompt)]
         return [
             self._fitted(name, front, self._ended(self._completion(prompt, completion)), counts)
         ]

@@ -117,10 +117,10 @@ def test_every_batch_has_its_own_place_and_keeps_it_on_resume(tmp_path) -> None:
     samples = Samples(records(7), NoTokenizer(), DataConfig(max_length=12), seed=0, hold_out=False)
     loader = Loader(samples, 2, epochs=2)
     loaded = list(loader.batches())
-    assert [one.batch.offset for one in loaded] == [0, 2, 4, 6, 7, 9, 11, 13]
-    again = list(loader.batches(loaded[2].position))
-    assert [(one.batch.offset, one.batch.sample_ids) for one in again] == [
-        (one.batch.offset, one.batch.sample_ids) for one in loaded[3:]
+    assert [batch.offset for batch, _ in loaded] == [0, 2, 4, 6, 7, 9, 11, 13]
+    again = list(loader.batches(loaded[2][1]))
+    assert [(batch.offset, batch.sample_ids) for batch, _ in again] == [
+        (batch.offset, batch.sample_ids) for batch, _ in loaded[3:]
     ]
 
 
