@@ -44,9 +44,13 @@ class Sample:
     def heldout(self) -> bool:
         """One sample in twenty, by a hash: the same on every machine and day."""
         ids = ",".join(map(str, self.input_ids))
-        text = ids if self.undated is None else self.undated
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-        return int.from_bytes(digest[:4], "big") % _HELDOUT_ONE_IN == 0
+        return is_heldout(ids if self.undated is None else self.undated)
+
+
+def is_heldout(name: str, one_in: int = _HELDOUT_ONE_IN) -> bool:
+    """Return whether training never sees what has this name or text, by a hash of it."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:4], "big") % one_in == 0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from the completion's end.
 
 from __future__ import annotations
 
-import numbers
+from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -209,11 +209,8 @@ class Encoder:
 
 
 def filled(record: Record) -> Record:
-    """Return a record's columns that are not null, as merged tables have those of other forms; all
-    of them if it has a name at most besides.
-    """
-    columns = {column: value for column, value in record.items() if value is not None}
-    return columns if columns.keys() - {"id", PIECE} else record
+    """Return a record's columns that are not null, as merged tables have those of other forms."""
+    return {column: value for column, value in record.items() if value is not None}
 
 
 def prompt_column(record: Record, config: DataConfig) -> str | None:
@@ -248,18 +245,15 @@ def check_characters(name: str, what: str, text: str) -> None:
 
 def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
     """Return a record's token ids, and its labels if it has any, without padding."""
-    ids = _integers(name, "input_ids", record["input_ids"])
-    labels, mask = (
-        None if record.get(key) is None else _integers(name, key, record[key]) for key in IDS[1:]
-    )
-    for what, values in (("an attention_mask", mask), ("labels", labels)):
-        if values is not None and len(values) != len(ids):
+    columns = {key: _integers(name, key, record[key]) for key in IDS if key in record}
+    ids, labels = columns["input_ids"], columns.get("labels")
+    for key, values in columns.items():
+        if len(values) != len(ids):
             raise DataError(
-                f"record {name} has {len(ids)} input_ids but {what} of {len(values)}; the two"
+                f"record {name} has {len(ids)} input_ids but {key} of {len(values)}; the two"
                 " belong together"
             )
-    if mask is None:
-        return ids, labels
+    mask = columns.get("attention_mask", [1] * len(ids))
     if other := set(mask) - {0, 1}:
         raise DataError(
             f"record {name} has {min(other)} in its attention_mask, expected 0 (padding) or 1 (a"
@@ -269,14 +263,9 @@ def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
 
 
 def _integers(name: str, key: str, values: Any) -> list[int]:
-    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
-    if not isinstance(values, list | tuple) or not all(map(_is_int64, values)):
+    try:
+        return array("q", list(values)).tolist()
+    except (TypeError, OverflowError) as error:
         raise DataError(
             f"record {name} has {key} that are no list of 64-bit integers: {str(values)[:60]}"
-        )
-    return list(map(int, values))
-
-
-def _is_int64(value: Any) -> bool:
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return whole and abs(int(value)) < 2**63
+        ) from error

@@ -57,33 +57,25 @@ def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
             yield sample
 
 
-class Permutation:
-    """A seeded permutation of range(n), computed, not stored: `permutation[i]` comes i-th.
+def permutation(n: int, key: str, start: int = 0) -> Iterator[int]:
+    """Yield a seeded permutation of range(n) from position `start` on, computed, not stored.
 
     A balanced Feistel network over the next power of four; its cycles are walked until a value
     below n comes out (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
     """
-
-    def __init__(self, n: int, key: str):
-        self.n = n
-        self._half = max(1, ((max(n, 2) - 1).bit_length() + 1) // 2)
-        digest = hashlib.sha512(key.encode()).digest()
-        self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "big") for i in range(_ROUNDS)]
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, position: int) -> int:
-        if not 0 <= position < self.n:
-            raise IndexError(f"position {position} of an order of {self.n}")
-        value, half, mask = position, self._half, (1 << self._half) - 1
+    half = max(1, ((max(n, 2) - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    digest = hashlib.sha512(key.encode()).digest()
+    keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "big") for i in range(_ROUNDS)]
+    for value in range(start, n):
         while True:
             left, right = value >> half, value & mask
-            for key in self._keys:
-                left, right = right, left ^ (_mixed(right ^ key) & mask)
+            for each in keys:
+                left, right = right, left ^ (_mixed(right ^ each) & mask)
             value = left << half | right
-            if value < self.n:
-                return value
+            if value < n:
+                break
+        yield value
 
 
 def uniform(key: int, counter: int) -> float:
@@ -186,9 +178,9 @@ class Samples:
                 block += self._cut(chunk, counts)
             del block[most - before :]
             rows = pack(block, self._config.max_length) if self._config.packing else block
-            order = Permutation(len(rows), f"{self._seed}/{epoch}/{first}")
-            for position in range(taken, len(rows)):
-                yield rows[order[position]], Place(epoch, first, before, position + 1)
+            for number in permutation(len(rows), f"{self._seed}/{epoch}/{first}", taken):
+                taken += 1
+                yield rows[number], Place(epoch, first, before, taken)
             before, taken = before + len(block), 0
 
     def _cut(self, records: Iterable[tuple[int, Record]], counts: RecordCounts) -> Iterator[Sample]:
@@ -202,9 +194,8 @@ class Samples:
         """Return records from position `start` of an epoch on, with their number in the data."""
         records: Any = self._records
         if self.sized:
-            order = Permutation(len(records), f"{self._seed}/documents")
-            numbers = map(order.__getitem__, range(start, len(order)))
-            return ((number, records[number]) for number in numbers)
+            order = permutation(len(records), f"{self._seed}/documents", start)
+            return ((number, records[number]) for number in order)
         # a hub stream passes over records without handing them out
         if start and hasattr(records, "skip"):
             return enumerate(records.skip(start), start)

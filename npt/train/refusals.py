@@ -62,7 +62,7 @@ class Refusals:
         if not outcome.refused:
             return
         traced = [(finding.refusal.micro_batch, finding.told) for finding in outcome.findings]
-        for micro_batch, message in itertools.chain(*run.setup.processes.gather_json(traced)):
+        for micro_batch, message in itertools.chain(*run.setup.processes.gather(traced)):
             self._diagnoses += 1
             run.folder.event("diagnosis", step=step, micro_batch=micro_batch, message=message)
             for line in f"diagnosis: {message}".splitlines():

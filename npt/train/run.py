@@ -223,7 +223,7 @@ class Run:
             return processes.main and self._write(loop, shrunk_to, last)
         if processes.size > 1:
             self._compare_processes(loop)
-            shrunk_to = processes.gather_json(splitter.shrunk_to)
+            shrunk_to = processes.gather(splitter.shrunk_to)
         return processes.first(lambda: self._write(loop, shrunk_to, last))
 
     def save_best(self, loop: Loop, fidelity: Fidelity) -> None:
@@ -240,7 +240,7 @@ class Run:
     def _compare_processes(self, loop: Loop) -> None:
         """Refuse to save if processes hold different adapters or moments."""
         processes = self.setup.processes
-        first, *others = processes.gather_json(loop.guard.update.checksum())
+        first, *others = processes.gather(loop.guard.update.checksum())
         for process, checksum in enumerate(others, start=1):
             if checksum != first:
                 raise processes.everywhere(

@@ -5,8 +5,8 @@ import pytest
 
 import npt
 from npt.data import prose as prose_module
+from npt.data.batch import is_heldout
 from npt.data.prose import HELDOUT_ONE_IN, TOPICS, prose
-from npt.data.readers import is_heldout
 from npt.data.samples import Samples
 from npt.data.source import check_source, open_source, own_heldout
 from npt.errors import DataError
