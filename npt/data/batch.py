@@ -19,8 +19,6 @@ PAD_ID = 0
 """The id at padded positions. Padding is masked, so the choice changes nothing, and every base has
 a row for it: a tokenizer's own pad id may be one that was added without resizing the embedding."""
 
-_HELDOUT_ONE_IN = 20
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -47,7 +45,7 @@ class Sample:
         return is_heldout(ids if self.undated is None else self.undated)
 
 
-def is_heldout(name: str, one_in: int = _HELDOUT_ONE_IN) -> bool:
+def is_heldout(name: str, one_in: int = 20) -> bool:
     """Return whether training never sees what has this name or text, by a hash of it."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:4], "big") % one_in == 0

@@ -112,9 +112,11 @@ class Samples:
     than a block is read ahead or kept. `num_samples` is counted before packing. A sequence that no
     sample comes out of is a DataError.
 
+    Args:
+        hold_out: leave out held-out samples.
+
     Attributes:
         counts: of what became of the records read by the run.
-        hold_out: leave out held-out samples.
         sized: the records are a sequence.
     """
 
@@ -127,7 +129,7 @@ class Samples:
         seed: int,
         hold_out: bool = True,
     ):
-        self._records, self._config, self._seed, self.hold_out = records, config, seed, hold_out
+        self._records, self._config, self._seed, self._hold_out = records, config, seed, hold_out
         self._encoder = Encoder(tokenizer, config)
         self.counts = RecordCounts()
         self._counted: int | None = None
@@ -187,7 +189,7 @@ class Samples:
         """Yield the samples of numbered records, without held-out ones."""
         for number, record in records:
             for sample in self._encoder.samples(number, record, counts):
-                if not (self.hold_out and sample.heldout):
+                if not (self._hold_out and sample.heldout):
                     yield sample
 
     def _numbered(self, start: int = 0) -> Iterator[tuple[int, Record]]:
@@ -237,8 +239,8 @@ class Loader:
     """Batches from a position on, epoch after epoch; a batch never crosses the end of one.
 
     Attributes:
-        samples: of the first source, `epochs` times over, or if `endless` for as long as they can
-            be read again.
+        samples: of the first source, `epochs` times over: math.inf for as long as they can be read
+            again.
         replay: of a source that is mixed in, over and over: `share` of all samples, drawn by the
             seed and a sample's number.
         pin: put the batches into pinned memory, for a GPU to copy from.
@@ -249,15 +251,13 @@ class Loader:
         samples: Samples,
         batch_size: int,
         *,
-        epochs: int = 1,
-        endless: bool = False,
+        epochs: float = 1,
         replay: Samples | None = None,
         share: float = 0.0,
         seed: int = 0,
     ):
         self.samples, self.replay, self.pin = samples, replay, False
         self._batch_size, self._epochs = batch_size, epochs
-        self._end = math.inf if endless else epochs
         self._share, self._seed = share, seed
 
     def count(self, limit: int = sys.maxsize, begun: int = 0) -> int | None:
@@ -266,8 +266,8 @@ class Loader:
         size = self.samples.count()
         if size is None:
             return None
-        total = drawn = 0
-        for epoch in range(self._epochs):
+        total = drawn = epoch = 0
+        while epoch < self._epochs and total < limit:
             first, left = drawn, size if epoch else size - begun
             if self.replay is None:
                 drawn, left = drawn + left, 0
@@ -275,9 +275,8 @@ class Loader:
                 left -= not self._is_replayed(drawn)
                 drawn += 1
             total += math.ceil((drawn - first) / self._batch_size)
-            if total >= limit:
-                return limit
-        return total
+            epoch += 1
+        return min(total, limit)
 
     def _is_replayed(self, drawn: int) -> bool:
         """Return whether the next sample is of the source that is mixed in."""
@@ -297,7 +296,7 @@ class Loader:
         replay: Iterator[tuple[Sample, Place]] = iter(())
         if self.replay is not None:
             replay = self.replay.walk(position.replay, math.inf)
-        for sample, place in self.samples.walk(position.place, self._end):
+        for sample, place in self.samples.walk(position.place, self._epochs):
             if place.epoch != position.place.epoch:
                 position = replace(position, place=Place(place.epoch))
             while self._is_replayed(position.drawn):

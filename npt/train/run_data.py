@@ -182,8 +182,7 @@ class RunData:
         loader = Loader(
             every[0],
             config.batch_size,
-            epochs=config.num_epochs,
-            endless=config.max_steps is not None,
+            epochs=config.num_epochs if config.max_steps is None else math.inf,
             replay=every[1] if len(every) > 1 else None,
             share=self.sources[-1].share,
             seed=config.seed,
