@@ -95,10 +95,8 @@ def read_conversation(
             f"record {name}: the chat template writes the prompt differently with an answer after"
             " it, so the answer's tokens cannot be told; use prompt and completion texts"
         )
-    completion = whole[len(start) :]
-    check_characters(name, "prompt", start)
-    check_characters(name, "answer", completion)
-    return start, completion, json.dumps([prompt, answer], sort_keys=True, default=str)
+    check_characters(name, "conversation", whole)
+    return start, whole[len(start) :], json.dumps([prompt, answer], sort_keys=True, default=str)
 
 
 def _last_answer(messages: list[Any]) -> int:
