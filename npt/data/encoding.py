@@ -26,12 +26,7 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.continuation import (
-    bare_tokens,
-    begins_with_space,
-    continuation_tokens,
-    opening_tokens,
-)
+from npt.data.continuation import begins_with_space, continuation_tokens, opening_tokens
 from npt.data.source import PIECE, Record
 from npt.errors import DataError, kind_of
 
@@ -87,25 +82,26 @@ class Skipped(Exception):
 
 
 class Encoder:
-    """Makes samples of records, with one tokenizer and one set of columns."""
+    """Makes samples of records, with one tokenizer and one set of columns, and counts them."""
 
-    def __init__(self, tokenizer: Any, config: DataConfig):
+    def __init__(self, tokenizer: Any, config: DataConfig, counts: RecordCounts | None = None):
         self.tokenizer, self._config = tokenizer, config
+        self.counts = RecordCounts() if counts is None else counts
 
-    def samples(self, number: int, record: Record, counts: RecordCounts) -> list[Sample]:
-        """Return the samples of a record that has this number in the data, counted; none if it is
-        empty. A record with nothing to train on in it is a DataError."""
+    def samples(self, number: int, record: Record) -> list[Sample]:
+        """Return the samples of a record that has this number in the data; none if it is empty. A
+        record with nothing to train on in it is a DataError."""
         samples: list[Sample] = []
         try:
-            samples = self._read(number, record, counts)
+            samples = self._read(number, record)
         except Skipped as reason:
-            counts.skipped[str(reason)] += 1
-        counts.records += 1
-        counts.samples += len(samples)
-        counts.tokens += sum(len(sample.input_ids) for sample in samples)
+            self.counts.skipped[str(reason)] += 1
+        self.counts.records += 1
+        self.counts.samples += len(samples)
+        self.counts.tokens += sum(len(sample.input_ids) for sample in samples)
         return samples
 
-    def _read(self, number: int, record: Record, counts: RecordCounts) -> list[Sample]:
+    def _read(self, number: int, record: Record) -> list[Sample]:
         config = self._config
         if not isinstance(record, Mapping):
             wanted = f"{{{config.text_column!r}: ...}}"
@@ -113,16 +109,16 @@ class Encoder:
         name = str(number if record.get("id") is None else record["id"])
         columns = filled(record)
         if "input_ids" in columns:
-            return self._windows(name, *read_ids(name, columns), counts)
+            return self._windows(name, *read_ids(name, columns))
         column = prompt_column(columns, config)
         if column is None:
             text = text_of(name, record, config.text_column, "--text_column")
             opened, closed = record.get(PIECE, (True, True))
-            ids = bare_tokens(self.tokenizer, text) if opened else self._following(None, text)
+            ids = self._tokens(text) if opened else self._following(None, text)
             if not ids:
                 raise Skipped("empty text")
             ids = [*self._opening, *ids] if opened else ids
-            return self._windows(name, self._ended(ids) if closed else ids, None, counts)
+            return self._windows(name, self._ended(ids) if closed else ids)
         answer = config.completion_column
         if config.prompt_column is None and column == PROMPT:
             answer = COMPLETION
@@ -132,8 +128,8 @@ class Encoder:
             prompt, completion, undated = read_conversation(
                 name, self.tokenizer, columns, column, answer
             )
-            pair = bare_tokens(self.tokenizer, prompt), self._completion(prompt, completion)
-            return [self._fitted(name, *pair, counts, undated)]
+            answered = self._completion(prompt, completion)
+            return [self._fitted(name, self._tokens(prompt), answered, undated)]
         prompt = text_of(name, record, column, "--prompt_column")
         if answer is None:
             raise DataError(
@@ -141,10 +137,8 @@ class Encoder:
                 " --completion_column"
             )
         completion = text_of(name, record, answer, "--completion_column")
-        front = [*self._opening, *bare_tokens(self.tokenizer, prompt)]
-        return [
-            self._fitted(name, front, self._ended(self._completion(prompt, completion)), counts)
-        ]
+        front = [*self._opening, *self._tokens(prompt)]
+        return [self._fitted(name, front, self._ended(self._completion(prompt, completion)))]
 
     def _completion(self, prompt: str, completion: str) -> list[int]:
         ids = self._following(prompt, completion)
@@ -156,7 +150,11 @@ class Encoder:
         """Return the tokens of a text that follows `before` (None: another text)."""
         if self._begins_with_space:
             return continuation_tokens(self.tokenizer, before, text)
-        return bare_tokens(self.tokenizer, text)
+        return self._tokens(text)
+
+    def _tokens(self, text: str) -> list[int]:
+        tokens = self.tokenizer([text], verbose=False, add_special_tokens=False)
+        return list(tokens["input_ids"][0])
 
     def _ended(self, ids: list[int]) -> list[int]:
         end = self.tokenizer.eos_token_id
@@ -170,37 +168,30 @@ class Encoder:
     def _opening(self) -> list[int]:
         return opening_tokens(self.tokenizer)
 
-    def _windows(
-        self, name: str, ids: list[int], labels: list[int] | None, counts: RecordCounts
-    ) -> list[Sample]:
+    def _windows(self, name: str, ids: list[int], labels: list[int] | None = None) -> list[Sample]:
         """Cut a text, or given ids, to windows that do not overlap."""
         samples: list[Sample] = []
         for start in range(0, max(1, len(ids) - 1), self._config.max_length):
             window = slice(start, start + self._config.max_length)
             targets = None if labels is None else tuple(labels[window])
             if len(ids[window]) < 2:
-                counts.skipped["fewer than two tokens"] += 1
+                self.counts.skipped["fewer than two tokens"] += 1
             elif targets is not None and set(targets[1:]) == {IGNORE_INDEX}:
-                counts.skipped["no target"] += 1
+                self.counts.skipped["no target"] += 1
             else:
                 samples.append(Sample(f"{name}@{start}", tuple(ids[window]), targets))
         return samples
 
     def _fitted(
-        self,
-        name: str,
-        prompt: list[int],
-        completion: list[int],
-        counts: RecordCounts,
-        undated: str | None = None,
+        self, name: str, prompt: list[int], completion: list[int], undated: str | None = None
     ) -> Sample:
         """Keep the whole completion if it fits after one token of prompt, and as much of the
         prompt's end as then fits."""
         length = self._config.max_length
         answer = completion[: length - min(len(prompt), 1)]  # nothing predicts a row's first token
         start = max(0, len(prompt) + len(answer) - length)
-        counts.cut_completions += len(answer) < len(completion)
-        counts.cut_prompts += start > 0
+        self.counts.cut_completions += len(answer) < len(completion)
+        self.counts.cut_prompts += start > 0
         ids = (*prompt[start:], *answer)
         if len(ids) < 2:
             raise Skipped("no target")

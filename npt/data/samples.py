@@ -43,9 +43,9 @@ def cut(
     """Tokenise records and cut them to samples, in order and lazily, counting each in `counts`. A
     record with nothing to train on in it is a DataError, by its id or number.
     """
-    counts, encoder = counts if counts is not None else RecordCounts(), Encoder(tokenizer, config)
+    encoder = Encoder(tokenizer, config, counts)
     for number, record in enumerate(records):
-        yield from encoder.samples(number, record, counts)
+        yield from encoder.samples(number, record)
 
 
 def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
@@ -116,7 +116,6 @@ class Samples:
         hold_out: leave out held-out samples.
 
     Attributes:
-        counts: of what became of the records read by the run.
         sized: the records are a sequence.
     """
 
@@ -131,18 +130,27 @@ class Samples:
     ):
         self._records, self._config, self._seed, self._hold_out = records, config, seed, hold_out
         self._encoder = Encoder(tokenizer, config)
-        self.counts = RecordCounts()
         self._counted: int | None = None
         self.sized = is_sequence(records)
-        counts = RecordCounts()
-        if self.sized and next(self._cut(self._numbered(), counts), None) is None:
-            raise no_sample(counts)
+        if self.sized and next(self._cut(self._numbered()), None) is None:
+            raise no_sample(self.counts)
+        self.count_anew()
+
+    @property
+    def counts(self) -> RecordCounts:
+        """Counts of what became of the records that were read."""
+        return self._encoder.counts
+
+    def count_anew(self) -> None:
+        """Forget the counts of records that were read to look ahead."""
+        self._encoder.counts = RecordCounts()
 
     def count(self) -> int | None:
         """Return the number of samples of an epoch; None for a stream. The records are tokenised
         for it once."""
         if self._counted is None and self.sized:
-            self._counted = sum(1 for _ in self.walk(counts=RecordCounts()))
+            self._counted = sum(1 for _ in self.walk())
+            self.count_anew()
         return self._counted
 
     def epoch(self, number: int) -> Iterator[Sample]:
@@ -150,24 +158,23 @@ class Samples:
         return (sample for sample, _ in self.walk(Place(number)))
 
     def walk(
-        self, start: Place = START, end: float | None = None, counts: RecordCounts | None = None
+        self, start: Place = START, end: float | None = None
     ) -> Iterator[tuple[Sample, Place]]:
         """Yield samples from a place on, each with the place after it.
 
         Ends at epoch `end` (default: after one; math.inf for never), or after an empty epoch.
         """
         end = start.epoch + 1 if end is None else end
-        counts = self.counts if counts is None else counts
         while start.epoch < end:
             empty = start == Place(start.epoch)
-            for step in self._rest_of_epoch(start, counts):
+            for step in self._rest_of_epoch(start):
                 empty = False
                 yield step
             if empty:
                 return
             start = Place(start.epoch + 1)
 
-    def _rest_of_epoch(self, start: Place, counts: RecordCounts) -> Iterator[tuple[Sample, Place]]:
+    def _rest_of_epoch(self, start: Place) -> Iterator[tuple[Sample, Place]]:
         most = sys.maxsize if self._config.num_samples is None else self._config.num_samples
         epoch, record, before, taken = start
         records, more = self._numbered(record), True
@@ -177,7 +184,7 @@ class Samples:
                 chunk = list(itertools.islice(records, _RECORDS_AT_ONCE))
                 more = len(chunk) > 0
                 record += len(chunk)
-                block += self._cut(chunk, counts)
+                block += self._cut(chunk)
             del block[most - before :]
             rows = pack(block, self._config.max_length) if self._config.packing else block
             for number in permutation(len(rows), f"{self._seed}/{epoch}/{first}", taken):
@@ -185,10 +192,10 @@ class Samples:
                 yield rows[number], Place(epoch, first, before, taken)
             before, taken = before + len(block), 0
 
-    def _cut(self, records: Iterable[tuple[int, Record]], counts: RecordCounts) -> Iterator[Sample]:
+    def _cut(self, records: Iterable[tuple[int, Record]]) -> Iterator[Sample]:
         """Yield the samples of numbered records, without held-out ones."""
         for number, record in records:
-            for sample in self._encoder.samples(number, record, counts):
+            for sample in self._encoder.samples(number, record):
                 if not (self._hold_out and sample.heldout):
                     yield sample
 

@@ -152,11 +152,11 @@ def examine(
     check_source(config)
     name = config.dataset_name
     report = DataReport(name, vocab_size, None if name in OWN_HELDOUT else 0)
-    reading, encoder = Reading(config), Encoder(tokenizer, config)
+    reading, encoder = Reading(config), Encoder(tokenizer, config, report.counts)
     records = enumerate(reading)
     for number, (record, name) in islice(records, max_records):
         try:
-            samples = encoder.samples(number, record, report.counts)
+            samples = encoder.samples(number, record)
         except Exception as error:  # a tokenizer or a template may raise anything
             reading.note(name, error)
             continue

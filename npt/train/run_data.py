@@ -20,7 +20,7 @@ from npt.adapters.fit import format_layers
 from npt.base.identity import BaseIdentity
 from npt.config import MAX_STEPS
 from npt.data.batch import Batch, Sample
-from npt.data.encoding import RecordCounts, no_sample
+from npt.data.encoding import no_sample
 from npt.data.samples import Loader, Position, Samples, Window, windows, within
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
@@ -90,6 +90,7 @@ class RunData:
             if self._leaves_enough(after):
                 self.start = after
         self.total_steps = self.count_steps(self.start.begun)
+        self.loader.samples.count_anew()
         self._coming = self.loader.batches(self.start)
 
     def windows(self) -> Generator[Window]:
@@ -197,7 +198,7 @@ class RunData:
         first: list[Sample] = []
         position, left = Position(), self._setup.config.calibration_tokens
         # replayed data are there against forgetting; the start need not fit them
-        for sample, place in self.loader.samples.walk(counts=RecordCounts()):
+        for sample, place in self.loader.samples.walk():
             position = Position(place, begun=position.begun + 1)
             for usable in within([sample], self._setup.model.config.vocab_size):
                 first.append(usable)
@@ -212,7 +213,7 @@ class RunData:
         """
         samples, batch_size = self.loader.samples, self._setup.config.batch_size
         if not samples.sized or self._setup.config.max_steps is not None:
-            return next(samples.walk(after.place, counts=RecordCounts()), None) is not None
+            return next(samples.walk(after.place), None) is not None
         later = (self.count_steps(after.begun) or 0) * self._setup.window_size
         return after.begun <= LEFT_OUT * (after.begun + later * batch_size)
 

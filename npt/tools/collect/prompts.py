@@ -10,7 +10,7 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import COMPLETION, PROMPT, Encoder, RecordCounts, filled, prompt_column
+from npt.data.encoding import COMPLETION, PROMPT, Encoder, filled, prompt_column
 from npt.data.samples import Samples
 from npt.data.source import Record
 from npt.errors import DataError
@@ -48,7 +48,7 @@ def prompt_record(
         if column is not None:
             record, config = _with_any_answer(number, record, column), _AS_PROMPT
     whole = replace(config, max_length=_UNCUT)
-    for sample in Encoder(tokenizer, whole).samples(number, record, RecordCounts()):
+    for sample in Encoder(tokenizer, whole).samples(number, record):
         ids, labels = list(sample.input_ids), sample.labels or ()
         masked = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
         if masked or config is _AS_PROMPT:
