@@ -279,7 +279,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     checkpoint = Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
     try:
         if checkpoint.position.as_dict() != record["position"]:
-            raise ValueError("the position has unknown entries")
+            raise ValueError(f"the position has unknown entries: {record['position']}")
         figures = checkpoint.initial
         models = (figures.teacher, figures.floor, figures.student)
         numbers = [*(model.as_dict() for model in models), *figures.layers.values()]
