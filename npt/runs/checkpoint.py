@@ -278,8 +278,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
     checkpoint = Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
     try:
-        if checkpoint.position.as_dict() != record["position"]:
-            raise ValueError(f"the position has unknown entries: {record['position']}")
+        known, position = checkpoint.position.as_dict(), record["position"]
+        if known != position:
+            raise ValueError(f"unknown entries of the position {sorted(position.keys() - known)}")
         figures = checkpoint.initial
         models = (figures.teacher, figures.floor, figures.student)
         numbers = [*(model.as_dict() for model in models), *figures.layers.values()]
