@@ -270,12 +270,7 @@ class TestReplay:
 
     def test_it_goes_round_in_another_order_each_time(self, tokenizer):
         loader = make_loader(tokenizer, records(60), records(12, "p"), epochs=2, replay_share=0.6)
-        names = [
-            name
-            for batch, _ in loader.batches()
-            for name in batch.sample_ids
-            if name.startswith("p")
-        ]
+        names = [n for batch, _ in loader.batches() for n in batch.sample_ids if n.startswith("p")]
         once = sorted(s.id for s in loader.replay.epoch(0))
         rounds = [names[i : i + len(once)] for i in range(0, len(names) - len(once) + 1, len(once))]
         assert len(rounds) > 3
