@@ -26,7 +26,7 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
 from npt.console import silent_console
 from npt.data.batch import Batch
-from npt.data.loader import Window
+from npt.data.samples import Window
 from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy

@@ -23,7 +23,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -212,9 +212,11 @@ def _rows(batch: Batch, rows: slice) -> Batch:
     """Return some rows of a batch, without the columns that are padding in all of them."""
     filled = batch.attention_mask[rows].any(dim=0).nonzero()
     columns = slice(int(filled[0]), int(filled[-1]) + 1) if len(filled) else slice(None)
-    tensors = {name: tensor[rows, columns].clone() for name, tensor in batch.row_tensors.items()}
+    tensors: dict[str, Any] = {
+        name: tensor[rows, columns].clone() for name, tensor in batch.row_tensors.items()
+    }
     if "documents" in tensors and not bool(tensors["documents"].any()):
-        del tensors["documents"]
-    part = batch.with_rows(tensors, batch.sample_ids[rows])
+        tensors["documents"] = None
+    part = replace(batch, **tensors, sample_ids=batch.sample_ids[rows])
     # so that it is on its way to the device while the host continues
     return part.pinned() if batch.input_ids.is_pinned() else part

@@ -15,7 +15,6 @@ from npt.config import DataConfig
 from npt.console import say
 from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import Encoder, RecordCounts
-from npt.data.samples import fit
 from npt.data.source import (
     OWN_HELDOUT,
     FileError,
@@ -123,16 +122,19 @@ def examine(
     `num_samples` is not applied. DataError if nothing of it can be opened.
     """
     check_source(config)
-    name, length = config.dataset_name, config.max_length
+    name = config.dataset_name
     report = DataReport(name, vocab_size, None if name in OWN_HELDOUT else 0)
-    encoder, records = Encoder(tokenizer, config), enumerate(readable(config, report))
+    encoder, records = (
+        Encoder(tokenizer, config, report.counts),
+        enumerate(readable(config, report)),
+    )
     for number, (record, name) in islice(records, max_records):
         try:
-            encoded = encoder.encode([(number, record)], report.counts)
+            samples = encoder.samples(number, record)
         except Exception as error:  # a tokenizer or a template may raise anything
             report.note(name, error)
             continue
-        for sample in (each for one in encoded for each in fit(one, length, report.counts)):
+        for sample in samples:
             report.add(sample)
             if len(report.shown) < SHOWN:
                 report.shown += (show(sample, tokenizer, vocab_size),)

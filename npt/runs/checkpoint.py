@@ -29,7 +29,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.adapters.files.adapter_files import check_savable, read_adapter, write_adapter
 from npt.adapters.files.run_layout import ADAPTER, checkpoints
 from npt.base.identity import BaseIdentity
-from npt.data.loader import Position
+from npt.data.samples import Position
 from npt.errors import CheckpointError, first_line
 from npt.files import new_folder, write_json
 from npt.guard.outcome import Snapshot
@@ -264,8 +264,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
     checkpoint = Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
     try:
-        if checkpoint.position.as_dict() != record["position"]:
-            raise ValueError("the position has unknown entries")
+        known, position = checkpoint.position.as_dict(), record["position"]
+        if known != position:
+            raise ValueError(f"unknown entries of the position {sorted(position.keys() - known)}")
         figures = checkpoint.initial
         models = (figures.teacher, figures.floor, figures.student)
         numbers = [*(model.as_dict() for model in models), *figures.layers.values()]

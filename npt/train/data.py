@@ -2,7 +2,7 @@
 
 A run has one source, or with another mixed in against forgetting two. The end of the first is an
 epoch's end; the other is repeated. Which source a sample is of is drawn from the seed and the
-sample's number (npt/data/loader.py).
+sample's number (npt/data/samples.py).
 
 A calibrated start is fitted to the first samples of the first epoch, and training begins after
 them: its first losses would else be those of tokens that were fitted, half of what later ones are.
@@ -24,9 +24,8 @@ from npt.adapters.converted import attached_config, npt_layers
 from npt.adapters.fit import format_layers
 from npt.config import MAX_STEPS, DataConfig
 from npt.data.batch import Batch, Sample
-from npt.data.encoding import RecordCounts, filled, no_sample
-from npt.data.loader import Loader, Position, Window, windows
-from npt.data.samples import Samples, within
+from npt.data.encoding import filled, no_sample
+from npt.data.samples import Loader, Position, Samples, Window, windows, within
 from npt.data.source import READERS, Record, check_source, is_local, open_source, own_heldout
 from npt.errors import ConfigError, DataError, kind_of
 from npt.evaluation.heldout import evaluation_samples
@@ -169,6 +168,7 @@ class RunData:
             if self._leaves_enough(after):
                 self.start = after
         self.total_steps = self.count_steps(self.start.begun)
+        self.loader.samples.count_anew()
         self._coming = self.loader.batches(self.start)
 
     def windows(self) -> Generator[Window]:
@@ -182,7 +182,7 @@ class RunData:
         if first is None:
             raise no_sample(self.loader.samples.counts)
         self._coming = itertools.chain([first], self._coming)
-        return first.batch
+        return first[0]
 
     def note(self) -> str:
         """Return a line on what is trained, for how long, and the data of its evaluations."""
@@ -250,8 +250,7 @@ class RunData:
         loader = Loader(
             every[0],
             config.batch_size,
-            epochs=config.num_epochs,
-            endless=config.max_steps is not None,
+            epochs=config.num_epochs if config.max_steps is None else math.inf,
             replay=every[1] if len(every) > 1 else None,
             share=self.sources[-1].share,
             seed=config.seed,
@@ -266,15 +265,13 @@ class RunData:
         first: list[Sample] = []
         position, left = Position(), self._setup.config.calibration_tokens
         # replayed data are there against forgetting; the start need not fit them
-        for (sample,), after in Loader(self.loader.samples, 1).groups(position, 1):
-            begun = position.begun + (after.place != position.place)
-            position = replace(after, drawn=0, begun=begun)
+        for sample, place in self.loader.samples.walk():
+            position = Position(place, begun=position.begun + 1)
             for usable in within([sample], self._setup.model.config.vocab_size):
                 first.append(usable)
                 left -= len(usable.input_ids)
             if left < 2:  # as calibration stops
                 break
-        self.loader.samples.counts = RecordCounts()  # none of the run's is read yet
         return first, position
 
     def _leaves_enough(self, after: Position) -> bool:
@@ -283,7 +280,7 @@ class RunData:
         """
         samples, batch_size = self.loader.samples, self._setup.config.batch_size
         if not samples.sized or self._setup.config.max_steps is not None:
-            return next(samples.walk(0, after.place, counts=RecordCounts()), None) is not None
+            return next(samples.walk(after.place), None) is not None
         later = (self.count_steps(after.begun) or 0) * self._setup.window_size
         return after.begun <= LEFT_OUT * (after.begun + later * batch_size)
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from npt.data.batch import Batch, find_fault
-from npt.data.loader import Position, Window
+from npt.data.samples import Position, Window
 from npt.distill.step import forward_backward, summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
@@ -206,10 +206,10 @@ class Loop:
         event, say = self.run.folder.event, self.setup.say
         step = self.steps + (not outcome.applied)
         for refusal in outcome.refused:
-            event("refusal", step=step, epoch=window.position.epoch, **refusal.as_dict())
+            event("refusal", step=step, epoch=window.position.place.epoch, **refusal.as_dict())
             say(f"refused at step {step}, {refusal}")
         traced = [(finding.refusal.micro_batch, finding.told) for finding in outcome.findings]
-        for micro_batch, message in itertools.chain(*self.setup.processes.gather_json(traced)):
+        for micro_batch, message in itertools.chain(*self.setup.processes.gather(traced)):
             self.diagnoses += 1
             event("diagnosis", step=step, micro_batch=micro_batch, message=message)
             for line in f"diagnosis: {message}".splitlines():

@@ -16,7 +16,7 @@ from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.data.batch import Batch
 from npt.data.encoding import lost
-from npt.data.loader import Position
+from npt.data.samples import Position
 from npt.errors import CheckpointError, ProcessError, TooManyRefusalsError
 from npt.files import write_text
 from npt.guard.forensics import KEPT
@@ -195,8 +195,8 @@ class Run:
         if processes.broken:  # the others are gone
             return processes.main and self._write(guard, state, shrunk_to, last)
         if processes.size > 1:
-            shrunk_to = processes.gather_json(*shrunk_to)
-            first, *others = processes.gather_json(guard.update.checksum())
+            shrunk_to = processes.gather(*shrunk_to)
+            first, *others = processes.gather(guard.update.checksum())
             for process, checksum in enumerate(others, start=1):
                 if checksum != first:
                     raise processes.everywhere(
@@ -353,9 +353,9 @@ class Run:
     def report_data(self, position: Position) -> None:
         """Report which records were cut, left out or not used, at the run's end."""
         data = self.data
-        read = [(data.loader.samples, position.epoch)]
+        read = [(data.loader.samples, position.place.epoch)]
         if data.loader.replay is not None:
-            read.append((data.loader.replay, position.replay_epoch))
+            read.append((data.loader.replay, position.replay.epoch))
         for source, (samples, begun_again) in zip(data.sources, read, strict=True):
             counts, label = samples.counts, source.label
             told = {"source": label, "share": source.share, "begun_again": begun_again}

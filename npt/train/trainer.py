@@ -301,5 +301,5 @@ class Trainer:
     def _signal(self) -> int | None:
         """Return the number of a signal that came to any process; every process must ask."""
         number = self.setup.stop.number
-        numbers = [n for n in (number, *self.setup.processes.gather_json(number)) if n is not None]
+        numbers = [n for n in (number, *self.setup.processes.gather(number)) if n is not None]
         return numbers[0] if numbers else None

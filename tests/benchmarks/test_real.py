@@ -13,7 +13,7 @@ import npt
 import real
 from npt.adapters.converted import npt_layers
 from npt.console import silent_console
-from npt.data.readers import is_heldout
+from npt.data.batch import is_heldout
 from npt.errors import DataError
 from real import ROWS, Bench
 from real_text import Document, divided, read_text, token_count
@@ -55,12 +55,15 @@ def bench(base, text):
 
 class TestDocuments:
     def test_the_three_parts_share_no_document(self, text):
-        parts = [{s.document for s in part} for part in (text.fitted, text.choosing, text.heldout)]
+        parts = [
+            {s.id.partition("@")[0] for s in part}
+            for part in (text.fitted, text.choosing, text.heldout)
+        ]
         assert all(len(part) >= 2 for part in parts)
         assert len(set.union(*parts)) == sum(map(len, parts)) == 24
         assert token_count(text.heldout) == 256
         for part in (text.heldout, text.choosing):  # one sample of each document
-            assert len({sample.document for sample in part}) == len(part)
+            assert len({s.id.partition("@")[0] for s in part}) == len(part)
 
     def test_a_text_that_occurs_twice_is_one_document(self, folder, base, tmp_path):
         for number in range(24):
@@ -84,8 +87,8 @@ class TestDocuments:
     def test_held_out_documents_of_a_source_are_measured_on(self, base, short_library):
         sizes = {"length": 32, "heldout_tokens": 64, "choosing_tokens": 64}
         found = read_text("builtin", base[1], 2048, **sizes)
-        assert all(is_heldout(s.document) for s in found.heldout)
-        assert not any(is_heldout(s.document) for s in (*found.fitted, *found.choosing))
+        assert all(is_heldout(s.id.partition("@")[0]) for s in found.heldout)
+        assert not any(is_heldout(s.id.partition("@")[0]) for s in (*found.fitted, *found.choosing))
 
     def test_too_little_text_is_one_line(self, base, tmp_path):
         (tmp_path / "a.txt").write_text(prose(0))

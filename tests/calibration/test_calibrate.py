@@ -349,7 +349,7 @@ def test_packed_samples_stay_apart(load_model, tokenizer, monkeypatch) -> None:
     """Two documents in one row calibrate as the two alone do, to fp32 rounding."""
     pairs = [replace(sample, input_ids=sample.input_ids[:12]) for sample in samples(32)]
     # in the order given: of 32 samples another is drawn than of 16
-    monkeypatch.setattr("npt.calibration.samples.Permutation", lambda n, key: range(n))
+    monkeypatch.setattr("npt.calibration.samples.permutation", lambda n, key: range(n))
     packed = [
         Sample(
             f"{a.id}+{b.id}", a.input_ids + b.input_ids, None, (len(a.input_ids), len(b.input_ids))

@@ -26,7 +26,7 @@ from npt.base.precision import declared_dtype
 from npt.cli.main import main
 from npt.config import DataConfig
 from npt.data.batch import Sample, collate
-from npt.data.loader import Window
+from npt.data.samples import Window
 from npt.errors import BundleError, TooManyRefusalsError
 from npt.forensics import student
 from npt.forensics.replay import Replay, suspects

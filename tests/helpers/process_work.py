@@ -31,7 +31,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
-from npt.data.loader import Window
+from npt.data.samples import Window
 from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, student_guard
 from npt.distill.strategies import STRATEGIES

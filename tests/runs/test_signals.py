@@ -209,7 +209,9 @@ def test_a_signal_in_any_phase_leaves_a_run_that_resumes_exactly(
 
 
 def test_a_source_that_never_answers_does_not_hold_a_signal_up(base, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("npt.data.loader._CLOSE_SECONDS", 0.1)  # for which the thread is waited for
+    monkeypatch.setattr(
+        "npt.data.samples._CLOSE_SECONDS", 0.1
+    )  # for which the thread is waited for
     answered = threading.Event()
 
     class Stalled:

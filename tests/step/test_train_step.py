@@ -9,7 +9,7 @@ import torch
 
 from faults.bench import Setting, Student
 from faults.runs import looped
-from npt.data.loader import Window
+from npt.data.samples import Window
 from npt.distill import step as step_module
 from npt.distill.strategies import drive
 from npt.guard.window import FAILED

@@ -27,7 +27,7 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
-from npt.data.loader import Window
+from npt.data.samples import Window
 from npt.distill.local import BatchSums
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
