@@ -99,11 +99,7 @@ def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def add_batch(
-    guard: Guard,
-    batch: Batch,
-    compute: Callable[[Batch], BatchSums],
-    vocab_size: int | None,
-    place: int | None = None,
+    guard: Guard, batch: Batch, compute: Callable[[Batch], BatchSums], vocab_size: int | None
 ) -> None:
     """Add a micro-batch to the guard's window, or refuse it before anything is computed.
 
@@ -112,11 +108,10 @@ def add_batch(
         batch: on the host.
         compute: adds its gradients to `.grad` and returns its sums.
         vocab_size: of the model; None checks nothing, for tensors that are on a device already.
-        place: as in `Guard.micro_batch`.
     """
     fault = None if vocab_size is None else find_fault(batch, vocab_size)
     if fault is not None:
-        guard.refuse(fault, batch.sample_ids, place)
+        guard.refuse(fault, batch.sample_ids)
         return
     ids, offset = batch.sample_ids, batch.offset
 
@@ -124,7 +119,7 @@ def add_batch(
         with guard.draws.drawing(ids, offset):
             return compute(batch)
 
-    with guard.micro_batch(batch.tokens, ids, batch, again, offset=offset, place=place) as micro:
+    with guard.micro_batch(batch.tokens, ids, batch, again, offset=offset) as micro:
         sums = compute(batch)
         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import BundleError, ConfigError, printable_lines
-from npt.forensics.bundle import Postmortem, StoredMicroBatch, read_postmortem, well_formed
-from npt.guard.forensics import Finding, Kept, loss_in, traced, values_in
+from npt.forensics.bundle import Postmortem, read_postmortem, well_formed
+from npt.guard.forensics import Finding, StoredMicroBatch, autocast, loss_in, traced, values_in
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatchRecord, Refusal
 from npt.guard.parameters import plain_name
@@ -191,24 +190,11 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
     with values_in(state.parameters, state.weights):
         findings = state.findings()
         refusals, records = state.window(stored, postmortem.limits)
-        refused = {refusal.micro_batch: refusal for refusal in refusals}
-        traces = {
-            index: state.trace(stored[index], refused.get(index) or refused[None])
-            for index in suspects(refusals, records)[:TRACED]
-        }
+        computed = [r for r in refusals if r.kind != "data"]
+        suspects = [(r.micro_batch, r) for r in computed if r.micro_batch is not None]
+        traces = {index: state.trace(stored[index], r) for index, r in suspects[:TRACED]}
         trials = _trials(state, refusals)
     return Replay(postmortem, str(state.device), refusals, records, findings, traces, trials)
-
-
-def suspects(refusals: Sequence[Refusal], records: Sequence[MicroBatchRecord]) -> list[int]:
-    """Return the micro-batches of a window to trace: those refused for their numbers, else, if the
-    whole window was refused, the one with the largest gradient.
-    """
-    computed = [refusal.micro_batch for refusal in refusals if refusal.kind != "data"]
-    single = [index for index in computed if index is not None]
-    if single or not computed or not records:
-        return single
-    return [max(records, key=lambda record: record.grad_norm).micro_batch]
 
 
 def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]:
@@ -262,7 +248,7 @@ class StoredState:
             gradient norm of the micro-batches that were computed.
         """
         buffers = Buffers(self.model)
-        copies = buffers.copy()
+        buffers.begin()
         with values_in(self.parameters, self.weights), self._guard() as guard:
             if limits is None:
                 guard.window.spikes = None
@@ -285,14 +271,12 @@ class StoredState:
                         micro.loss.backward()
             refusals = guard.step().refused
             records = tuple(guard.window.history)
-        buffers.restore(copies)
+        buffers.settle(None)
         return refusals, records
 
     def compute(self, micro_batch: StoredMicroBatch) -> Any:
         """Return the loss, or the model's outputs, from the random state of then."""
-        with ExitStack() as stack:
-            for kind, dtype in micro_batch.autocast.items():
-                stack.enter_context(torch.autocast(kind, getattr(torch, dtype)))
+        with autocast(micro_batch.autocast):
             set_random_state(micro_batch.random)
             inputs = tree_map_only(Tensor, lambda t: t.to(self.device), micro_batch.inputs)
             if self.loss is not None:
@@ -303,8 +287,9 @@ class StoredState:
 
     def trace(self, micro_batch: StoredMicroBatch, refusal: Refusal) -> Finding:
         """Look for the operation that made the first bad number of a refused micro-batch."""
-        kept = Kept(micro_batch.random, micro_batch.inputs, partial(self.compute, micro_batch))
-        return traced(self.model, replace(refusal, sample_ids=micro_batch.sample_ids), kept)
+        refusal = replace(refusal, sample_ids=micro_batch.sample_ids)
+        run = partial(self.compute, micro_batch)
+        return traced(self.model, replace(micro_batch, refusal=refusal, run=run))
 
     def findings(self) -> dict[str, str | None]:
         """Return what is not finite in weights, moments and the rest of the model."""
@@ -322,7 +307,7 @@ class StoredState:
     def _guard(self) -> Guard:
         """Return a guard over the run's optimizer, its moments as stored."""
         settings = self.postmortem.record["settings"]
-        names = ("max_grad_norm", "loss", "undo", "spike_sigmas")
+        names = ("max_grad_norm", "loss", "spike_sigmas")
         chosen = {name: settings[name] for name in names if settings.get(name) is not None}
         if chosen.get("loss") == "share":  # each is a mean here, weighted by its tokens
             chosen["loss"] = "mean"

@@ -25,8 +25,9 @@ from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, summed
 from npt.distill.strategies import drive
 from npt.errors import BundleError, ConfigError, ModelError
-from npt.forensics.bundle import Postmortem, StoredMicroBatch, read_postmortem, well_formed
+from npt.forensics.bundle import Postmortem, read_postmortem, well_formed
 from npt.forensics.replay import Replay, replayed
+from npt.guard.forensics import StoredMicroBatch
 from npt.guard.outcome import Refusal
 from npt.manifest import POSTMORTEM
 from npt.random_state import kept_random_state, micro_batch_draws, random_state

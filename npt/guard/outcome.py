@@ -1,7 +1,8 @@
-"""A window from its last backward to its outcome.
+"""A window from its first micro-batch to its outcome.
 
-On the device it is a `LaunchedWindow`, whose figures `send_record` sends to the host as one tensor.
-There `read_record` makes an `Outcome` of it; what was refused is explained in `refusal.py`.
+Until then it is a `PendingWindow`. Once it is stepped, `send_record` sends its figures from the
+device to the host as one tensor, and there `read_record` makes an `Outcome` of it; what was refused
+is explained in `refusal.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from torch import Tensor
 from npt.distributed.processes import ProcessGroup
 from npt.guard.refusal import Refusal as Refusal
 from npt.guard.refusal import check_alike, gathered, refusal_of, window_refusal
+
+if TYPE_CHECKING:
+    from npt.guard.forensics import StoredMicroBatch
 
 Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]
 """By parameter name, a copy of the parameter and of all that the optimizer keeps for it."""
@@ -28,7 +32,7 @@ NO_LIMITS = (math.inf, math.inf)
 
 @dataclass
 class MicroBatch:
-    """A micro-batch while it is computed, and in its window.
+    """A micro-batch from its forward to the outcome of its window.
 
     Attributes:
         loss: scalar or number, told to the guard by assigning it: a loss can be NaN with gradients
@@ -36,10 +40,12 @@ class MicroBatch:
         tokens: what it weighs.
         report: [n] figures that are wanted with the outcome.
         sample_ids: of it.
-        index: in the window.
-        flag: scalar bool, loss and gradients are finite.
+        index: in the window over all processes.
+        flag: scalar bool, loss and gradients are finite; None if it was refused before that.
         norms: [P] of the parameters' gradients, to name the bad one.
         reached: places of the parameters with a gradient, None for all.
+        refusal: why it does not count, as soon as the host knows.
+        stored: what it takes to compute it again, if that may be wanted.
     """
 
     loss: Any
@@ -50,6 +56,8 @@ class MicroBatch:
     flag: Any = None
     norms: Any = None
     reached: frozenset[int] | None = None
+    refusal: Refusal | None = None
+    stored: StoredMicroBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class MicroBatchRecord:
 @dataclass
 class Outcome:
     """The outcome of a window. With several processes all figures are over all of them, except
-    `places` and `reports`.
+    `own` and `reports`.
 
     Attributes:
         index: of the window.
@@ -78,8 +86,8 @@ class Outcome:
         loss: mean per token of the survivors (for `share` their sum), None without survivors; 0 if
             no loss was told.
         grad_norm: before clipping, None without survivors.
-        places: of this process's survivors in the window, in order.
-        reports: the `report` of each of them.
+        own: this process's micro-batches, refused ones included.
+        reports: the `report` of each of its survivors.
         refused: by micro-batch; `micro_batch` is None if the window was refused as a whole.
         findings: about this process's refused micro-batches that were traced.
         longest: refusals in a row up to the window's end.
@@ -98,7 +106,7 @@ class Outcome:
     rate: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
-    places: list[int] = field(default_factory=list, compare=False)
+    own: list[MicroBatch] = field(default_factory=list, compare=False, repr=False)
     reports: list[list[float]] = field(default_factory=list, compare=False)
     refused: tuple[Refusal, ...] = ()
     findings: tuple[Any, ...] = field(default=(), compare=False)
@@ -107,6 +115,11 @@ class Outcome:
     snapshot: Snapshot | None = field(default=None, compare=False)
     update: Any = field(default=None, compare=False)
     halts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def places(self) -> list[int]:
+        """Where this process's survivors are in the window, in order."""
+        return [micro.index for micro in self.own if micro.refusal is None]
 
 
 @dataclass
@@ -143,12 +156,13 @@ class RunCounts:
 
 
 @dataclass
-class LaunchedWindow:
-    """A window without further micro-batches.
+class PendingWindow:
+    """A window until its outcome is known.
 
     Attributes:
-        ran: the micro-batches that ran on this process.
-        refusals: of those that did not.
+        own: this process's micro-batches.
+        closed: there will be no more; the fields below are known then.
+        micro_batches: their number over all processes.
         halt: this process's code.
         limits: of loss and gradient norm.
         reached: a survivor's backward reached a parameter, as far as that is tracked.
@@ -159,10 +173,10 @@ class LaunchedWindow:
         record: the figures on the host, in parts of `sizes`, valid once `arrived`.
     """
 
-    index: int
-    micro_batches: int
-    ran: list[MicroBatch]
-    refusals: list[Refusal]
+    own: list[MicroBatch] = field(default_factory=list)
+    closed: bool = False
+    index: int = 0
+    micro_batches: int = 0
     halt: int = 0
     fingerprint: int = 0
     limits: tuple[float, float] = NO_LIMITS
@@ -174,6 +188,11 @@ class LaunchedWindow:
     record: Tensor | None = None
     sizes: list[int] = field(default_factory=list)
     arrived: Any = None
+
+    @property
+    def ran(self) -> list[MicroBatch]:
+        """Its own micro-batches that were not refused before they had gradients."""
+        return [micro for micro in self.own if micro.flag is not None]
 
 
 def to_host(record: Tensor) -> tuple[Tensor, Any]:
@@ -188,7 +207,7 @@ def to_host(record: Tensor) -> tuple[Tensor, Any]:
     return pinned, arrived
 
 
-def send_record(window: LaunchedWindow) -> None:
+def send_record(window: PendingWindow) -> None:
     """Send the record of a window that was stepped: all on the device, without waiting."""
     parts = [figure.reshape(-1).to(torch.float64) for figure in window.figures.values()]
     window.sizes = [part.numel() for part in parts]
@@ -196,7 +215,7 @@ def send_record(window: LaunchedWindow) -> None:
 
 
 def read_record(
-    window: LaunchedWindow,
+    window: PendingWindow,
     names: Sequence[str],
     known_steps: int,
     processes: ProcessGroup,
@@ -220,21 +239,23 @@ def read_record(
     outcome.halts = {process: int(code) for process, code in enumerate(codes) if code}
     if outcome.halts:
         return replace(outcome, micro_batches=0)
-    refusals = list(window.refusals)
+    outcome.own = window.own
+    if figures:
+        if processes.size > 1:
+            check_alike(figures, window.index, known_steps, processes)
+        length = len(figures["reports"]) // max(1, len(window.ran))
+        for number, micro in enumerate(window.ran):
+            loss, norm = figures["losses"][number], figures["norms"][number]
+            mean = loss / max(1, micro.tokens)
+            record = MicroBatchRecord(window.index, micro.index, micro.sample_ids, mean, norm)
+            history.append(record)
+            if figures["flags"][number]:
+                outcome.reports.append(figures["reports"][number * length :][:length])
+            elif micro.refusal is None:
+                micro.refusal = refusal_of(micro, loss, names, processes.index)
+    refusals = [micro.refusal for micro in window.own if micro.refusal is not None]
     if not figures:
         return replace(outcome, refused=tuple(refusals))
-    if processes.size > 1:
-        check_alike(figures, window.index, known_steps, processes)
-    length = len(figures["reports"]) // max(1, len(window.ran))
-    for number, micro in enumerate(window.ran):
-        loss, index, norm = figures["losses"][number], micro.index, figures["norms"][number]
-        mean = loss / max(1, micro.tokens)
-        history.append(MicroBatchRecord(window.index, index, micro.sample_ids, mean, norm))
-        if figures["flags"][number]:
-            outcome.places.append(index)
-            outcome.reports.append(figures["reports"][number * length :][:length])
-        else:
-            refusals.append(refusal_of(micro, loss, names, processes.index))
     scalars = {name: values[0] for name, values in figures.items() if values}
     if processes.size > 1 and scalars["refused"]:  # over all processes: all come here
         refusals = gathered(refusals, Refusal, processes)

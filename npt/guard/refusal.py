@@ -14,7 +14,7 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import DataError, ProcessError
 
 if TYPE_CHECKING:
-    from npt.guard.outcome import LaunchedWindow, MicroBatch
+    from npt.guard.outcome import MicroBatch, PendingWindow
 
 R = TypeVar("R")
 
@@ -106,7 +106,6 @@ def gathered(records: Iterable[Any], kind: type[R], processes: ProcessGroup) -> 
 
 def refusal_of(micro: MicroBatch, loss: float, names: Sequence[str], process: int) -> Refusal:
     """Return why a micro-batch was refused that ran on this process; its summed loss is given."""
-    names = names[: len(micro.norms)]  # more may have joined since
     if math.isfinite(loss):
         kind, (tensor, detail) = "gradient", describe_norms(micro.norms, names)
     else:
@@ -117,7 +116,7 @@ def refusal_of(micro: MicroBatch, loss: float, names: Sequence[str], process: in
 
 
 def window_refusal(
-    window: LaunchedWindow, names: Sequence[str], scalars: Mapping[str, float]
+    window: PendingWindow, names: Sequence[str], scalars: Mapping[str, float]
 ) -> Refusal:
     """Return why a window was refused as a whole."""
     loss, norm = scalars["loss"], scalars["norm"]

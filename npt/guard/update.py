@@ -126,8 +126,6 @@ class GuardedUpdate:
         parameters: the trainable tensors by name.
         optimizer: over exactly these parameters.
         late: never read a flag on the host; by default for a fused Adam or AdamW on CUDA.
-        undo: verify the state after the step, and copy it before, to put it back. Without, only
-            the gradient decides: half the memory of a step, and a step that fails is not undone.
     """
 
     def __init__(
@@ -135,10 +133,9 @@ class GuardedUpdate:
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         late: bool | None = None,
-        undo: bool = True,
     ):
         self.guard(parameters)
-        self.optimizer, self.undo = optimizer, undo
+        self.optimizer = optimizer
         self.home = self.parameters[0].device
         self._fused = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam) and all(
             group["fused"] for group in optimizer.param_groups
@@ -171,12 +168,10 @@ class GuardedUpdate:
         update = Update(go)
         try:
             if self.late or bool(go):
-                if self.undo:
-                    update.holdings = Holdings([self.optimizer])
-                    update.snapshot = self._snapshot(update.holdings)
+                update.holdings = Holdings([self.optimizer])
+                update.snapshot = self._snapshot(update.holdings)
                 self._step(go, rate)
-                if self.undo:
-                    self._verify(update, go, processes)
+                self._verify(update, go, processes)
             yield update
         except BaseException:
             self.take_back(update)

@@ -126,7 +126,7 @@ class Loop:
         )
         try:
             try:
-                add_batch(self.guard, batch, compute, model.config.vocab_size, place)
+                add_batch(self.guard, batch, compute, model.config.vocab_size)
             except (RuntimeError, MemoryError) as error:
                 # one that stopped inside a layer of a shared base would be out of step
                 lack = None if is_sharded(model) else oom_message(error)

@@ -222,16 +222,13 @@ def test_a_compiled_models_is_replayed_in_it_and_in_a_plain_one(tmp_path) -> Non
         assert found.verdict is not None and found.verdict.cause == "corrupt input"
 
 
-def test_an_update_is_not_put_down_to_the_hardware_nor_a_fault_of_the_loop_to_the_model(
-    tmp_path,
-) -> None:
+def test_a_fault_of_the_loop_is_transient_and_an_update_is_not_traced(tmp_path) -> None:
     for spoil, classification in (("loss", "transient"), ("update", "undecided")):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         folder = refused_once(tmp_path / spoil, model, spoil, torch.ones(1, 2) * 1e3)
         found = replay(folder, model, lambda model, x: model(*x).square().sum())
         assert found.classification == classification
-    (finding,) = found.traces.values()
-    assert "the optimizer's step made the number, not a pass; 0.weight" in finding.why
+    assert not found.traces
 
 
 def squared(model: Any, inputs: Any) -> torch.Tensor:

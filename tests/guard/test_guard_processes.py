@@ -201,7 +201,7 @@ def test_a_micro_batch_that_an_error_ended_takes_no_place() -> None:
     assert guard.window.place == 0
     with guard.micro_batch():
         raise FloatingPointError
-    assert [r.micro_batch for r in guard.window.open_refusals()] == [1]
+    assert [micro.index for micro in guard.window.refused()] == [1]
 
 
 def traced_alone(processes: Any) -> int:
