@@ -222,18 +222,16 @@ class Forensics:
         with autocast(dtypes):
             return self._model(*arguments, **named)
 
-    def trace(self, micro_batches: Sequence[MicroBatch]) -> list[Finding]:
+    def trace(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Trace the first of them that were refused, unless before anything was computed."""
-        findings = []
         for micro in micro_batches:
             if micro.refusal is not None and micro.stored is not None and self.left:
                 assert self._model is not None
                 self.left -= 1
                 micro.stored.refusal = micro.refusal
                 with unsynchronised(self._parallel):  # the others trace nothing, or their own
-                    findings.append(traced(self._model, micro.stored))
-        self.findings += findings
-        return findings
+                    micro.finding = traced(self._model, micro.stored)
+                self.findings.append(micro.finding)
 
     def keep(self, outcome: Outcome) -> None:
         """Set micro-batches of a window aside for a post-mortem; forget the others."""

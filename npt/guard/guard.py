@@ -136,10 +136,6 @@ class Guard:
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
         self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
-        # of the open window: findings, and what was refused before it began again, here and in all
-        self._findings: list[Finding] = []
-        self._refused_here: list[MicroBatch] = []
-        self._refused: list[Refusal] = []
 
     @contextmanager
     def micro_batch(
@@ -221,15 +217,13 @@ class Guard:
         """
         self._follow()
         if self.forensics.left and not self.update.late:
-            self._findings += self.forensics.trace(self.window.refused())
+            self.forensics.trace(self.window.refused())
         with self._window_or_nothing():
             if self.lists:
                 outcomes = self.window.commit(fingerprint)
             else:
                 outcomes = [self._commit_at_once(fingerprint)]
-        if self.lists:
-            self._rewind(self.window.applied)
-        self._forget_traces()
+        self._rewind(self.window.applied)  # of a window whose outcome comes late
         # a Trainer does it when it begins a window
         if self._parallel is not None and self.settings.loss != "share":
             share_buffers(self._parallel)
@@ -260,17 +254,15 @@ class Guard:
         records = [micro.refusal for micro in refused]
         refusals = gathered(records, Refusal, self.window.processes)
         if refusals:
-            self._findings += self.forensics.trace(refused)
-            self.clear()
-            self._refused_here += refused
-            self._refused = sorted([*self._refused, *refusals], key=lambda r: r.micro_batch or 0)
+            self.forensics.trace(refused)
+            self.window.begin_again()
+            self._rewind()
         return refusals
 
     def clear(self) -> None:
         """Forget the open window: its micro-batches have not happened."""
         self.window.clear()
         self._rewind()
-        self._forget_traces()
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -327,9 +319,7 @@ class Guard:
         try:
             yield
         except BaseException:
-            self._rewind()
-            self._forget_traces()
-            self._refused_here, self._refused, self._findings = [], [], []
+            self.clear()
             self._scale.forget()
             raise
 
@@ -343,14 +333,12 @@ class Guard:
         )
         try:
             (outcome,) = self.window.commit(fingerprint)
-            if not outcome.applied:
-                self._rewind()
-            outcome.own = [*self._refused_here, *outcome.own]
-            outcome.refused = (*self._refused, *outcome.refused)
             self._scale.update(outcome.applied, outcome.refused)
             if outcome.applied and self.scheduler is not None:
                 self.scheduler.step()
             outcome.longest = self.counts.add(outcome, self.window.processes)
+            for trace in self._traces:
+                (trace.forget if outcome.applied else trace.rewind)()
         except BaseException:
             if outcome is not None and outcome.update is not None:
                 update.take_back(outcome.update)
@@ -360,16 +348,12 @@ class Guard:
         return outcome
 
     def _rewind(self, keep: Tensor | None = None) -> None:
-        """Put random numbers and buffers back to the window's beginning, unless it is kept."""
+        """Put random numbers and buffers back to before the window, unless `keep` is set."""
         for trace in self._traces:
             trace.rewind(keep)
 
-    def _forget_traces(self) -> None:
-        for trace in self._traces:
-            trace.forget()
-
     def _known(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Account for outcomes; late ones are counted and traced first, in their window's state."""
+        """Account for outcomes; late ones are traced now, in the state of their windows."""
         for outcome in outcomes:
             if outcome.halts:
                 continue
@@ -379,16 +363,14 @@ class Guard:
                 names, parameters = self.update.names, self.update.parameters
                 before = {n: value for n, (value, _) in (outcome.snapshot or {}).items()}
                 with values_in(dict(zip(names, parameters, strict=True)), before):
-                    self._findings += self.forensics.trace(outcome.own)
+                    self.forensics.trace(outcome.own)
             self.forensics.keep(outcome)
             self._end(outcome)
         return outcomes
 
     def _end(self, outcome: Outcome) -> None:
-        """Give the outcome its findings, and end a run with too many refusals."""
+        """Remember what was refused, and end a run with too many refusals."""
         self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
-        outcome.findings = tuple(self._findings)
-        self._refused_here, self._refused, self._findings = [], [], []
         self.outcome = outcome
         report = None
         if outcome.longest >= self.settings.max_refused:

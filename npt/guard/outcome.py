@@ -22,7 +22,7 @@ from npt.guard.refusal import Refusal as Refusal
 from npt.guard.refusal import check_alike, gathered, refusal_of, window_refusal
 
 if TYPE_CHECKING:
-    from npt.guard.forensics import StoredMicroBatch
+    from npt.guard.forensics import Finding, StoredMicroBatch
 
 Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]
 """By parameter name, a copy of the parameter and of all that the optimizer keeps for it."""
@@ -46,6 +46,7 @@ class MicroBatch:
         reached: places of the parameters with a gradient, None for all.
         refusal: why it does not count, as soon as the host knows.
         stored: what it takes to compute it again, if that may be wanted.
+        finding: of the tracer, if it was refused and traced.
     """
 
     loss: Any
@@ -58,6 +59,7 @@ class MicroBatch:
     reached: frozenset[int] | None = None
     refusal: Refusal | None = None
     stored: StoredMicroBatch | None = None
+    finding: Finding | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,6 @@ class Outcome:
         own: this process's micro-batches, refused ones included.
         reports: the `report` of each of its survivors.
         refused: by micro-batch; `micro_batch` is None if the window was refused as a whole.
-        findings: about this process's refused micro-batches that were traced.
         longest: refusals in a row up to the window's end.
         limits: of the spike guard when it decided.
         snapshot: the state before the window, if something was refused and the state may have
@@ -109,7 +110,6 @@ class Outcome:
     own: list[MicroBatch] = field(default_factory=list, compare=False, repr=False)
     reports: list[list[float]] = field(default_factory=list, compare=False)
     refused: tuple[Refusal, ...] = ()
-    findings: tuple[Any, ...] = field(default=(), compare=False)
     longest: int = 0
     limits: tuple[float, float] = NO_LIMITS
     snapshot: Snapshot | None = field(default=None, compare=False)
@@ -120,6 +120,11 @@ class Outcome:
     def places(self) -> list[int]:
         """Where this process's survivors are in the window, in order."""
         return [micro.index for micro in self.own if micro.refusal is None]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the tracer found of this process's refused micro-batches."""
+        return [micro.finding for micro in self.own if micro.finding is not None]
 
 
 @dataclass
@@ -161,6 +166,7 @@ class PendingWindow:
 
     Attributes:
         own: this process's micro-batches.
+        earlier: those that were refused before it began again.
         closed: there will be no more; the fields below are known then.
         micro_batches: their number over all processes.
         halt: this process's code.
@@ -174,6 +180,7 @@ class PendingWindow:
     """
 
     own: list[MicroBatch] = field(default_factory=list)
+    earlier: list[MicroBatch] = field(default_factory=list)
     closed: bool = False
     index: int = 0
     micro_batches: int = 0
@@ -239,7 +246,7 @@ def read_record(
     outcome.halts = {process: int(code) for process, code in enumerate(codes) if code}
     if outcome.halts:
         return replace(outcome, micro_batches=0)
-    outcome.own = window.own
+    outcome.own = sorted([*window.earlier, *window.own], key=lambda micro: micro.index)
     if figures:
         if processes.size > 1:
             check_alike(figures, window.index, known_steps, processes)
@@ -253,7 +260,7 @@ def read_record(
                 outcome.reports.append(figures["reports"][number * length :][:length])
             elif micro.refusal is None:
                 micro.refusal = refusal_of(micro, loss, names, processes.index)
-    refusals = [micro.refusal for micro in window.own if micro.refusal is not None]
+    refusals = [micro.refusal for micro in outcome.own if micro.refusal is not None]
     if not figures:
         return replace(outcome, refused=tuple(refusals))
     scalars = {name: values[0] for name, values in figures.items() if values}

@@ -1,7 +1,7 @@
 """What a micro-batch leaves besides its gradients: random numbers drawn, buffers written to.
 
-`begin` comes before it, `settle` after it, `rewind` after its window, `forget` before another one.
-What is kept is a scalar bool on the device; None keeps nothing.
+`begin` comes before it, `settle` after it. Its window ends with `rewind`, or with `forget` after a
+step. `keep` says whether what it left stays: a scalar bool on the device, or None for no.
 """
 
 from __future__ import annotations
@@ -53,10 +53,14 @@ class Draws:
 
     def rewind(self, keep: Tensor | None = None) -> None:
         """Draw again what the window's micro-batches drew, unless it is kept."""
-        if self._start is None or self._end is None or (keep is not None and bool(keep)):
-            return
-        if _equal(random_state(), self._end):
+        if (
+            self._start is not None
+            and self._end is not None
+            and (keep is None or not bool(keep))
+            and _equal(random_state(), self._end)
+        ):
             set_random_state(self._start)
+        self.forget()
 
     def forget(self) -> None:
         """Begin another window."""
@@ -118,6 +122,7 @@ class Buffers:
         """Put them back to before the window, unless it is kept."""
         if self._start is not None:
             self._restore(self._start, keep)
+        self.forget()
 
     def forget(self) -> None:
         """Begin another window."""

@@ -273,6 +273,12 @@ class GradientWindow:
         self.gradients.clear()
         self._open, self.place = PendingWindow(), 0
 
+    def begin_again(self) -> None:
+        """Forget the open window but for what was refused in it, whose flags are known."""
+        earlier = [*self._open.earlier, *self.refused()]
+        self.clear()
+        self._open.earlier = earlier
+
     def refused(self) -> list[MicroBatch]:
         """Return this process's refused micro-batches of the open window; waits for their flags."""
         for micro in self._open.ran:
@@ -349,7 +355,7 @@ class GradientWindow:
             reports = torch.cat([m.report.detach().to(home, torch.float64) for m in ran])
         tokens = torch.where(flags, sent([m.tokens for m in ran], home), 0.0).sum()
         loss, survivors = torch.where(flags, losses, 0.0).sum(), flags.sum()
-        refused = len(window.own) - survivors
+        refused = len(window.earlier) + len(window.own) - survivors
         unreached = [] if gradients.reached is None else self._unreached(ran)
         gradients.expose(unreached)
         window.reached = len(unreached) < len(gradients.parameters)
