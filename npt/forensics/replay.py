@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_map_only
 from npt.distributed.processes import ProcessGroup
 from npt.errors import BundleError, ConfigError, printable_lines
 from npt.forensics.bundle import Postmortem, read_postmortem, well_formed
-from npt.guard.forensics import Finding, StoredMicroBatch, autocast, loss_in, traced, values_in
+from npt.guard.forensics import Finding, StoredMicroBatch, autocast, loss_in, values_in
 from npt.guard.guard import Guard
-from npt.guard.outcome import MicroBatchRecord, Refusal
+from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
 from npt.guard.parameters import plain_name
 from npt.guard.traces import Buffers
 from npt.manifest import POSTMORTEM
@@ -186,15 +186,14 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
         model: that was trained.
         loss: may also run backward itself, and return an object with `loss` and `tokens`.
     """
-    state, stored = StoredState(postmortem, model, loss), postmortem.micro_batches
+    state = StoredState(postmortem, model, loss)
     with values_in(state.parameters, state.weights):
         findings = state.findings()
-        refusals, records = state.window(stored, postmortem.limits)
-        computed = [r for r in refusals if r.kind != "data"]
-        suspects = [(r.micro_batch, r) for r in computed if r.micro_batch is not None]
-        traces = {index: state.trace(stored[index], r) for index, r in suspects[:TRACED]}
-        trials = _trials(state, refusals)
-    return Replay(postmortem, str(state.device), refusals, records, findings, traces, trials)
+        outcome, records = state.window(postmortem.micro_batches, postmortem.limits, TRACED)
+        traces = {m.index: m.finding for m in outcome.own if m.finding is not None}
+        trials = _trials(state, outcome.refused)
+    device = str(state.device)
+    return Replay(postmortem, device, outcome.refused, records, findings, traces, trials)
 
 
 def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]:
@@ -208,10 +207,10 @@ def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]
         return ()
     if all(refusal.micro_batch is None for refusal in computed):
         limits = limits if computed[0].kind == "spike" else None
-        return (bool(state.window(accepted, limits)[0]),) if accepted else ()
+        return (state.fails(accepted, limits),) if accepted else ()
     # those of the window that were not refused have been clean
     clean = len(postmortem.micro_batches) - len({r.micro_batch for r in refusals} - {None})
-    return (*[False] * clean, *(bool(state.window([each])[0]) for each in accepted))
+    return (*[False] * clean, *(state.fails([each]) for each in accepted))
 
 
 class StoredState:
@@ -238,18 +237,24 @@ class StoredState:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def window(
-        self, micro_batches: Sequence[StoredMicroBatch], limits: tuple[float, float] | None = None
-    ) -> tuple[tuple[Refusal, ...], tuple[MicroBatchRecord, ...]]:
-        """Make one step, as the run would have, with limits of the spike guard, if any; the state
-        is the post-mortem's before and after.
+        self,
+        micro_batches: Sequence[StoredMicroBatch],
+        limits: tuple[float, float] | None = None,
+        trace: int = 0,
+    ) -> tuple[Outcome, tuple[MicroBatchRecord, ...]]:
+        """Make one step, as the run would have; the state is the post-mortem's before and after.
+
+        Args:
+            micro_batches: of the window; an index in it is theirs here.
+            limits: of the spike guard, if any.
+            trace: refused micro-batches to trace.
 
         Returns:
-            The refusals, of micro-batches by their index here, or of the whole window; loss and
-            gradient norm of the micro-batches that were computed.
+            What became of it; loss and gradient norm of the micro-batches that were computed.
         """
         buffers = Buffers(self.model)
         buffers.begin()
-        with values_in(self.parameters, self.weights), self._guard() as guard:
+        with values_in(self.parameters, self.weights), self._guard(trace) as guard:
             if limits is None:
                 guard.window.spikes = None
             elif guard.window.spikes is not None:
@@ -258,10 +263,11 @@ class StoredState:
                 if stored.refusal is not None and stored.refusal.kind == "data":
                     guard.refuse(stored.refusal.detail, stored.sample_ids)
                     continue
-                with guard.micro_batch(stored.tokens, stored.sample_ids) as micro:
-                    outcome = self.compute(stored)
-                    micro.loss = loss_in(outcome)
-                    micro.tokens = getattr(outcome, "tokens", stored.tokens)
+                ids, run = stored.sample_ids, partial(self.compute, stored)
+                with guard.micro_batch(stored.tokens, ids, stored.inputs, run) as micro:
+                    result = run()
+                    micro.loss = loss_in(result)
+                    micro.tokens = getattr(result, "tokens", stored.tokens)
                     if micro.loss is None:
                         raise ConfigError(
                             "the model returns no loss; say how it is made: npt.guard.replay(...,"
@@ -269,10 +275,13 @@ class StoredState:
                         )
                     if micro.loss.requires_grad:
                         micro.loss.backward()
-            refusals = guard.step().refused
-            records = tuple(guard.window.history)
+            outcome = guard.step()
         buffers.settle(None)
-        return refusals, records
+        return outcome, tuple(guard.window.history)
+
+    def fails(self, *arguments: Any) -> bool:
+        """Return whether something of a window is refused; arguments as of `window`."""
+        return bool(self.window(*arguments)[0].refused)
 
     def compute(self, micro_batch: StoredMicroBatch) -> Any:
         """Return the loss, or the model's outputs, from the random state of then."""
@@ -284,12 +293,6 @@ class StoredState:
             if isinstance(inputs, Mapping):
                 return self.model(**inputs)
             return self.model(*inputs if isinstance(inputs, list) else [inputs])
-
-    def trace(self, micro_batch: StoredMicroBatch, refusal: Refusal) -> Finding:
-        """Look for the operation that made the first bad number of a refused micro-batch."""
-        refusal = replace(refusal, sample_ids=micro_batch.sample_ids)
-        run = partial(self.compute, micro_batch)
-        return traced(self.model, replace(micro_batch, refusal=refusal, run=run))
 
     def findings(self) -> dict[str, str | None]:
         """Return what is not finite in weights, moments and the rest of the model."""
@@ -304,7 +307,7 @@ class StoredState:
         }
         return {name: None if fault is None else str(fault) for name, fault in faults.items()}
 
-    def _guard(self) -> Guard:
+    def _guard(self, trace: int) -> Guard:
         """Return a guard over the run's optimizer, its moments as stored."""
         settings = self.postmortem.record["settings"]
         names = ("max_grad_norm", "loss", "spike_sigmas")
@@ -313,7 +316,7 @@ class StoredState:
             chosen["loss"] = "mean"
         refuse = [getattr(builtins, str(name), None) for name in settings.get("refuse") or ()]
         chosen["refuse"] = tuple(kind for kind in refuse if kind is not None)
-        chosen |= {"max_refused": float("inf"), "processes": ProcessGroup()}
+        chosen |= {"trace": trace, "max_refused": float("inf"), "processes": ProcessGroup()}
         with well_formed(self.postmortem.folder / POSTMORTEM):
             return Guard(self.model, self._optimizer(), **chosen)
 
