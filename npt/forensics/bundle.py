@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +144,7 @@ def write_postmortem(
         "micro_batches": _entries("refused", refused, window),
         "accepted": _entries("accepted", accepted, window),
         "findings": [finding.as_dict() for finding in guard.findings],
-        "history": [asdict(entry) for entry in guard.window.history],
+        "history": list(guard.history),
         "moments": _plain_values({n: v for n, v in moments.items() if n not in tensors}),
         "optimizer": type(guard.update.optimizer).__name__,
         "groups": [_plain_values(group) for group in guard.update.groups()],

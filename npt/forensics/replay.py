@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from npt.errors import BundleError, ConfigError, printable_lines
 from npt.forensics.bundle import Postmortem, read_postmortem, well_formed
 from npt.guard.forensics import Finding, StoredMicroBatch, autocast, loss_in, values_in
 from npt.guard.guard import Guard
-from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
+from npt.guard.outcome import MicroBatch, Outcome, Refusal
 from npt.guard.parameters import plain_name
 from npt.guard.traces import Buffers
 from npt.manifest import POSTMORTEM
@@ -59,7 +59,7 @@ class Replay:
         postmortem: that was replayed.
         device: of the replay.
         refusals: of the replayed window.
-        records: of its micro-batches.
+        records: its micro-batches that were computed, with loss and gradient norm.
         findings: numbers in weights, moments and base that are not finite before anything is
             computed.
         traces: by index of a micro-batch, what the tracer found.
@@ -69,7 +69,7 @@ class Replay:
     postmortem: Postmortem
     device: str
     refusals: tuple[Refusal, ...]
-    records: tuple[MicroBatchRecord, ...]
+    records: tuple[MicroBatch, ...]
     findings: Mapping[str, str | None]
     traces: Mapping[int, Finding]
     trials: tuple[bool, ...]
@@ -100,7 +100,7 @@ class Replay:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        record, records = self.postmortem.record, [asdict(record) for record in self.records]
+        record = self.postmortem.record
         verdicts = {i: f.verdict and f.verdict.as_dict() for i, f in self.traces.items()}
         return {
             "bundle": str(self.postmortem.folder),
@@ -115,7 +115,7 @@ class Replay:
             "accepted_failed": sum(self.trials),
             "accepted_total": len(self.trials),
             "findings": dict(self.findings),
-            "micro_batches": [{k: v for k, v in r.items() if k != "window"} for r in records],
+            "micro_batches": [record.as_dict() for record in self.records],
             "device": self.device,
             "recorded_device": record["device"],
         }
@@ -189,7 +189,8 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
     state = StoredState(postmortem, model, loss)
     with values_in(state.parameters, state.weights):
         findings = state.findings()
-        outcome, records = state.window(postmortem.micro_batches, postmortem.limits, TRACED)
+        outcome = state.window(postmortem.micro_batches, postmortem.limits, TRACED)
+        records = tuple(m for m in outcome.own if m.grad_norm is not None)
         traces = {m.index: m.finding for m in outcome.own if m.finding is not None}
         trials = _trials(state, outcome.refused)
     device = str(state.device)
@@ -207,10 +208,10 @@ def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]
         return ()
     if all(refusal.micro_batch is None for refusal in computed):
         limits = limits if computed[0].kind == "spike" else None
-        return (state.fails(accepted, limits),) if accepted else ()
+        return (bool(state.window(accepted, limits).refused),) if accepted else ()
     # those of the window that were not refused have been clean
     clean = len(postmortem.micro_batches) - len({r.micro_batch for r in refusals} - {None})
-    return (*[False] * clean, *(state.fails([each]) for each in accepted))
+    return (*[False] * clean, *(bool(state.window([each]).refused) for each in accepted))
 
 
 class StoredState:
@@ -241,16 +242,13 @@ class StoredState:
         micro_batches: Sequence[StoredMicroBatch],
         limits: tuple[float, float] | None = None,
         trace: int = 0,
-    ) -> tuple[Outcome, tuple[MicroBatchRecord, ...]]:
+    ) -> Outcome:
         """Make one step, as the run would have; the state is the post-mortem's before and after.
 
         Args:
             micro_batches: of the window; an index in it is theirs here.
             limits: of the spike guard, if any.
             trace: refused micro-batches to trace.
-
-        Returns:
-            What became of it; loss and gradient norm of the micro-batches that were computed.
         """
         buffers = Buffers(self.model)
         buffers.begin()
@@ -275,13 +273,9 @@ class StoredState:
                         )
                     if micro.loss.requires_grad:
                         micro.loss.backward()
-            outcome = guard.step()
+            outcome: Outcome = guard.step()
         buffers.settle(None)
-        return outcome, tuple(guard.window.history)
-
-    def fails(self, *arguments: Any) -> bool:
-        """Return whether something of a window is refused; arguments as of `window`."""
-        return bool(self.window(*arguments)[0].refused)
+        return outcome
 
     def compute(self, micro_batch: StoredMicroBatch) -> Any:
         """Return the loss, or the model's outputs, from the random state of then."""

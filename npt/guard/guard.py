@@ -46,7 +46,7 @@ from npt.guard.update import GuardedUpdate, Holdings
 from npt.guard.window import GradientWindow
 
 REMEMBERED = 256
-"""Refusals that are remembered for a post-mortem."""
+"""Refusals, and micro-batches with their figures, that are remembered for a post-mortem."""
 
 
 class Guard:
@@ -72,6 +72,7 @@ class Guard:
     Attributes:
         outcome: of the last window, also of one that ended in TooManyRefusalsError.
         refusals: the last ones, with their windows.
+        history: figures of the last micro-batches of this process, refused or not.
 
     Raises:
         ConfigError: a setting, or an optimizer that cannot be guarded.
@@ -136,6 +137,7 @@ class Guard:
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
         self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
+        self.history: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
 
     @contextmanager
     def micro_batch(
@@ -364,6 +366,8 @@ class Guard:
                 before = {n: value for n, (value, _) in (outcome.snapshot or {}).items()}
                 with values_in(dict(zip(names, parameters, strict=True)), before):
                     self.forensics.trace(outcome.own)
+            computed = [micro for micro in outcome.own if micro.grad_norm is not None]
+            self.history += [{"window": outcome.index, **micro.as_dict()} for micro in computed]
             self.forensics.keep(outcome)
             self._end(outcome)
         return outcomes

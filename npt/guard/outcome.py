@@ -8,7 +8,6 @@ is explained in `refusal.py`.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -36,13 +35,14 @@ class MicroBatch:
 
     Attributes:
         loss: scalar or number, told to the guard by assigning it: a loss can be NaN with gradients
-            that are not.
+            that are not. With the outcome of its window it is a number, its mean per token.
         tokens: what it weighs.
         report: [n] figures that are wanted with the outcome.
         sample_ids: of it.
         index: in the window over all processes.
         flag: scalar bool, loss and gradients are finite; None if it was refused before that.
         norms: [P] of the parameters' gradients, to name the bad one.
+        grad_norm: of all of them, with the outcome.
         reached: places of the parameters with a gradient, None for all.
         refusal: why it does not count, as soon as the host knows.
         stored: what it takes to compute it again, if that may be wanted.
@@ -56,21 +56,16 @@ class MicroBatch:
     index: int = -1
     flag: Any = None
     norms: Any = None
+    grad_norm: float | None = None
     reached: frozenset[int] | None = None
     refusal: Refusal | None = None
     stored: StoredMicroBatch | None = None
     finding: Finding | None = None
 
-
-@dataclass(frozen=True)
-class MicroBatchRecord:
-    """The mean loss and gradient norm of a micro-batch, refused or not, for a post-mortem."""
-
-    window: int
-    micro_batch: int
-    sample_ids: tuple[str, ...]
-    loss: float
-    grad_norm: float
+    def as_dict(self) -> dict[str, Any]:
+        """Return its figures for JSON, once they are known."""
+        figures = {"loss": self.loss, "grad_norm": self.grad_norm}
+        return {"micro_batch": self.index, "sample_ids": self.sample_ids, **figures}
 
 
 @dataclass
@@ -222,11 +217,7 @@ def send_record(window: PendingWindow) -> None:
 
 
 def read_record(
-    window: PendingWindow,
-    names: Sequence[str],
-    known_steps: int,
-    processes: ProcessGroup,
-    history: deque[MicroBatchRecord],
+    window: PendingWindow, names: Sequence[str], known_steps: int, processes: ProcessGroup
 ) -> Outcome:
     """Read a window's record, which has arrived; with refusals all processes must call this.
 
@@ -235,7 +226,6 @@ def read_record(
         names: of the parameters.
         known_steps: applied before it.
         processes: that share the window.
-        history: receives a record of each of its micro-batches.
     """
     outcome = Outcome(window.index, window.micro_batches, False, known_steps, limits=window.limits)
     figures: dict[str, list[float]] = {}
@@ -252,10 +242,8 @@ def read_record(
             check_alike(figures, window.index, known_steps, processes)
         length = len(figures["reports"]) // max(1, len(window.ran))
         for number, micro in enumerate(window.ran):
-            loss, norm = figures["losses"][number], figures["norms"][number]
-            mean = loss / max(1, micro.tokens)
-            record = MicroBatchRecord(window.index, micro.index, micro.sample_ids, mean, norm)
-            history.append(record)
+            loss, micro.grad_norm = figures["losses"][number], figures["norms"][number]
+            micro.loss = loss / max(1, micro.tokens)
             if figures["flags"][number]:
                 outcome.reports.append(figures["reports"][number * length :][:length])
             elif micro.refusal is None:

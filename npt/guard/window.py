@@ -31,7 +31,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from npt.distributed.processes import ProcessGroup
 from npt.guard.outcome import (
     MicroBatch,
-    MicroBatchRecord,
     Outcome,
     PendingWindow,
     Refusal,
@@ -44,9 +43,6 @@ from npt.guard.update import EXACT, GuardedUpdate, norms_of
 
 if TYPE_CHECKING:
     from npt.guard.forensics import StoredMicroBatch
-
-HISTORY = 256
-"""Micro-batches whose loss and gradient norm are remembered, with their sample ids."""
 
 IN_FLIGHT = 3
 """Windows whose results may be on their way before the host waits for one."""
@@ -174,7 +170,6 @@ class GradientWindow:
 
     Attributes:
         place: in the open window, of the next micro-batches of all processes.
-        history: the last micro-batches, refused or not.
         committed: windows so far, which is the index of the next one.
         known_steps: applied steps, of the windows whose results were read.
         applied: the last window's step, a scalar bool; None if there was none.
@@ -194,7 +189,6 @@ class GradientWindow:
         assert not (update.late and rates is None), "it needs flags on the host"
         self.update, self.max_grad_norm, self.spikes = update, max_grad_norm, spikes
         self.processes = processes if processes is not None else ProcessGroup()
-        self.history: deque[MicroBatchRecord] = deque(maxlen=HISTORY)
         self.known_steps = self.committed = self.place = self._halt = 0
         self.applied: Tensor | None = None
         self.unscale: Callable[[], None] | None = None
@@ -465,9 +459,7 @@ class GradientWindow:
             try:
                 if window.arrived is not None:
                     self.processes.wait_for(window.arrived)
-                result = read_record(
-                    window, self.gradients.names, self.known_steps, self.processes, self.history
-                )
+                result = read_record(window, self.gradients.names, self.known_steps, self.processes)
             except BaseException:
                 self._take_back()
                 raise
