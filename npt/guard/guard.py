@@ -96,15 +96,12 @@ class Guard:
         optimizer, prepared = unwrapped(optimizer, divided=share)
         scaler = prepared if scaler is None else scaler
         self.lists = rates is not None  # `step` returns one
-        if self.lists and (scheduler is not None or scaler is not None):
+        planned = self.lists and draws is not None and scheduler is None and scaler is None
+        if not planned and (self.lists or draws is not None or late):
             raise ConfigError(
-                "rates take the place of a scheduler and do not work with a scaler; leave out"
-                " scheduler= and scaler="
-            )
-        if self.lists != (draws is not None) or (late and not self.lists):
-            raise ConfigError(
-                "rates=[...] and draws=Seeded(seed) go together, and late outcomes need both:"
-                " nothing else may need to know at once what became of a window"
+                "rates=[...] and draws=Seeded(seed) go together, and late outcomes need both; rates"
+                " take the place of a scheduler and exclude a scaler: nothing else may need to know"
+                " at once what became of a window"
             )
         self.scheduler, self._trainable = scheduler, trainable
         self._model = trainable if isinstance(trainable, nn.Module) else None
@@ -253,8 +250,8 @@ class Guard:
             the window is unchanged.
         """
         refused = self.window.refused()
-        records = [micro.refusal for micro in refused]
-        refusals = gathered(records, Refusal, self.window.processes)
+        here = [micro.refusal for micro in refused if micro.refusal is not None]
+        refusals = gathered(here, self.window.processes)
         if refusals:
             self.forensics.trace(refused)
             self.window.begin_again()

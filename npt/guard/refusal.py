@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,8 +15,6 @@ from npt.errors import DataError, ProcessError
 
 if TYPE_CHECKING:
     from npt.guard.outcome import MicroBatch, PendingWindow
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -95,13 +93,11 @@ def check_alike(
         raise processes.everywhere(ProcessError(message))
 
 
-def gathered(records: Iterable[Any], kind: type[R], processes: ProcessGroup) -> list[R]:
-    """Return the records of all processes, those of each in their order; all must call it."""
-    entries = chain(*processes.gather_json([asdict(record) for record in records]))
-    return [
-        kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
-        for entry in entries
-    ]
+def gathered(refusals: Iterable[Refusal], processes: ProcessGroup) -> list[Refusal]:
+    """Return the refusals of all processes, those of each in their order; all must call it."""
+    entries = [{**refusal.as_dict(), "tensor": refusal.tensor} for refusal in refusals]
+    every = chain(*processes.gather_json(entries))
+    return [replace(Refusal.from_dict(entry), tensor=entry["tensor"]) for entry in every]
 
 
 def refusal_of(micro: MicroBatch, loss: float, names: Sequence[str], process: int) -> Refusal:

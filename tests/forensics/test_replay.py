@@ -438,7 +438,6 @@ def test_the_class_follows_from_refusals_findings_trials_and_traces(
 def test_the_verb_ends_with_the_status_of_what_is_wrong(bundle, tmp_path, capsys) -> None:
     for arguments, status in (
         ([str(tmp_path / "none")], 5),
-        ([str(bundle), "--device", "abacus"], 2),
         ([str(bundle), "--model_name", str(tmp_path)], 5),
     ):
         assert main(["replay", *arguments]) == status
