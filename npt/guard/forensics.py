@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
 from npt.guard.outcome import MicroBatch, Outcome, Refusal
 from npt.guard.parameters import unsynchronised, whole
@@ -175,6 +175,7 @@ class Forensics:
         left: refusals that may still be traced.
         refused: the last refused micro-batches; if a step was made since, the next window with a
             refusal replaces them.
+        accepted: the last that were stepped on.
     """
 
     def __init__(self, model: nn.Module | None, traces: int, keep: bool = False):
@@ -182,7 +183,7 @@ class Forensics:
         self.left = traces
         self.refused: list[StoredMicroBatch] = []
         self._stepped = False  # since they were refused
-        self._accepted: list[tuple[StoredMicroBatch, list[int]]] = []
+        self.accepted: list[StoredMicroBatch] = []
         self._keep, self._parallel = keep, model
         self._model = None if model is None else whole(model)
         self._open: StoredMicroBatch | None = None
@@ -238,28 +239,22 @@ class Forensics:
         whole_window = next((r for r in outcome.refused if r.micro_batch is None), None)
         refused: list[StoredMicroBatch] = []
         accepted: list[StoredMicroBatch] = []
-        for micro in outcome.own if self._keep else ():
-            if micro.stored is not None:
-                micro.stored.refusal = micro.refusal or whole_window
-                (refused if micro.stored.refusal else accepted).append(micro.stored)
+        for micro in outcome.own:
+            stored, micro.stored = micro.stored, None
+            if self._keep and stored is not None:
+                stored.refusal = micro.refusal or whole_window
+                (refused if stored.refusal else accepted).append(stored)
         if refused:
             earlier = [] if self._stepped else self.refused
-            self.refused = [*earlier, *refused][-max(KEPT, len(refused)) :]
+            most = max(KEPT, len(refused))
+            self.refused = [*earlier, *map(_copied, refused)][-most:]
             self._stepped = False
         if outcome.applied:
             self._stepped = True
-            new = [(stored, _versions(stored.inputs)) for stored in accepted]
-            self._accepted = [*self._accepted, *new][-KEPT:]
-        for micro in outcome.own:
-            micro.stored = None
-
-    @property
-    def accepted(self) -> list[StoredMicroBatch]:
-        """The last that were stepped on, but for those whose inputs were overwritten since."""
-        return [s for s, versions in self._accepted if versions == _versions(s.inputs)]
+            self.accepted = [*self.accepted, *map(_copied, accepted[-KEPT:])][-KEPT:]
 
 
-def _versions(inputs: Any) -> list[int]:
-    """Return how often each tensor was written to."""
-    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    return [leaf._version for leaf in leaves if not leaf.is_inference()]
+def _copied(stored: StoredMicroBatch) -> StoredMicroBatch:
+    """Return a micro-batch of its inputs alone, which the loop may overwrite from now on."""
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), stored.inputs)
+    return replace(stored, inputs=inputs, run=None, calls=[])

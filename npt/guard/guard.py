@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -165,7 +165,7 @@ class Guard:
         stored = StoredMicroBatch(inputs, names, micro.tokens, random=self.draws.before, run=run)
         try:
             with (
-                nullcontext() if self._parallel is None else unsynchronised(self._parallel),
+                unsynchronised(self._parallel),
                 self.forensics.watching(micro, stored),
                 self.draws.drawing(names, offset),
             ):
@@ -223,8 +223,7 @@ class Guard:
             else:
                 outcomes = [self._commit_at_once(fingerprint)]
         self._rewind(self.window.applied)  # of a window whose outcome comes late
-        # a Trainer does it when it begins a window
-        if self._parallel is not None and self.settings.loss != "share":
+        if self.settings.loss != "share":  # a Trainer does it when it begins a window
             share_buffers(self._parallel)
         outcomes = self._known(outcomes)
         return outcomes if self.lists else outcomes[0]
