@@ -31,7 +31,6 @@ from npt.guard.parameters import (
     Trainable,
     all_processes,
     guarded_parameters,
-    parallel,
     share_buffers,
     stepped_parameters,
     unsynchronised,
@@ -105,7 +104,6 @@ class Guard:
             )
         self.scheduler, self._trainable = scheduler, trainable
         self._model = trainable if isinstance(trainable, nn.Module) else None
-        self._parallel = parallel(self._model)
         if self._model is None and self.settings.trace:
             raise ConfigError("trace computes micro-batches again; give the guard the model")
         parameters = guarded_parameters(trainable, optimizer)
@@ -165,7 +163,7 @@ class Guard:
         stored = StoredMicroBatch(inputs, names, micro.tokens, random=self.draws.before, run=run)
         try:
             with (
-                unsynchronised(self._parallel),
+                unsynchronised(self._model),
                 self.forensics.watching(micro, stored),
                 self.draws.drawing(names, offset),
             ):
@@ -224,7 +222,7 @@ class Guard:
                 outcomes = [self._commit_at_once(fingerprint)]
         self._rewind(self.window.applied)  # of a window whose outcome comes late
         if self.settings.loss != "share":  # a Trainer does it when it begins a window
-            share_buffers(self._parallel)
+            share_buffers(self._model)
         outcomes = self._known(outcomes)
         return outcomes if self.lists else outcomes[0]
 

@@ -253,8 +253,7 @@ def read_record(
         return replace(outcome, refused=tuple(refusals))
     scalars = {name: values[0] for name, values in figures.items() if values}
     if processes.size > 1 and scalars["refused"]:  # over all processes: all come here
-        refusals = gathered(refusals, processes)
-    refusals.sort(key=lambda r: r.micro_batch or 0)
+        refusals = sorted(gathered(refusals, processes), key=lambda r: r.micro_batch or 0)
     outcome.tokens, outcome.rate = int(scalars["tokens"]), scalars.get("rate")
     if scalars["survivors"]:
         outcome.loss, outcome.grad_norm = scalars["loss"], scalars["norm"]

@@ -107,7 +107,7 @@ def whole(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def parallel(model: nn.Module | None) -> DistributedDataParallel | None:
+def _parallel(model: nn.Module | None) -> DistributedDataParallel | None:
     """Return a model, compiled or not, as DistributedDataParallel; None if it is not in one."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
@@ -119,7 +119,7 @@ def unsynchronised(model: nn.Module | None) -> AbstractContextManager[None]:
     One process's NaN is not spread over all in a backward, and none waits in its forward, where
     buffers would be sent, for one whose micro-batch was refused before that.
     """
-    wrapped = parallel(model)
+    wrapped = _parallel(model)
     if wrapped is None:
         return nullcontext()
     wrapped.require_forward_param_sync = False
@@ -131,7 +131,7 @@ def share_buffers(model: nn.Module | None) -> None:
 
     Every process must call it.
     """
-    wrapped = parallel(model)
+    wrapped = _parallel(model)
     if wrapped is not None and wrapped.broadcast_buffers and wrapped.modules_buffers:
         wrapped._sync_buffers()
 
