@@ -174,13 +174,10 @@ def read_postmortem(folder: str | Path) -> Postmortem:
     path = folder / POSTMORTEM
     require_file(path, "name a complete folder postmortem/step-XXXXXXXX", BundleError)
     record = read_json(path, BundleError)
-    # the first version called its number `format`
-    if (version := record.get("version", record.get("format"))) != VERSION:
-        stored = record.get("versions")
-        writer = stored.get("npt") if isinstance(stored, dict) else None
+    if (version := record.get("version")) != VERSION:
         raise BundleError(
             f"{path} is of version {shown(version)}, this npt reads {VERSION}; replay it with the"
-            f" npt that wrote it ({shown(writer)})"
+            " npt that wrote it"
         )
     check_entries(path, "", record, _ENTRIES, BundleError)
     verify_checkpoint(folder)

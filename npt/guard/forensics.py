@@ -166,7 +166,7 @@ class Forensics:
     """Notes the calls of a guarded model, and has refused micro-batches traced.
 
     Args:
-        model: also in DistributedDataParallel; None if the guard knows parameters only.
+        model: also in DistributedDataParallel.
         traces: refusals to trace.
         keep: micro-batches, for a post-mortem.
 
@@ -178,14 +178,14 @@ class Forensics:
         accepted: the last that were stepped on.
     """
 
-    def __init__(self, model: nn.Module | None, traces: int, keep: bool = False):
+    def __init__(self, model: nn.Module, traces: int, keep: bool = False):
         self.findings: list[Finding] = []
         self.left = traces
         self.refused: list[StoredMicroBatch] = []
         self._stepped = False  # since they were refused
         self.accepted: list[StoredMicroBatch] = []
         self._keep, self._parallel = keep, model
-        self._model = None if model is None else whole(model)
+        self._model = whole(model)
         self._open: StoredMicroBatch | None = None
 
     @contextmanager
@@ -195,14 +195,12 @@ class Forensics:
             yield
             return
         micro.stored = self._open = stored
-        with ExitStack() as stack:
-            if self._model is not None:  # with no hook left, a copy of the model is without guard
-                hook = self._model.register_forward_pre_hook
-                stack.callback(hook(self._note, with_kwargs=True, prepend=True).remove)
-            try:
-                yield
-            finally:
-                self._open = None
+        handle = self._model.register_forward_pre_hook(self._note, with_kwargs=True, prepend=True)
+        try:
+            yield
+        finally:
+            handle.remove()  # so that a copy of the model has no part of the guard
+            self._open = None
 
     def _note(self, _module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         stored = self._open
@@ -219,7 +217,6 @@ class Forensics:
         stored.calls.append(partial(self._call, dtypes, arguments, named))
 
     def _call(self, dtypes: Mapping[str, torch.dtype], arguments: Any, named: Any) -> Any:
-        assert self._model is not None
         with autocast(dtypes):
             return self._model(*arguments, **named)
 
@@ -227,7 +224,6 @@ class Forensics:
         """Trace the first of them that were refused, unless before anything was computed."""
         for micro in micro_batches:
             if micro.refusal is not None and micro.stored is not None and self.left:
-                assert self._model is not None
                 self.left -= 1
                 micro.stored.refusal = micro.refusal
                 with unsynchronised(self._parallel):  # the others trace nothing, or their own

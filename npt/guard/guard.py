@@ -28,7 +28,6 @@ from npt.guard.forensics import Finding, Forensics, StoredMicroBatch, values_in
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
 from npt.guard.parameters import (
-    Trainable,
     all_processes,
     guarded_parameters,
     share_buffers,
@@ -52,10 +51,10 @@ class Guard:
     """Steps an optimizer with windows of micro-batches of which bad ones leave no trace.
 
     Args:
-        trainable: the model, or parameters by name; those of the optimizer are guarded, and those
-            that it comes to step as well. A model in DistributedDataParallel sums its gradients in
-            the guard's step.
+        model: whose parameters the optimizer has; several are an `nn.ModuleList`. In
+            DistributedDataParallel it sums its gradients in the guard's step.
         optimizer: any of torch that takes dense gradients from `.grad`, or accelerate's form of it.
+            Its parameters are guarded, and those that it comes to step as well.
         scheduler: steps with every applied step; not one that must be told a figure.
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
         processes: that share every window; default all of torch.distributed.
@@ -79,7 +78,7 @@ class Guard:
 
     def __init__(
         self,
-        trainable: Trainable,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -102,11 +101,8 @@ class Guard:
                 " take the place of a scheduler and exclude a scaler: nothing else may need to know"
                 " at once what became of a window"
             )
-        self.scheduler, self._trainable = scheduler, trainable
-        self._model = trainable if isinstance(trainable, nn.Module) else None
-        if self._model is None and self.settings.trace:
-            raise ConfigError("trace computes micro-batches again; give the guard the model")
-        parameters = guarded_parameters(trainable, optimizer)
+        self.scheduler, self._model = scheduler, model
+        parameters = guarded_parameters(model, optimizer)
         self._home = next(iter(parameters.values())).device
         processes = all_processes(self._home) if processes is None else processes
         late = late if self.lists else False
@@ -126,9 +122,9 @@ class Guard:
         if scaler is not None:
             self.window.unscale = self._scale.unscale
         keep = self.settings.postmortem is not None
-        self.forensics = Forensics(self._model, self.settings.trace, keep)
+        self.forensics = Forensics(model, self.settings.trace, keep)
         self.draws: Draws = Draws() if draws is None else draws
-        self._traces = self.draws, Buffers(None if self._model is None else whole(self._model))
+        self._traces = self.draws, Buffers(whole(model))
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
         self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
@@ -304,7 +300,7 @@ class Guard:
         now = set() if self.lists else stepped_parameters(self.update.optimizer)
         joined = now.difference(self.update.parameters)
         if joined and not self.window.place:
-            self.window.hold(guarded_parameters(self._trainable, self.update.optimizer))
+            self.window.hold(guarded_parameters(self._model, self.update.optimizer))
         else:
             for parameter in joined:
                 parameter.grad = None

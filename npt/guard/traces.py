@@ -96,11 +96,10 @@ class Buffers:
     ones are tables, and copying them for each micro-batch would cost too much.
     """
 
-    def __init__(self, model: nn.Module | None):
-        modules = () if model is None else model.modules()
+    def __init__(self, model: nn.Module):
         self._held = [
             (module._buffers, name)
-            for module in modules
+            for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and _is_written(module, buffer)
         ]
