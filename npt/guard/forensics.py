@@ -30,7 +30,7 @@ refused as a whole, all.
 
 @dataclass
 class StoredMicroBatch:
-    """What it takes to compute a micro-batch again, in this process or from a post-mortem.
+    """A micro-batch as it was computed, to compute it again: in this process or elsewhere.
 
     Attributes:
         inputs: tensors and plain values, nested; of the model, if the loop did not give them.

@@ -113,12 +113,12 @@ class Outcome:
 
     @property
     def places(self) -> list[int]:
-        """Where this process's survivors are in the window, in order."""
+        """Places of this process's survivors in the window, in order."""
         return [micro.index for micro in self.own if micro.refusal is None]
 
     @property
     def findings(self) -> list[Finding]:
-        """What the tracer found of this process's refused micro-batches."""
+        """Findings of the tracer about this process's refused micro-batches."""
         return [micro.finding for micro in self.own if micro.finding is not None]
 
 

@@ -143,9 +143,9 @@ class TrainerMixin(Trainer):
         losses = None
         refused: set[int] = set()
         while refusals := guard.begin_again():
-            process, processes = guard.window.processes.index, guard.window.processes.size
-            here = [r.micro_batch for r in refusals if r.process == process]
-            refused |= {index // processes for index in here if index is not None}
+            processes = guard.window.processes
+            here = [r.micro_batch or 0 for r in refusals if r.process == processes.index]
+            refused.update(index // processes.size for index in here)
             self.__dict__.update(deepcopy(self._counted))
             losses = self._compute_again(guard, model, refused, num_items_in_batch)
         self._inputs = []

@@ -288,7 +288,8 @@ class GradientWindow:
             The norm before clipping, a scalar; None if no micro-batch ran.
         """
         window = self._open
-        assert not window.closed, "the window is closed already"
+        if window.closed:
+            return window.figures.get("norm")
         window.closed, window.index, window.micro_batches = True, self.committed, self.place
         window.halt, window.fingerprint = self._halt, fingerprint
         if self.spikes is not None:
@@ -316,8 +317,7 @@ class GradientWindow:
                 whose result was not known yet.
         """
         window = self._open
-        if not window.closed:
-            self.close(fingerprint)
+        self.close(fingerprint)
         self.committed, self.applied = self.committed + 1, None
         try:
             if window.go is not None:
