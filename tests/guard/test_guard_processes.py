@@ -95,7 +95,7 @@ def both(processes: Any, lost: tuple[int, ...] = ()) -> Any:
     guarded, outcomes = accelerated(processes, lost)
     assert_equal(guarded, plain(processes, lost), "state")
     del guarded["random"]  # of each process its own
-    told = [replace(outcome, findings=()) for outcome in outcomes]
+    told = [replace(outcome, own=[]) for outcome in outcomes]
     return json.dumps(guarded, default=torch.Tensor.tolist), told
 
 
