@@ -25,10 +25,11 @@ from npt.adapters.attach import attach, detach
 from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.base.load import load_base
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, Sample, collate
+from npt.data.batch import Batch, Sample, collate, find_fault
 from npt.distill.local import BatchSums
-from npt.distill.step import ADAM_BETAS, add_batch, forward_backward, student_guard, summed
+from npt.distill.step import ADAM_BETAS, forward_backward, student_guard, summed
 from npt.distill.strategies import STRATEGIES
+from npt.guard.guard import Guard
 from npt.guard.outcome import Outcome as WindowOutcome
 from npt.guard.outcome import Refusal
 from npt.guard.schedule import rate_table
@@ -281,6 +282,25 @@ def difference(one: Any, other: Any, place: str = "") -> str | None:
         return next((place for place in places if place is not None), None)
     same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
     return None if same else place
+
+
+def add_batch(guard: Guard, batch: Batch, compute: Any, vocab_size: int | None) -> None:
+    """Add a micro-batch to the guard's window, or refuse it, as the training loop does. `compute`
+    returns its sums; without `vocab_size` the batch is not checked.
+    """
+    fault = None if vocab_size is None else find_fault(batch, vocab_size)
+    if fault is not None:
+        guard.refuse(fault, batch.sample_ids)
+        return
+    ids, offset = batch.sample_ids, batch.offset
+
+    def again() -> BatchSums:
+        with guard.draws.drawing(ids, offset):
+            return compute(batch)
+
+    with guard.micro_batch(batch.tokens, ids, batch, again, offset=offset) as micro:
+        sums = compute(batch)
+        micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
 
 
 class Run(Student):

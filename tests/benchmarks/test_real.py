@@ -113,18 +113,21 @@ ARGUMENTS += ["--choosing_tokens", "128", "--tokens", "512", "--steps", "1"]
 
 
 class TestCommand:
-    def test_every_row_is_made_and_others_of_the_file_stay(self, folder, tmp_path, capsys):
+    def test_rows_are_made_and_others_of_the_file_stay(self, folder, base, tmp_path, capsys):
+        assert all(row.config(base[0].config) for row in ROWS.values())
         out = tmp_path / "new" / "rows.json"
         arguments = [*ARGUMENTS, "--text", str(folder), "--out", str(out), "--json"]
         assert real.main([*arguments, "--rows", "floor"]) == 0
         first = json.loads(capsys.readouterr().out)["rows"][0]
         assert first["kl_share_of_nf4"] is None
-        rest = [name for name in ROWS if name != "floor"]
-        assert real.main([*arguments, "--rows", ",".join(rest)]) == 0
+        assert real.main([*arguments, "--rows", "original,nf4,start"]) == 0
         figures = json.loads(capsys.readouterr().out)
         assert figures == json.loads(out.read_text())
         rows = {row["name"]: row for row in figures["rows"]}
-        assert tuple(rows) == tuple(ROWS) and rows["floor"]["ended"] == first["ended"]
+        assert (
+            tuple(rows) == ("nf4", "floor", "start", "original")
+            and rows["floor"]["ended"] == first["ended"]
+        )
         for name, row in rows.items():
             assert math.isfinite(row["figures"]["kl"]) and row["figures"]["tokens"] > 200, name
             share = row["figures"]["kl"] / rows["nf4"]["figures"]["kl"]

@@ -38,7 +38,7 @@ CONFIGS = {
 }
 PROPERTY = settings(
     deadline=None,
-    max_examples=7,
+    max_examples=5,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

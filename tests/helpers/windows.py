@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from npt.distill.step import add_batch, student_guard, summed
+from faults.bench import add_batch
+from npt.distill.step import student_guard, summed
 from npt.guard.outcome import MicroBatch
 from npt.guard.update import GuardedUpdate
 from npt.guard.window import GradientWindow

@@ -36,7 +36,7 @@ from npt.forensics.student import replay_student as replay
 from npt.guard.outcome import MicroBatch
 from npt.random_state import named_draws, random_state
 from npt.train.loop import Loop
-from npt.train.preparation import smoke_test
+from npt.train.start import smoke_test
 
 DRAWING = Setting(change=let_draw)
 
@@ -202,16 +202,17 @@ def runs(poisoned_folder: Path, tmp_path: Path) -> Runs:
 
 
 def test_a_run_that_refuses_and_diagnoses_is_the_run_that_passed_over(runs) -> None:
-    add = Loop._add
+    own = Loop._own_batches
 
-    def passed_over(loop: Loop, batch: Any, index: int) -> bool:
-        ids = batch.input_ids
-        bad = bool(((ids == RARE) | (ids >= loop.setup.model.config.vocab_size)).any())
-        return bad or add(loop, batch, 0)
+    def passed_over(loop: Loop, window: Any) -> Any:
+        for _, batch in own(loop, window):
+            ids = batch.input_ids
+            if not bool(((ids == RARE) | (ids >= loop.setup.model.config.vocab_size)).any()):
+                yield 0, batch
 
     with mock.patch("npt.train.trainer.student_guard", functools.partial(student_guard, late=True)):
         refused = runs.run("refused", num_epochs=1)
-        with mock.patch.object(Loop, "_add", passed_over):
+        with mock.patch.object(Loop, "_own_batches", passed_over):
             never = runs.run("never", num_epochs=1)
     assert set(refused.refused_by_kind) == {"data", "loss"} and not never.refused
     diagnoses = [event["message"] for event in events(runs.place / "refused", "diagnosis")]

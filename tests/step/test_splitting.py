@@ -1,5 +1,5 @@
-"""Passes: a micro-batch in parts is the micro-batch, and a window that memory did not do for is
-begun again with smaller ones.
+"""Passes: a micro-batch in parts is the micro-batch, and one that memory did not do for is begun
+again with smaller ones.
 """
 
 from __future__ import annotations
@@ -248,10 +248,9 @@ def in_parts(trainer: Trainer, samples: int) -> Trainer:
     return trainer
 
 
-def test_lack_of_memory_in_the_first_window_is_a_run_in_parts(runs) -> None:
-    """In its second micro-batch: what was computed of the window before it is computed again."""
+def test_lack_of_memory_in_the_first_micro_batch_is_a_run_in_parts(runs) -> None:
     here = runs(data=lambda: records(8), settings={"strategy": "propagated"})
-    here.run("lacking", lacking(1, kind="cpu"))
+    here.run("lacking", lacking(0, kind="cpu"))
     in_parts(here.trainer("parts"), 1).train()
     here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
     (event,) = events(here.place / "lacking", "out_of_memory")
@@ -263,7 +262,7 @@ def test_lack_of_memory_in_the_first_window_is_a_run_in_parts(runs) -> None:
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
 def test_memory_that_runs_out_in_backward_leaves_no_gradient(runs, strategy) -> None:
     here = runs(data=lambda: records(8))
-    in_backward(here.trainer("lacking", strategy=strategy), 1).train()
+    in_backward(here.trainer("lacking", strategy=strategy), 0).train()
     in_parts(here.trainer("parts", strategy=strategy), 1).train()
     here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
     assert len(events(here.place / "lacking", "out_of_memory")) == 1
@@ -287,7 +286,7 @@ def at_kill(number: int, call: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_refusals_are_counted_once_if_a_window_begins_again(runs) -> None:
+def test_refusals_are_counted_once_if_a_micro_batch_begins_again(runs) -> None:
     """Windows of three, with a refusal before the call in which memory runs out."""
     here = runs(
         data=lambda: with_faults(records(24)),
@@ -380,7 +379,7 @@ def test_one_of_two_processes_halves_and_both_hold_the_same_bits(
         )
 
 
-def test_nothing_of_a_failed_window_is_alive_when_it_is_begun_again(runs) -> None:
+def test_nothing_of_a_failed_micro_batch_is_alive_when_it_is_begun_again(runs) -> None:
     """The graph of the call that failed would be the very memory that is lacking."""
     here = runs()
     trainer = here.trainer("run")
