@@ -52,8 +52,8 @@ def without(bad: int) -> list[Any]:
 
 
 CASES = [("id-large", False), ("loss-nan", False), ("tensor-nan", True), ("recomputation", True)]
-"""Faults, and whether activations are checkpointed. tests/faults has those of the campaign, and
-what they do to a Trainer without a guard.
+"""Faults, and whether activations are checkpointed. tests/faults has the campaign's, and what
+they do to a Trainer without a guard.
 """
 
 
