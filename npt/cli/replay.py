@@ -14,7 +14,7 @@ def replay(flags: dict[str, Any]) -> int:
     """
     from npt.forensics.student import replay_student
 
-    result = replay_student(flags["bundle"], model_name=flags["model_name"], device=flags["device"])
+    result = replay_student(flags["bundle"], model_name=flags["model_name"])
     tell(flags, result.as_dict(), *str(result).split("\n"))
     return 0
 
@@ -23,4 +23,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", help="folder RUN/postmortem/step-XXXXXXXX")
     text = "the run's base, if it is not found under the recorded name"
     parser.add_argument("--model_name", help=text)
-    parser.add_argument("--device", help="default: the kind that the run was on, if available")

@@ -2,7 +2,7 @@
 
     step-00000123/
       window.safetensors    the micro-batches refused last, some accepted ones, their random states
-      weights.safetensors   the trained parameters from before the window (undo="none": after it)
+      weights.safetensors   the trained parameters from before the window
       moments.safetensors   what the optimizer keeps for them
       postmortem.json       refusals, findings, settings, versions; of an NPT run its student
       manifest.json         sha256 and size of every file
@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from npt.errors import BundleError, ConfigError
 from npt.files import new_folder, write_json
-from npt.guard.forensics import Kept
+from npt.guard.forensics import StoredMicroBatch
 from npt.guard.outcome import Outcome, Refusal
 from npt.manifest import POSTMORTEM, verify_checkpoint, write_manifest
 from npt.stored import check_entries, read_headers, read_json, read_tensors, require_file, shown
@@ -63,35 +63,6 @@ _MALFORMED = (
     *(ArithmeticError, AttributeError, ConfigError, LookupError),
     *(RecursionError, TypeError, ValueError),
 )
-
-
-@dataclass(frozen=True)
-class StoredMicroBatch:
-    """A micro-batch as it was computed.
-
-    Attributes:
-        inputs: tensors and plain values, nested.
-        sample_ids: of its rows.
-        tokens: what it weighs in its window.
-        refusal: why it was refused, itself or with its whole window; None if it was accepted.
-        random: the state that it was computed from.
-        autocast: by device type, the dtype of an autocast that was on.
-    """
-
-    inputs: Any
-    sample_ids: tuple[str, ...] = ()
-    tokens: int = 1
-    refusal: Refusal | None = None
-    random: Mapping[str, Tensor] = field(default_factory=dict)
-    autocast: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of_kept(cls, kept: Kept, refusal: Refusal | None = None) -> StoredMicroBatch:
-        """Return what a guard kept of a micro-batch."""
-        inputs = kept.batch if kept.inputs is None else kept.inputs
-        autocast = kept.calls[0].autocast if kept.calls else {}
-        dtypes = {kind: str(dtype).removeprefix("torch.") for kind, dtype in autocast.items()}
-        return cls(inputs, kept.ids, kept.tokens, refusal, kept.random, dtypes)
 
 
 @dataclass(frozen=True)
@@ -157,10 +128,8 @@ def write_postmortem(
     number = f"-process-{process}" if process else ""
     folder = Path(folder).absolute() / f"step-{step:08d}{number}"
     window: dict[str, Tensor] = {}
-    if refused is None:
-        refused = [StoredMicroBatch.of_kept(kept, r) for r, kept in guard.forensics.suspects]
-    if accepted is None:
-        accepted = [StoredMicroBatch.of_kept(kept) for kept in guard.forensics.accepted]
+    refused = guard.forensics.refused if refused is None else refused
+    accepted = guard.forensics.accepted if accepted is None else accepted
     state = outcome.snapshot or guard.update.snapshot()
     moments = {
         f"{key} of {name}": v for name, (_, kept) in state.items() for key, v in kept.items()
@@ -175,7 +144,7 @@ def write_postmortem(
         "micro_batches": _entries("refused", refused, window),
         "accepted": _entries("accepted", accepted, window),
         "findings": [finding.as_dict() for finding in guard.findings],
-        "history": [asdict(entry) for entry in guard.window.history],
+        "history": list(guard.history),
         "moments": _plain_values({n: v for n, v in moments.items() if n not in tensors}),
         "optimizer": type(guard.update.optimizer).__name__,
         "groups": [_plain_values(group) for group in guard.update.groups()],
@@ -205,13 +174,10 @@ def read_postmortem(folder: str | Path) -> Postmortem:
     path = folder / POSTMORTEM
     require_file(path, "name a complete folder postmortem/step-XXXXXXXX", BundleError)
     record = read_json(path, BundleError)
-    # the first version called its number `format`
-    if (version := record.get("version", record.get("format"))) != VERSION:
-        stored = record.get("versions")
-        writer = stored.get("npt") if isinstance(stored, dict) else None
+    if (version := record.get("version")) != VERSION:
         raise BundleError(
             f"{path} is of version {shown(version)}, this npt reads {VERSION}; replay it with the"
-            f" npt that wrote it ({shown(writer)})"
+            " npt that wrote it"
         )
     check_entries(path, "", record, _ENTRIES, BundleError)
     verify_checkpoint(folder)
@@ -253,7 +219,7 @@ def _entries(
             "tokens": _plain(stored.tokens),
             "refusal": None if stored.refusal is None else stored.refusal.as_dict(),
             "random": _described(stored.random, f"random.{kind}.{number}", tensors),
-            "autocast": dict(stored.autocast),
+            "autocast": {k: str(d).removeprefix("torch.") for k, d in stored.autocast.items()},
         }
         for number, stored in enumerate(micro_batches)
     ]
@@ -261,14 +227,14 @@ def _entries(
 
 def _micro_batch(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StoredMicroBatch:
     """Return the micro-batch of an entry."""
-    refusal, autocast = entry["refusal"], entry["autocast"].items()
+    refusal, dtypes = entry["refusal"], {"float16": torch.float16, "bfloat16": torch.bfloat16}
     return StoredMicroBatch(
         _restored(entry["inputs"], tensors),
         tuple(map(str, entry["sample_ids"])),
         int(entry["tokens"]),
         None if refusal is None else Refusal.from_dict(refusal),
         _restored(entry["random"], tensors),
-        {kind: dtype for kind, dtype in autocast if dtype in ("float16", "bfloat16")},
+        {k: dtypes[name] for k, name in entry["autocast"].items() if name in dtypes},
     )
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +20,10 @@ from torch.utils._pytree import tree_map_only
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import BundleError, ConfigError, printable_lines
-from npt.forensics.bundle import Postmortem, StoredMicroBatch, read_postmortem, well_formed
-from npt.guard.forensics import Finding, Kept, loss_in, traced, values_in
+from npt.forensics.bundle import Postmortem, read_postmortem, well_formed
+from npt.guard.forensics import Finding, StoredMicroBatch, autocast, loss_in, values_in
 from npt.guard.guard import Guard
-from npt.guard.outcome import MicroBatchRecord, Refusal
+from npt.guard.outcome import MicroBatch, Outcome, Refusal
 from npt.guard.parameters import plain_name
 from npt.guard.traces import Buffers
 from npt.manifest import POSTMORTEM
@@ -60,7 +59,7 @@ class Replay:
         postmortem: that was replayed.
         device: of the replay.
         refusals: of the replayed window.
-        records: of its micro-batches.
+        records: its micro-batches that were computed, with loss and gradient norm.
         findings: numbers in weights, moments and base that are not finite before anything is
             computed.
         traces: by index of a micro-batch, what the tracer found.
@@ -70,7 +69,7 @@ class Replay:
     postmortem: Postmortem
     device: str
     refusals: tuple[Refusal, ...]
-    records: tuple[MicroBatchRecord, ...]
+    records: tuple[MicroBatch, ...]
     findings: Mapping[str, str | None]
     traces: Mapping[int, Finding]
     trials: tuple[bool, ...]
@@ -101,7 +100,7 @@ class Replay:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        record, records = self.postmortem.record, [asdict(record) for record in self.records]
+        record = self.postmortem.record
         verdicts = {i: f.verdict and f.verdict.as_dict() for i, f in self.traces.items()}
         return {
             "bundle": str(self.postmortem.folder),
@@ -116,7 +115,7 @@ class Replay:
             "accepted_failed": sum(self.trials),
             "accepted_total": len(self.trials),
             "findings": dict(self.findings),
-            "micro_batches": [{k: v for k, v in r.items() if k != "window"} for r in records],
+            "micro_batches": [record.as_dict() for record in self.records],
             "device": self.device,
             "recorded_device": record["device"],
         }
@@ -187,28 +186,15 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
         model: that was trained.
         loss: may also run backward itself, and return an object with `loss` and `tokens`.
     """
-    state, stored = StoredState(postmortem, model, loss), postmortem.micro_batches
+    state = StoredState(postmortem, model, loss)
     with values_in(state.parameters, state.weights):
         findings = state.findings()
-        refusals, records = state.window(stored, postmortem.limits)
-        refused = {refusal.micro_batch: refusal for refusal in refusals}
-        traces = {
-            index: state.trace(stored[index], refused.get(index) or refused[None])
-            for index in suspects(refusals, records)[:TRACED]
-        }
-        trials = _trials(state, refusals)
-    return Replay(postmortem, str(state.device), refusals, records, findings, traces, trials)
-
-
-def suspects(refusals: Sequence[Refusal], records: Sequence[MicroBatchRecord]) -> list[int]:
-    """Return the micro-batches of a window to trace: those refused for their numbers, else, if the
-    whole window was refused, the one with the largest gradient.
-    """
-    computed = [refusal.micro_batch for refusal in refusals if refusal.kind != "data"]
-    single = [index for index in computed if index is not None]
-    if single or not computed or not records:
-        return single
-    return [max(records, key=lambda record: record.grad_norm).micro_batch]
+        outcome = state.window(postmortem.micro_batches, postmortem.limits, TRACED)
+        records = tuple(m for m in outcome.own if m.grad_norm is not None)
+        traces = {m.index: m.finding for m in outcome.own if m.finding is not None}
+        trials = _trials(state, outcome.refused)
+    device = str(state.device)
+    return Replay(postmortem, device, outcome.refused, records, findings, traces, trials)
 
 
 def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]:
@@ -222,10 +208,10 @@ def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]
         return ()
     if all(refusal.micro_batch is None for refusal in computed):
         limits = limits if computed[0].kind == "spike" else None
-        return (bool(state.window(accepted, limits)[0]),) if accepted else ()
+        return (bool(state.window(accepted, limits).refused),) if accepted else ()
     # those of the window that were not refused have been clean
     clean = len(postmortem.micro_batches) - len({r.micro_batch for r in refusals} - {None})
-    return (*[False] * clean, *(bool(state.window([each])[0]) for each in accepted))
+    return (*[False] * clean, *(bool(state.window([each]).refused) for each in accepted))
 
 
 class StoredState:
@@ -252,18 +238,21 @@ class StoredState:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def window(
-        self, micro_batches: Sequence[StoredMicroBatch], limits: tuple[float, float] | None = None
-    ) -> tuple[tuple[Refusal, ...], tuple[MicroBatchRecord, ...]]:
-        """Make one step, as the run would have, with limits of the spike guard, if any; the state
-        is the post-mortem's before and after.
+        self,
+        micro_batches: Sequence[StoredMicroBatch],
+        limits: tuple[float, float] | None = None,
+        trace: int = 0,
+    ) -> Outcome:
+        """Make one step, as the run would have; the state is the post-mortem's before and after.
 
-        Returns:
-            The refusals, of micro-batches by their index here, or of the whole window; loss and
-            gradient norm of the micro-batches that were computed.
+        Args:
+            micro_batches: of the window; an index in it is theirs here.
+            limits: of the spike guard, if any.
+            trace: refused micro-batches to trace.
         """
         buffers = Buffers(self.model)
-        copies = buffers.copy()
-        with values_in(self.parameters, self.weights), self._guard() as guard:
+        buffers.begin()
+        with values_in(self.parameters, self.weights), self._guard(trace) as guard:
             if limits is None:
                 guard.window.spikes = None
             elif guard.window.spikes is not None:
@@ -272,10 +261,11 @@ class StoredState:
                 if stored.refusal is not None and stored.refusal.kind == "data":
                     guard.refuse(stored.refusal.detail, stored.sample_ids)
                     continue
-                with guard.micro_batch(stored.tokens, stored.sample_ids) as micro:
-                    outcome = self.compute(stored)
-                    micro.loss = loss_in(outcome)
-                    micro.tokens = getattr(outcome, "tokens", stored.tokens)
+                ids, run = stored.sample_ids, partial(self.compute, stored)
+                with guard.micro_batch(stored.tokens, ids, stored.inputs, run) as micro:
+                    result = run()
+                    micro.loss = loss_in(result)
+                    micro.tokens = getattr(result, "tokens", stored.tokens)
                     if micro.loss is None:
                         raise ConfigError(
                             "the model returns no loss; say how it is made: npt.guard.replay(...,"
@@ -283,16 +273,13 @@ class StoredState:
                         )
                     if micro.loss.requires_grad:
                         micro.loss.backward()
-            refusals = guard.step().refused
-            records = tuple(guard.window.history)
-        buffers.restore(copies)
-        return refusals, records
+            outcome: Outcome = guard.step()
+        buffers.settle(None)
+        return outcome
 
     def compute(self, micro_batch: StoredMicroBatch) -> Any:
         """Return the loss, or the model's outputs, from the random state of then."""
-        with ExitStack() as stack:
-            for kind, dtype in micro_batch.autocast.items():
-                stack.enter_context(torch.autocast(kind, getattr(torch, dtype)))
+        with autocast(micro_batch.autocast):
             set_random_state(micro_batch.random)
             inputs = tree_map_only(Tensor, lambda t: t.to(self.device), micro_batch.inputs)
             if self.loss is not None:
@@ -300,11 +287,6 @@ class StoredState:
             if isinstance(inputs, Mapping):
                 return self.model(**inputs)
             return self.model(*inputs if isinstance(inputs, list) else [inputs])
-
-    def trace(self, micro_batch: StoredMicroBatch, refusal: Refusal) -> Finding:
-        """Look for the operation that made the first bad number of a refused micro-batch."""
-        kept = Kept(micro_batch.random, micro_batch.inputs, partial(self.compute, micro_batch))
-        return traced(self.model, replace(refusal, sample_ids=micro_batch.sample_ids), kept)
 
     def findings(self) -> dict[str, str | None]:
         """Return what is not finite in weights, moments and the rest of the model."""
@@ -319,16 +301,16 @@ class StoredState:
         }
         return {name: None if fault is None else str(fault) for name, fault in faults.items()}
 
-    def _guard(self) -> Guard:
+    def _guard(self, trace: int) -> Guard:
         """Return a guard over the run's optimizer, its moments as stored."""
         settings = self.postmortem.record["settings"]
-        names = ("max_grad_norm", "loss", "undo", "spike_sigmas")
+        names = ("max_grad_norm", "loss", "spike_sigmas")
         chosen = {name: settings[name] for name in names if settings.get(name) is not None}
         if chosen.get("loss") == "share":  # each is a mean here, weighted by its tokens
             chosen["loss"] = "mean"
         refuse = [getattr(builtins, str(name), None) for name in settings.get("refuse") or ()]
         chosen["refuse"] = tuple(kind for kind in refuse if kind is not None)
-        chosen |= {"max_refused": float("inf"), "processes": ProcessGroup()}
+        chosen |= {"trace": trace, "max_refused": float("inf"), "processes": ProcessGroup()}
         with well_formed(self.postmortem.folder / POSTMORTEM):
             return Guard(self.model, self._optimizer(), **chosen)
 

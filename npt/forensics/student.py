@@ -25,8 +25,9 @@ from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, summed
 from npt.distill.strategies import drive
 from npt.errors import BundleError, ConfigError, ModelError
-from npt.forensics.bundle import Postmortem, StoredMicroBatch, read_postmortem, well_formed
+from npt.forensics.bundle import Postmortem, read_postmortem, well_formed
 from npt.forensics.replay import Replay, replayed
+from npt.guard.forensics import StoredMicroBatch
 from npt.guard.outcome import Refusal
 from npt.manifest import POSTMORTEM
 from npt.random_state import kept_random_state, micro_batch_draws, random_state
@@ -105,29 +106,20 @@ class StudentPostmortem:
     adapter: NPTConfig
     config: TrainConfig
 
-    def load(
-        self, name: str | None = None, device: str | torch.device | None = None
-    ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    def load(self, name: str | None = None) -> tuple[PreTrainedModel, PreTrainedModel | None]:
         """Return the base with adapters attached, and the teacher, if it is a model of its own.
 
         Args:
             name: of the base; default the recorded one.
-            device: default that of the run, if there is such a one: statistics of 4-bit weights are
-                rounded otherwise on another.
 
         Raises:
             BundleError: a model that is not the recorded one, or cannot be loaded.
-            ConfigError: there is no such device.
         """
         folder, settings = self.postmortem.folder, self.entry["settings"]
         base, recorded = self.entry["base"], self.postmortem.record["device"]
         name = base if name is None else name
-        if device is None and recorded == "cpu":
-            device = "cpu"
-        try:
-            device = None if device is None else torch.device(device)
-        except RuntimeError as error:
-            raise ConfigError(f"--device is {device!r}; name one such as cpu or cuda:0") from error
+        # on another kind of device the statistics of 4-bit weights are rounded otherwise
+        device = "cpu" if recorded == "cpu" else None
         teacher, precision = None, settings.get("teacher_precision")
         attention = settings.get("attn_implementation")
         attention = attention if attention in ATTENTIONS else "sdpa"
@@ -152,7 +144,7 @@ class StudentPostmortem:
                 raise BundleError(
                     f"{folder} was recorded on {kind} {str(then)[:12]} ({base!r} on {recorded}),"
                     f" {name!r} on {model.device} is {now[:12]}; pass the run's own --model_name,"
-                    " and its kind of --device, on which statistics of 4-bit weights depend"
+                    " on its kind of device, on which statistics of 4-bit weights depend"
                 )
         attach(model, self.adapter)
         return model.eval(), teacher
@@ -200,9 +192,7 @@ def batch_of(rows: Mapping[str, Tensor]) -> Batch:
     return Batch(**tensors, sample_ids=tuple(map(str, range(len(rows["input_ids"])))))
 
 
-def replay_student(
-    folder: str | Path, *, model_name: str | None = None, device: str | torch.device | None = None
-) -> Replay:
+def replay_student(folder: str | Path, *, model_name: str | None = None) -> Replay:
     """Load a run's base, check that it is the same, and replay its post-mortem, as
     `npt.guard.replay` does. Precision of torch's products and random state are the run's within it
     only.
@@ -210,18 +200,16 @@ def replay_student(
     Args:
         folder: of the post-mortem.
         model_name: of the base; default the recorded name.
-        device: default the recorded kind.
 
     Raises:
         BundleError: the post-mortem or its base cannot be used.
-        ConfigError: there is no such device.
     """
     student = read_student(folder)
     precision = torch.get_float32_matmul_precision()
     with kept_random_state():
         try:
             torch.set_float32_matmul_precision(student.entry["matmul_precision"])
-            model, teacher = student.load(model_name, device)
+            model, teacher = student.load(model_name)
             return replayed(student.postmortem, model, loss_of(student, teacher))
         finally:
             torch.set_float32_matmul_precision(precision)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,21 +25,18 @@ from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
-from npt.guard.forensics import Finding, Forensics, Kept, values_in
+from npt.guard.forensics import Finding, Forensics, StoredMicroBatch, values_in
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
 from npt.guard.parameters import (
-    Trainable,
     all_processes,
     guarded_parameters,
-    parallel,
     share_buffers,
     stepped_parameters,
     unsynchronised,
     unwrapped,
     whole,
 )
-from npt.guard.refusal import gathered
 from npt.guard.settings import GuardSettings
 from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Buffers, Draws, Seeded
@@ -46,17 +44,17 @@ from npt.guard.update import GuardedUpdate, Holdings
 from npt.guard.window import GradientWindow
 
 REMEMBERED = 256
-"""Refusals that are remembered for a post-mortem."""
+"""Refusals, and micro-batches with their figures, that are remembered for a post-mortem."""
 
 
 class Guard:
     """Steps an optimizer with windows of micro-batches of which bad ones leave no trace.
 
     Args:
-        trainable: the model, or parameters by name; those of the optimizer are guarded, and those
-            that it comes to step as well. A model in DistributedDataParallel sums its gradients in
-            the guard's step.
+        model: whose parameters the optimizer has; several are an `nn.ModuleList`. In
+            DistributedDataParallel it sums its gradients in the guard's step.
         optimizer: any of torch that takes dense gradients from `.grad`, or accelerate's form of it.
+            Its parameters are guarded, and those that it comes to step as well.
         scheduler: steps with every applied step; not one that must be told a figure.
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
         processes: that share every window; default all of torch.distributed.
@@ -72,6 +70,7 @@ class Guard:
     Attributes:
         outcome: of the last window, also of one that ended in TooManyRefusalsError.
         refusals: the last ones, with their windows.
+        history: figures of the last micro-batches of this process, refused or not.
 
     Raises:
         ConfigError: a setting, or an optimizer that cannot be guarded.
@@ -79,7 +78,7 @@ class Guard:
 
     def __init__(
         self,
-        trainable: Trainable,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -95,26 +94,19 @@ class Guard:
         optimizer, prepared = unwrapped(optimizer, divided=share)
         scaler = prepared if scaler is None else scaler
         self.lists = rates is not None  # `step` returns one
-        if self.lists and (scheduler is not None or scaler is not None):
+        planned = self.lists and draws is not None and scheduler is None and scaler is None
+        if not planned and (self.lists or draws is not None or late):
             raise ConfigError(
-                "rates take the place of a scheduler and do not work with a scaler; leave out"
-                " scheduler= and scaler="
+                "rates=[...] and draws=Seeded(seed) go together, and late outcomes need both; rates"
+                " take the place of a scheduler and exclude a scaler: nothing else may need to know"
+                " at once what became of a window"
             )
-        if self.lists != (draws is not None) or (late and not self.lists):
-            raise ConfigError(
-                "rates=[...] and draws=Seeded(seed) go together, and late outcomes need both:"
-                " nothing else may need to know at once what became of a window"
-            )
-        self.scheduler, self._trainable = scheduler, trainable
-        self._model = trainable if isinstance(trainable, nn.Module) else None
-        self._parallel = parallel(self._model)
-        if self._model is None and self.settings.trace:
-            raise ConfigError("trace computes micro-batches again; give the guard the model")
-        parameters = guarded_parameters(trainable, optimizer)
+        self.scheduler, self._model = scheduler, model
+        parameters = guarded_parameters(model, optimizer)
         self._home = next(iter(parameters.values())).device
         processes = all_processes(self._home) if processes is None else processes
         late = late if self.lists else False
-        self.update = GuardedUpdate(parameters, optimizer, late, undo=self.settings.undo == "step")
+        self.update = GuardedUpdate(parameters, optimizer, late)
         if self.lists:
             self.update.make_moments()
         sigmas = self.settings.spike_sigmas
@@ -130,16 +122,13 @@ class Guard:
         if scaler is not None:
             self.window.unscale = self._scale.unscale
         keep = self.settings.postmortem is not None
-        self.forensics = Forensics(self._model, self.settings.trace, keep)
+        self.forensics = Forensics(model, self.settings.trace, keep)
         self.draws: Draws = Draws() if draws is None else draws
-        self._buffers = Buffers(None if self._model is None else whole(self._model))
+        self._traces = self.draws, Buffers(whole(model))
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
         self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
-        # of the open window: findings, the buffers before it, refusals before it began again
-        self._findings: list[Finding] = []
-        self._buffers_before: list[Tensor | None] | None = None
-        self._aside: list[Refusal] = []
+        self.history: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
 
     @contextmanager
     def micro_batch(
@@ -150,7 +139,6 @@ class Guard:
         run: Callable[[], Any] | None = None,
         *,
         offset: int = 0,
-        place: int | None = None,
     ) -> Iterator[MicroBatch]:
         """Guard the forward and backward of one micro-batch; assign the loss to what this yields.
 
@@ -161,58 +149,53 @@ class Guard:
             run: computes the loss again, for `trace`; default the model's calls, which is enough
                 if the model returns its loss.
             offset: of its samples in the data, for seeded draws: samples may come again.
-            place: in the window over all processes; default the next of this process.
         """
         self._follow()
-        names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
-        micro.sample_ids = names
-        drawn_from, buffers = self.draws.begin(), self._buffers.copy()
-        if self._buffers_before is None:
-            self._buffers_before = buffers
-        with self._at(place):
-            self.window.gradients.begin()
-            try:
-                at = self.window.committed, self.window.place
-                with (
-                    nullcontext() if self._parallel is None else unsynchronised(self._parallel),
-                    self.forensics.watching(at, Kept(drawn_from, inputs, run, names, micro.tokens)),
-                    self.draws.drawing(names, offset),
-                ):
-                    yield micro
-                micro.loss = _scalar(micro.loss)
-            except BaseException as error:
-                self.draws.undo(drawn_from)
-                self._buffers.restore(buffers)
-                self.window.gradients.withdraw()
-                if not isinstance(error, self.settings.refuse):
-                    raise
-                self.window.refuse(f"{type(error).__name__}: {error}", names, kind="error")
-                return
-            self.window.gradients.collect()
-            if self.settings.loss == "mean":
-                self.window.gradients.scale(micro.tokens)
-                micro.loss = micro.loss * micro.tokens
-            flag = self.window.add(micro)
-            self._buffers.restore(buffers, keep=flag)
-            self.draws.settle(drawn_from, flag)
+        names = micro.sample_ids = tuple(map(str, ids))
+        for trace in self._traces:
+            trace.begin()
+        self.window.gradients.begin()
+        stored = StoredMicroBatch(inputs, names, micro.tokens, random=self.draws.before, run=run)
+        try:
+            with (
+                unsynchronised(self._model),
+                self.forensics.watching(micro, stored),
+                self.draws.drawing(names, offset),
+            ):
+                yield micro
+            micro.loss = _scalar(micro.loss)
+        except BaseException as error:
+            for trace in self._traces:
+                trace.settle(None)
+            self.window.gradients.withdraw()
+            if not isinstance(error, self.settings.refuse):
+                raise
+            detail = f"{type(error).__name__}: {error}"
+            self.window.refuse(detail, names, kind="error", stored=micro.stored)
+            return
+        self.window.gradients.collect()
+        if self.settings.loss == "mean":
+            self.window.gradients.scale(micro.tokens)
+            micro.loss = micro.loss * micro.tokens
+        flag = self.window.add(micro)
+        for trace in self._traces:
+            trace.settle(flag)
 
-    def refuse(self, detail: str, ids: Sequence[object] = (), place: int | None = None) -> None:
+    def refuse(self, detail: str, ids: Sequence[object] = ()) -> None:
         """Count a micro-batch that was found bad before anything was computed.
 
         Args:
             detail: what is wrong with it.
             ids: of its samples.
-            place: as in `micro_batch`.
         """
-        with self._at(place):
-            self.window.refuse(detail, tuple(map(str, ids)))
+        self.window.refuse(detail, tuple(map(str, ids)))
 
     def step(self, fingerprint: int = 0) -> Any:
         """Make one optimizer step from the micro-batches since the last one, or none.
 
         Every process must call it equally often. If an error leaves it, the optimizer's own
-        included, the window has not happened; with undo="none" the step may have, in part.
+        included, the window has not happened.
 
         Args:
             fingerprint: of the window's data, compared between processes, below 2^24.
@@ -227,19 +210,15 @@ class Guard:
         """
         self._follow()
         if self.forensics.left and not self.update.late:
-            self._trace(self.window.committed, self.window.open_refusals())
+            self.forensics.trace(self.window.refused())
         with self._window_or_nothing():
             if self.lists:
                 outcomes = self.window.commit(fingerprint)
             else:
                 outcomes = [self._commit_at_once(fingerprint)]
-        if self.lists and self._buffers_before is not None:
-            self._buffers.restore(self._buffers_before, keep=self.window.applied)
-        self._buffers_before = None
-        self.draws.forget()
-        # a Trainer does it when it begins a window
-        if self._parallel is not None and self.settings.loss != "share":
-            share_buffers(self._parallel)
+        self._rewind(self.window.applied)  # of a window whose outcome comes late
+        if self.settings.loss != "share":  # a Trainer does it when it begins a window
+            share_buffers(self._model)
         outcomes = self._known(outcomes)
         return outcomes if self.lists else outcomes[0]
 
@@ -263,19 +242,19 @@ class Guard:
             The refusals of all processes, which the window's outcome will have too; without any,
             the window is unchanged.
         """
-        refusals_here = self.window.open_refusals()
-        refusals = gathered(refusals_here, Refusal, self.window.processes)
+        refused = self.window.refused()
+        here = [micro.refusal for micro in refused if micro.refusal is not None]
+        refusals = [*chain(*self.window.processes.gather(here))]
         if refusals:
-            self._trace(self.window.committed, refusals_here)
-            self.forensics.suspect(self.window.committed, refusals_here)
-            self.clear()
-            self._aside = sorted([*self._aside, *refusals], key=lambda r: r.micro_batch or 0)
+            self.forensics.trace(refused)
+            self.window.begin_again()
+            self._rewind()
         return refusals
 
     def clear(self) -> None:
         """Forget the open window: its micro-batches have not happened."""
         self.window.clear()
-        self._forget_open()
+        self._rewind()
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -306,7 +285,6 @@ class Guard:
     def close(self) -> None:
         """Release model and parameters: their gradients are None, their hooks gone."""
         self.window.gradients.close()
-        self.forensics.close()
 
     def __enter__(self) -> Guard:
         return self
@@ -322,23 +300,10 @@ class Guard:
         now = set() if self.lists else stepped_parameters(self.update.optimizer)
         joined = now.difference(self.update.parameters)
         if joined and not self.window.place:
-            self.window.hold(guarded_parameters(self._trainable, self.update.optimizer))
+            self.window.hold(guarded_parameters(self._model, self.update.optimizer))
         else:
             for parameter in joined:
                 parameter.grad = None
-
-    @contextmanager
-    def _at(self, place: int | None) -> Iterator[None]:
-        """Count the other processes' micro-batches around this one's, or take the place given."""
-        processes, start = self.window.processes, self.window.place
-        self.window.place = start + processes.index if place is None else place
-        try:
-            yield
-        except BaseException:  # it has not happened
-            self.window.place = start
-            raise
-        if place is None:
-            self.window.place = start + processes.size
 
     @contextmanager
     def _window_or_nothing(self) -> Iterator[None]:
@@ -346,8 +311,7 @@ class Guard:
         try:
             yield
         except BaseException:
-            self._forget_open()
-            self._aside, self._findings = [], []
+            self.clear()
             self._scale.forget()
             raise
 
@@ -361,14 +325,12 @@ class Guard:
         )
         try:
             (outcome,) = self.window.commit(fingerprint)
-            if not outcome.applied:
-                self._rewind()
-                self._trace_window(outcome)
-            outcome.refused = (*self._aside, *outcome.refused)
             self._scale.update(outcome.applied, outcome.refused)
             if outcome.applied and self.scheduler is not None:
                 self.scheduler.step()
             outcome.longest = self.counts.add(outcome, self.window.processes)
+            for trace in self._traces:
+                (trace.forget if outcome.applied else trace.rewind)()
         except BaseException:
             if outcome is not None and outcome.update is not None:
                 update.take_back(outcome.update)
@@ -377,51 +339,33 @@ class Guard:
             raise
         return outcome
 
-    def _rewind(self) -> None:
-        """Put random numbers and buffers back to the window's beginning."""
-        self.draws.rewind()
-        if self._buffers_before is not None:
-            self._buffers.restore(self._buffers_before)
-
-    def _forget_open(self) -> None:
-        self._rewind()
-        self.draws.forget()
-        self.forensics.forget(self.window.committed)
-        self._buffers_before = None
+    def _rewind(self, keep: Tensor | None = None) -> None:
+        """Put random numbers and buffers back to before the window, unless `keep` is set."""
+        for trace in self._traces:
+            trace.rewind(keep)
 
     def _known(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Account for outcomes; late ones are counted and traced first, in their window's state."""
+        """Account for outcomes; late ones are traced now, in the state of their windows."""
         for outcome in outcomes:
             if outcome.halts:
-                self.forensics.forget(outcome.index)
                 continue
             if self.lists:
                 outcome.longest = self.counts.add(outcome, self.window.processes)
-                if self.forensics.left and outcome.refused:
-                    names, parameters = self.update.names, self.update.parameters
-                    before = {n: value for n, (value, _) in (outcome.snapshot or {}).items()}
-                    with values_in(dict(zip(names, parameters, strict=True)), before):
-                        if self.update.late:
-                            self._trace(outcome.index, outcome.refused)
-                        if not outcome.applied:
-                            self._trace_window(outcome)
-            self.forensics.suspect(outcome.index, outcome.refused)
-            self.forensics.accept(outcome)
-            self.forensics.forget(outcome.index)
+            if self.update.late and self.forensics.left and outcome.refused:
+                names, parameters = self.update.names, self.update.parameters
+                before = {n: value for n, (value, _) in (outcome.snapshot or {}).items()}
+                with values_in(dict(zip(names, parameters, strict=True)), before):
+                    self.forensics.trace(outcome.own)
+            computed = [micro for micro in outcome.own if micro.grad_norm is not None]
+            self.history += [{"window": outcome.index, **micro.as_dict()} for micro in computed]
+            self.forensics.keep(outcome)
             self._end(outcome)
         return outcomes
 
-    def _trace(self, window: int, refusals: Sequence[Refusal]) -> None:
-        self._findings += self.forensics.trace(window, refusals)
-
-    def _trace_window(self, outcome: Outcome) -> None:
-        self._findings += self.forensics.trace_window(outcome, self.window.history)
-
     def _end(self, outcome: Outcome) -> None:
-        """Give the outcome its findings, and end a run with too many refusals."""
+        """Remember what was refused, and end a run with too many refusals."""
         self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
-        outcome.findings = tuple(self._findings)
-        self._aside, self._findings, self.outcome = [], [], outcome
+        self.outcome = outcome
         report = None
         if outcome.longest >= self.settings.max_refused:
             self.counts.in_a_row = 0  # for a loop that continues

@@ -1,24 +1,27 @@
-"""A window from its last backward to its outcome.
+"""A window from its first micro-batch to its outcome.
 
-On the device it is a `LaunchedWindow`, whose figures `send_record` sends to the host as one tensor.
-There `read_record` makes an `Outcome` of it; what was refused is explained in `refusal.py`.
+Until then it is a `PendingWindow`. Once it is stepped, `send_record` sends its figures from the
+device to the host as one tensor, and there `read_record` makes an `Outcome` of it; what was refused
+is explained in `refusal.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
 from npt.guard.refusal import Refusal as Refusal
-from npt.guard.refusal import check_alike, gathered, refusal_of, window_refusal
+from npt.guard.refusal import check_alike, refusal_of, window_refusal
+
+if TYPE_CHECKING:
+    from npt.guard.forensics import Finding, StoredMicroBatch
 
 Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]
 """By parameter name, a copy of the parameter and of all that the optimizer keeps for it."""
@@ -28,18 +31,22 @@ NO_LIMITS = (math.inf, math.inf)
 
 @dataclass
 class MicroBatch:
-    """A micro-batch while it is computed, and in its window.
+    """A micro-batch from its forward to the outcome of its window.
 
     Attributes:
         loss: scalar or number, told to the guard by assigning it: a loss can be NaN with gradients
-            that are not.
+            that are not. With the outcome of its window it is a number, its mean per token.
         tokens: what it weighs.
         report: [n] figures that are wanted with the outcome.
         sample_ids: of it.
-        index: in the window.
-        flag: scalar bool, loss and gradients are finite.
+        index: in the window over all processes.
+        flag: scalar bool, loss and gradients are finite; None if it was refused before that.
         norms: [P] of the parameters' gradients, to name the bad one.
+        grad_norm: of all of them, with the outcome.
         reached: places of the parameters with a gradient, None for all.
+        refusal: why it does not count, as soon as the host knows.
+        stored: what it takes to compute it again, if that may be wanted.
+        finding: of the tracer, if it was refused and traced.
     """
 
     loss: Any
@@ -49,24 +56,22 @@ class MicroBatch:
     index: int = -1
     flag: Any = None
     norms: Any = None
+    grad_norm: float | None = None
     reached: frozenset[int] | None = None
+    refusal: Refusal | None = None
+    stored: StoredMicroBatch | None = None
+    finding: Finding | None = None
 
-
-@dataclass(frozen=True)
-class MicroBatchRecord:
-    """The mean loss and gradient norm of a micro-batch, refused or not, for a post-mortem."""
-
-    window: int
-    micro_batch: int
-    sample_ids: tuple[str, ...]
-    loss: float
-    grad_norm: float
+    def as_dict(self) -> dict[str, Any]:
+        """Return its figures for JSON, once they are known."""
+        figures = {"loss": self.loss, "grad_norm": self.grad_norm}
+        return {"micro_batch": self.index, "sample_ids": self.sample_ids, **figures}
 
 
 @dataclass
 class Outcome:
     """The outcome of a window. With several processes all figures are over all of them, except
-    `places` and `reports`.
+    `own` and `reports`.
 
     Attributes:
         index: of the window.
@@ -78,10 +83,9 @@ class Outcome:
         loss: mean per token of the survivors (for `share` their sum), None without survivors; 0 if
             no loss was told.
         grad_norm: before clipping, None without survivors.
-        places: of this process's survivors in the window, in order.
-        reports: the `report` of each of them.
+        own: this process's micro-batches, refused ones included.
+        reports: the `report` of each of its survivors.
         refused: by micro-batch; `micro_batch` is None if the window was refused as a whole.
-        findings: about this process's refused micro-batches that were traced.
         longest: refusals in a row up to the window's end.
         limits: of the spike guard when it decided.
         snapshot: the state before the window, if something was refused and the state may have
@@ -98,15 +102,24 @@ class Outcome:
     rate: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
-    places: list[int] = field(default_factory=list, compare=False)
+    own: list[MicroBatch] = field(default_factory=list, compare=False, repr=False)
     reports: list[list[float]] = field(default_factory=list, compare=False)
     refused: tuple[Refusal, ...] = ()
-    findings: tuple[Any, ...] = field(default=(), compare=False)
     longest: int = 0
     limits: tuple[float, float] = NO_LIMITS
     snapshot: Snapshot | None = field(default=None, compare=False)
     update: Any = field(default=None, compare=False)
     halts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def places(self) -> list[int]:
+        """Places of this process's survivors in the window, in order."""
+        return [micro.index for micro in self.own if micro.refusal is None]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Findings of the tracer about this process's refused micro-batches."""
+        return [micro.finding for micro in self.own if micro.finding is not None]
 
 
 @dataclass
@@ -143,12 +156,14 @@ class RunCounts:
 
 
 @dataclass
-class LaunchedWindow:
-    """A window without further micro-batches.
+class PendingWindow:
+    """A window until its outcome is known.
 
     Attributes:
-        ran: the micro-batches that ran on this process.
-        refusals: of those that did not.
+        own: this process's micro-batches.
+        earlier: those that were refused before it began again.
+        closed: there will be no more; the fields below are known then.
+        micro_batches: their number over all processes.
         halt: this process's code.
         limits: of loss and gradient norm.
         reached: a survivor's backward reached a parameter, as far as that is tracked.
@@ -159,10 +174,11 @@ class LaunchedWindow:
         record: the figures on the host, in parts of `sizes`, valid once `arrived`.
     """
 
-    index: int
-    micro_batches: int
-    ran: list[MicroBatch]
-    refusals: list[Refusal]
+    own: list[MicroBatch] = field(default_factory=list)
+    earlier: list[MicroBatch] = field(default_factory=list)
+    closed: bool = False
+    index: int = 0
+    micro_batches: int = 0
     halt: int = 0
     fingerprint: int = 0
     limits: tuple[float, float] = NO_LIMITS
@@ -174,6 +190,11 @@ class LaunchedWindow:
     record: Tensor | None = None
     sizes: list[int] = field(default_factory=list)
     arrived: Any = None
+
+    @property
+    def ran(self) -> list[MicroBatch]:
+        """Its own micro-batches that were not refused before they had gradients."""
+        return [micro for micro in self.own if micro.flag is not None]
 
 
 def to_host(record: Tensor) -> tuple[Tensor, Any]:
@@ -188,7 +209,7 @@ def to_host(record: Tensor) -> tuple[Tensor, Any]:
     return pinned, arrived
 
 
-def send_record(window: LaunchedWindow) -> None:
+def send_record(window: PendingWindow) -> None:
     """Send the record of a window that was stepped: all on the device, without waiting."""
     parts = [figure.reshape(-1).to(torch.float64) for figure in window.figures.values()]
     window.sizes = [part.numel() for part in parts]
@@ -196,11 +217,7 @@ def send_record(window: LaunchedWindow) -> None:
 
 
 def read_record(
-    window: LaunchedWindow,
-    names: Sequence[str],
-    known_steps: int,
-    processes: ProcessGroup,
-    history: deque[MicroBatchRecord],
+    window: PendingWindow, names: Sequence[str], known_steps: int, processes: ProcessGroup
 ) -> Outcome:
     """Read a window's record, which has arrived; with refusals all processes must call this.
 
@@ -209,7 +226,6 @@ def read_record(
         names: of the parameters.
         known_steps: applied before it.
         processes: that share the window.
-        history: receives a record of each of its micro-batches.
     """
     outcome = Outcome(window.index, window.micro_batches, False, known_steps, limits=window.limits)
     figures: dict[str, list[float]] = {}
@@ -220,25 +236,25 @@ def read_record(
     outcome.halts = {process: int(code) for process, code in enumerate(codes) if code}
     if outcome.halts:
         return replace(outcome, micro_batches=0)
-    refusals = list(window.refusals)
+    outcome.own = sorted([*window.earlier, *window.own], key=lambda micro: micro.index)
+    if figures:
+        if processes.size > 1:
+            check_alike(figures, window.index, known_steps, processes)
+        length = len(figures["reports"]) // max(1, len(window.ran))
+        for number, micro in enumerate(window.ran):
+            loss, micro.grad_norm = figures["losses"][number], figures["norms"][number]
+            micro.loss = loss / max(1, micro.tokens)
+            if figures["flags"][number]:
+                outcome.reports.append(figures["reports"][number * length :][:length])
+            elif micro.refusal is None:
+                micro.refusal = refusal_of(micro, loss, names, processes.index)
+    refusals = [micro.refusal for micro in outcome.own if micro.refusal is not None]
     if not figures:
         return replace(outcome, refused=tuple(refusals))
-    if processes.size > 1:
-        check_alike(figures, window.index, known_steps, processes)
-    length = len(figures["reports"]) // max(1, len(window.ran))
-    for number, micro in enumerate(window.ran):
-        loss, index, norm = figures["losses"][number], micro.index, figures["norms"][number]
-        mean = loss / max(1, micro.tokens)
-        history.append(MicroBatchRecord(window.index, index, micro.sample_ids, mean, norm))
-        if figures["flags"][number]:
-            outcome.places.append(index)
-            outcome.reports.append(figures["reports"][number * length :][:length])
-        else:
-            refusals.append(refusal_of(micro, loss, names, processes.index))
     scalars = {name: values[0] for name, values in figures.items() if values}
     if processes.size > 1 and scalars["refused"]:  # over all processes: all come here
-        refusals = gathered(refusals, Refusal, processes)
-    refusals.sort(key=lambda r: r.micro_batch or 0)
+        everywhere = chain(*processes.gather(refusals))
+        refusals = sorted(everywhere, key=lambda r: r.micro_batch or 0)
     outcome.tokens, outcome.rate = int(scalars["tokens"]), scalars.get("rate")
     if scalars["survivors"]:
         outcome.loss, outcome.grad_norm = scalars["loss"], scalars["norm"]

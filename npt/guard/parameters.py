@@ -5,7 +5,6 @@ such that it can guard them, and the processes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,20 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 
-Trainable = nn.Module | Mapping[str, nn.Parameter]
-"""A model, or parameters by name."""
-
 IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
 """Classes of lomo_optim, and of transformers for GaLore and Apollo layer by layer."""
 
 
 def guarded_parameters(
-    trainable: Trainable, optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, nn.Parameter]:
     """Return the optimizer's parameters that require a gradient now, by name.
 
     Args:
-        trainable: gives them their names, in its order; others follow, named by their places in the
+        model: gives them their names, in its order; others follow, named by their places in the
             optimizer. Tied weights are one.
         optimizer: to be guarded.
 
@@ -46,9 +42,9 @@ def guarded_parameters(
     if not stepped:
         raise ConfigError("no parameter of the optimizer requires a gradient; nothing to guard")
     names: dict[nn.Parameter, str] = {}
-    for name, p in _named(trainable):
+    for name, p in whole(model).named_parameters():
         if p in stepped:
-            names.setdefault(p, name)
+            names[p] = plain_name(name)
     if not names:
         raise ConfigError(
             "none of the optimizer's parameters is among the guard's; give the guard the model that"
@@ -107,39 +103,33 @@ def whole(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def parallel(model: nn.Module | None) -> DistributedDataParallel | None:
+def _parallel(model: nn.Module) -> DistributedDataParallel | None:
     """Return a model, compiled or not, as DistributedDataParallel; None if it is not in one."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-def unsynchronised(model: nn.Module | None) -> AbstractContextManager[None]:
+def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which processes compute apart.
 
     One process's NaN is not spread over all in a backward, and none waits in its forward, where
     buffers would be sent, for one whose micro-batch was refused before that.
     """
-    wrapped = parallel(model)
+    wrapped = _parallel(model)
     if wrapped is None:
         return nullcontext()
     wrapped.require_forward_param_sync = False
     return wrapped.no_sync()
 
 
-def share_buffers(model: nn.Module | None) -> None:
+def share_buffers(model: nn.Module) -> None:
     """Send process 0's buffers to all, as DistributedDataParallel does in a window's first forward.
 
     Every process must call it.
     """
-    wrapped = parallel(model)
+    wrapped = _parallel(model)
     if wrapped is not None and wrapped.broadcast_buffers and wrapped.modules_buffers:
         wrapped._sync_buffers()
-
-
-def _named(trainable: Trainable) -> Iterable[tuple[str, nn.Parameter]]:
-    if isinstance(trainable, nn.Module):
-        return ((plain_name(name), p) for name, p in whole(trainable).named_parameters())
-    return trainable.items()
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,9 +13,7 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import DataError, ProcessError
 
 if TYPE_CHECKING:
-    from npt.guard.outcome import LaunchedWindow, MicroBatch
-
-R = TypeVar("R")
+    from npt.guard.outcome import MicroBatch, PendingWindow
 
 
 @dataclass(frozen=True)
@@ -95,18 +92,8 @@ def check_alike(
         raise processes.everywhere(ProcessError(message))
 
 
-def gathered(records: Iterable[Any], kind: type[R], processes: ProcessGroup) -> list[R]:
-    """Return the records of all processes, those of each in their order; all must call it."""
-    entries = chain(*processes.gather([asdict(record) for record in records]))
-    return [
-        kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
-        for entry in entries
-    ]
-
-
 def refusal_of(micro: MicroBatch, loss: float, names: Sequence[str], process: int) -> Refusal:
     """Return why a micro-batch was refused that ran on this process; its summed loss is given."""
-    names = names[: len(micro.norms)]  # more may have joined since
     if math.isfinite(loss):
         kind, (tensor, detail) = "gradient", describe_norms(micro.norms, names)
     else:
@@ -117,7 +104,7 @@ def refusal_of(micro: MicroBatch, loss: float, names: Sequence[str], process: in
 
 
 def window_refusal(
-    window: LaunchedWindow, names: Sequence[str], scalars: Mapping[str, float]
+    window: PendingWindow, names: Sequence[str], scalars: Mapping[str, float]
 ) -> Refusal:
     """Return why a window was refused as a whole."""
     loss, norm = scalars["loss"], scalars["norm"]

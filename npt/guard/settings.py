@@ -10,7 +10,6 @@ from typing import Literal, get_args
 from npt.errors import ConfigError
 
 Loss = Literal["sum", "mean", "share"]
-Undo = Literal["step", "none"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,6 @@ class GuardSettings:
             weighted by the micro-batch's tokens (by 1 if none are given), the sum divided by these
             weights. `share`: of the window's loss, already divided by what belongs to the whole
             window, which the caller computes again after a refusal (`Guard.begin_again`).
-        undo: `step` copies parameters and moments before a step, checks them after it, and puts the
-            copies back if one is not finite. `none` checks gradients only, before the step.
         refuse: exceptions inside a micro-batch that refuse it; others leave it and are raised.
         spike_sigmas: refuse a window whose loss or norm lies so many robust standard deviations
             above the accepted ones.
@@ -38,7 +35,6 @@ class GuardSettings:
 
     max_grad_norm: float = math.inf
     loss: Loss = "sum"
-    undo: Undo = "step"
     refuse: tuple[type[Exception], ...] = (FloatingPointError,)
     spike_sigmas: float | None = None
     max_refused: int = 10
@@ -49,11 +45,8 @@ class GuardSettings:
         classes = self.refuse if isinstance(self.refuse, tuple) else (None,)
         if not all(isinstance(each, type) and issubclass(each, Exception) for each in classes):
             raise ConfigError(f"refuse is {self.refuse!r}; give a tuple of classes of exceptions")
-        for name, choices in (("loss", get_args(Loss)), ("undo", get_args(Undo))):
-            if getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; choose from {', '.join(choices)}"
-                )
+        if self.loss not in get_args(Loss):
+            raise ConfigError(f"loss is {self.loss!r}; choose from {', '.join(get_args(Loss))}")
         for name in ("max_grad_norm", "spike_sigmas", "max_refused"):
             number = getattr(self, name)
             if number is not None and not number > 0:

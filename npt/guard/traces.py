@@ -1,6 +1,7 @@
 """What a micro-batch leaves besides its gradients: random numbers drawn, buffers written to.
 
-Both are taken before it and put back if it is refused.
+`begin` comes before it, `settle` after it. Its window ends with `rewind`, or with `forget` after a
+step. `keep` says whether what it left stays: a scalar bool on the device, or None for no.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from torch import Tensor, nn
 
 from npt.random_state import micro_batch_draws, random_state, set_random_state
 
-States = Mapping[str, Tensor]
-
 LARGEST_BUFFER = 2**20
 """Numbers in a buffer that is copied before each micro-batch."""
 
@@ -24,40 +23,44 @@ class Draws:
 
     A window that is refused as a whole is rewound to its first micro-batch, unless the loop itself
     drew in between, for its data: those draws are not the guard's to repeat.
+
+    Attributes:
+        before: the state before the micro-batch.
     """
 
-    _start: States | None = None
-    _end: States | None = None
+    before: Mapping[str, Tensor] = {}
+    _start: Mapping[str, Tensor] | None = None
+    _end: Mapping[str, Tensor] | None = None
 
-    def begin(self) -> States:
-        """Return the state before a micro-batch."""
-        state = random_state()
+    def begin(self) -> None:
+        """Take the state."""
+        self.before = random_state()
         if self._end is None:
-            self._start = state
-        elif not _equal(state, self._end):
+            self._start = self.before
+        elif not _equal(self.before, self._end):
             self._start = None
-        return state
 
     def drawing(self, ids: Sequence[str], offset: int) -> AbstractContextManager[None]:
         """Return a context for a micro-batch's forward and backward, which draw as they please."""
         return nullcontext()
 
-    def settle(self, drawn_from: States, flag: Tensor) -> None:
-        """Draw again what a micro-batch drew, if the scalar bool `flag` says that it is refused."""
+    def settle(self, keep: Tensor | None) -> None:
+        """Draw again what was drawn since, unless it is kept."""
         # what drew nothing need not wait for the device
-        if not _equal(random_state(), drawn_from) and not bool(flag):
-            self.undo(drawn_from)
+        if not _equal(random_state(), self.before) and (keep is None or not bool(keep)):
+            set_random_state(self.before)
         self._end = random_state()
 
-    def undo(self, drawn_from: States) -> None:
-        """Draw again what was drawn since."""
-        set_random_state(drawn_from)
-        self._end = drawn_from
-
-    def rewind(self) -> None:
-        """Draw again what the window's micro-batches drew."""
-        if self._start is not None and self._end is not None and _equal(random_state(), self._end):
+    def rewind(self, keep: Tensor | None = None) -> None:
+        """Draw again what the window's micro-batches drew, unless it is kept."""
+        if (
+            self._start is not None
+            and self._end is not None
+            and (keep is None or not bool(keep))
+            and _equal(random_state(), self._end)
+        ):
             set_random_state(self._start)
+        self.forget()
 
     def forget(self) -> None:
         """Begin another window."""
@@ -75,15 +78,14 @@ class Seeded(Draws):
     def __init__(self, seed: int):
         self.seed = seed
 
-    def begin(self) -> States:
-        """Return the state before a micro-batch, which has no part in it."""
-        return {}
+    def begin(self) -> None:
+        """Take no state, which has no part in it."""
 
     def drawing(self, ids: Sequence[str], offset: int) -> AbstractContextManager[None]:
         """Return a context in which the numbers are those of these samples at this place."""
         return micro_batch_draws(self.seed, tuple(ids), offset)
 
-    def settle(self, drawn_from: States, flag: Tensor) -> None:
+    def settle(self, keep: Tensor | None) -> None:
         """Leave the state, which `drawing` has put back."""
 
 
@@ -94,23 +96,40 @@ class Buffers:
     ones are tables, and copying them for each micro-batch would cost too much.
     """
 
-    def __init__(self, model: nn.Module | None):
-        modules = () if model is None else model.modules()
+    def __init__(self, model: nn.Module):
         self._held = [
             (module._buffers, name)
-            for module in modules
+            for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and _is_written(module, buffer)
         ]
+        self._copies: list[Tensor | None] = []
+        self._start: list[Tensor | None] | None = None  # of the window
 
-    def copy(self) -> list[Tensor | None]:
-        """Return copies, None for a missing buffer; a language model has a few small ones."""
-        buffers = [held.get(name) for held, name in self._held]
-        return [None if buffer is None else buffer.detach().clone() for buffer in buffers]
+    def begin(self) -> None:
+        """Copy them; a language model has a few small ones."""
+        now = [held.get(name) for held, name in self._held]
+        self._copies = [None if buffer is None else buffer.detach().clone() for buffer in now]
+        if self._start is None:
+            self._start = self._copies
+
+    def settle(self, keep: Tensor | None) -> None:
+        """Put them back to before the micro-batch, unless it is kept."""
+        self._restore(self._copies, keep)
+
+    def rewind(self, keep: Tensor | None = None) -> None:
+        """Put them back to before the window, unless it is kept."""
+        if self._start is not None:
+            self._restore(self._start, keep)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin another window."""
+        self._start = None
 
     @torch.no_grad()
-    def restore(self, copies: Sequence[Tensor | None], keep: Tensor | None = None) -> None:
-        """Put copies back, unless the scalar bool `keep` is set, which is not read."""
+    def _restore(self, copies: Sequence[Tensor | None], keep: Tensor | None) -> None:
+        """Put copies back, unless `keep` is set, which is not read."""
         for (held, name), copy in zip(self._held, copies, strict=True):
             now = held.get(name)
             if copy is None or now is None or now.shape != copy.shape or now.device != copy.device:
@@ -131,5 +150,5 @@ def _is_written(module: nn.Module, buffer: Tensor) -> bool:
     return statistics or (buffer.is_floating_point() and buffer.numel() <= LARGEST_BUFFER)
 
 
-def _equal(one: States, other: States) -> bool:
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)

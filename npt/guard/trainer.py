@@ -17,7 +17,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -64,8 +64,7 @@ class TrainerMixin(Trainer):
     _logged: Tensor | None = None
     _counted: Mapping[str, Any] = {}
     _norm: float | None = None
-    _guarded: Any = None  # the optimizer, whose step is the guard's; its own, if it is an attribute
-    _own_step: Any = None
+    _finally: ExitStack  # what gives the optimizer its own step back
     _trains: bool = False
     _epoch: Any = None  # the iterator of the present one
 
@@ -94,11 +93,9 @@ class TrainerMixin(Trainer):
             self.guard.close()
         self.guard = None
         self._trains, self._epoch = True, None
-        try:
+        with ExitStack() as self._finally:
+            self._finally.callback(self.__dict__.update, _trains=False, _names={})
             result = super()._inner_training_loop(*arguments, **named)
-        finally:
-            self._trains, self._names = False, {}
-            self._give_back()
         if self.guard is not None:
             self.guard.close()  # its buffers are twice the gradients
         return result
@@ -138,7 +135,7 @@ class TrainerMixin(Trainer):
             share_buffers(model)
             guard.window.max_grad_norm = self.args.max_grad_norm or math.inf  # callbacks set it
             self._logged = getattr(self, "_tr_loss", torch.zeros(())).clone()
-            self._counted = self._metrics_so_far()
+            self._counted = self._counts()
         self._inputs.append(inputs)
         loss = self._compute(guard, model, inputs, num_items_in_batch)
         if not self.accelerator.gradient_state.sync_gradients:
@@ -146,10 +143,10 @@ class TrainerMixin(Trainer):
         losses = None
         refused: set[int] = set()
         while refusals := guard.begin_again():
-            process, processes = guard.window.processes.index, guard.window.processes.size
-            here = [r.micro_batch for r in refusals if r.process == process]
-            refused |= {index // processes for index in here if index is not None}
-            self._restore_metrics(self._counted)
+            processes = guard.window.processes
+            here = [r.micro_batch or 0 for r in refusals if r.process == processes.index]
+            refused.update(index // processes.size for index in here)
+            self.__dict__.update(deepcopy(self._counted))
             losses = self._compute_again(guard, model, refused, num_items_in_batch)
         self._inputs = []
         self._norm = guard.close_window()
@@ -175,19 +172,16 @@ class TrainerMixin(Trainer):
 
     def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
         """Compute a micro-batch for the tracer: not counted, and by this process alone."""
-        counted = self._metrics_so_far()
+        counted = self._counts()
         try:
             with _alone(self.accelerator):
                 return super().training_step(whole(model), inputs, items)
         finally:
-            self._restore_metrics(counted)
+            self.__dict__.update(counted)
 
-    def _metrics_so_far(self) -> Mapping[str, Any]:
-        return {name: _copied(getattr(self, name)) for name in _COUNTED if hasattr(self, name)}
-
-    def _restore_metrics(self, counted: Mapping[str, Any]) -> None:
-        for name, value in counted.items():
-            setattr(self, name, _copied(value))
+    def _counts(self) -> Mapping[str, Any]:
+        """Return a copy of what TRL has counted so far."""
+        return {name: deepcopy(self.__dict__[name]) for name in _COUNTED if name in self.__dict__}
 
     def _compute_again(
         self, guard: Guard, model: Any, refused: set[int], items: Any
@@ -256,23 +250,17 @@ class TrainerMixin(Trainer):
                     parameter.grad = gradient
             optimizer._is_overflow = not outcome.applied  # then the scheduler waits
             if any(refusal.micro_batch is None for refusal in outcome.refused):
-                self._restore_metrics(self._counted)
+                self.__dict__.update(self._counted)
                 mean = self._logged_again([])
                 self._tr_loss += mean
             if outcome.refused:
                 self.on_refused(outcome)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        self._guarded, self._own_step = optimizer, vars(optimizer).get("step")  # a scheduler's
+        if "step" in vars(optimizer):  # a scheduler's
+            self._finally.callback(setattr, optimizer, "step", optimizer.step)
         optimizer.step = step
-
-    def _give_back(self) -> None:
-        """Let the optimizer step by itself again."""
-        if self._guarded is not None:
-            del self._guarded.step
-            if self._own_step is not None:
-                self._guarded.step = self._own_step
-        self._guarded = self._own_step = None
+        self._finally.callback(delattr, optimizer, "step")
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self._norm  # clipped when the window was closed
@@ -390,12 +378,3 @@ def _blank(inputs: Any) -> Any:
         return inputs
     names = [name for name in ("labels", "shift_labels") if name in inputs]
     return {**inputs, **{name: torch.full_like(inputs[name], IGNORED) for name in names}}
-
-
-def _copied(metrics: Any) -> Any:
-    """Return a copy of nested dictionaries and lists of numbers, which may be long."""
-    if isinstance(metrics, dict):
-        copy = metrics.copy()  # a defaultdict stays one
-        copy.update({key: _copied(value) for key, value in metrics.items()})
-        return copy
-    return list(metrics) if isinstance(metrics, list) else deepcopy(metrics)

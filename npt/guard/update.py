@@ -24,7 +24,6 @@ from npt.random_state import random_state, set_random_state
 EXACT = 2**24
 """Whole numbers below it are exact in fp32: token counts, data and state fingerprints."""
 
-
 _TORCHS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
@@ -42,15 +41,16 @@ class Holdings:
     """
 
     def __init__(self, owners: Iterable[Any], without: Iterable[Any] = ()):
-        self._tensors: dict[int, Tensor] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id, each with its copy
         self._containers: list[tuple[Any, Any]] = []  # each with a shallow copy
-        self._follow(list(owners), {id(each) for each in without})
-        self._copies = {key: t.detach().clone() for key, t in self._tensors.items()}
+        self._seen = {id(each) for each in without}
+        for owner in owners:
+            self._follow_attributes(owner, in_state=False)
         self._random = random_state()
 
     def of(self, value: Any) -> Any:
         """Return the copy of a tensor that was copied, and any other value as it is."""
-        return self._copies.get(id(value), value)
+        return self._tensors[id(value)][1] if id(value) in self._tensors else value
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -58,38 +58,35 @@ class Holdings:
         for container, items in self._containers:
             container.clear()
             (container.update if isinstance(container, dict | set) else container.extend)(items)
-        for key, tensor in self._tensors.items():
-            tensor.copy_(self._copies[key])
+        for tensor, copy in self._tensors.values():
+            tensor.copy_(copy)
         set_random_state(self._random)
 
-    def _follow(self, owners: Sequence[Any], seen: set[int]) -> None:
-        waiting = [(owner, False) for owner in owners]  # and whether it is part of a state
-        followed = {id(owner) for owner in owners}
-        while waiting:
-            value, in_state = waiting.pop()
-            if id(value) in seen:
-                continue
-            if isinstance(value, Tensor):
-                if value.requires_grad or not isinstance(value, nn.Parameter):
-                    self._tensors[id(value)] = value
-            elif isinstance(value, dict | list | tuple | set | deque):
-                if not isinstance(value, tuple):
-                    self._containers.append((value, value.copy()))
-                items = value.values() if isinstance(value, dict) else value
-                waiting += [(item, in_state) for item in items]
-            elif (
-                id(value) in followed
-                or isinstance(value, _TORCHS)
-                or (in_state and hasattr(value, "__dict__") and not callable(value))
-            ):
-                attributes = vars(value)
-                self._containers.append((attributes, attributes.copy()))
-                for name, item in attributes.items():
-                    if not name.endswith("_hooks"):  # others' to add and remove
-                        waiting.append((item, in_state or name == "state"))
-            else:
-                continue
-            seen.add(id(value))
+    def _follow(self, value: Any, in_state: bool) -> None:
+        if id(value) in self._seen:
+            return
+        if isinstance(value, Tensor):
+            self._seen.add(id(value))
+            if value.requires_grad or not isinstance(value, nn.Parameter):
+                self._tensors[id(value)] = value, value.detach().clone()
+        elif isinstance(value, dict | list | tuple | set | deque):
+            self._seen.add(id(value))
+            if not isinstance(value, tuple):
+                self._containers.append((value, value.copy()))
+            for item in value.values() if isinstance(value, dict) else value:
+                self._follow(item, in_state)
+        elif isinstance(value, _TORCHS) or (
+            in_state and hasattr(value, "__dict__") and not callable(value)
+        ):
+            self._follow_attributes(value, in_state)
+
+    def _follow_attributes(self, value: Any, in_state: bool) -> None:
+        self._seen.add(id(value))
+        attributes = vars(value)
+        self._containers.append((attributes, attributes.copy()))
+        for name, item in attributes.items():
+            if not name.endswith("_hooks"):  # others' to add and remove
+                self._follow(item, in_state or name == "state")
 
 
 @dataclass
@@ -126,8 +123,6 @@ class GuardedUpdate:
         parameters: the trainable tensors by name.
         optimizer: over exactly these parameters.
         late: never read a flag on the host; by default for a fused Adam or AdamW on CUDA.
-        undo: verify the state after the step, and copy it before, to put it back. Without, only
-            the gradient decides: half the memory of a step, and a step that fails is not undone.
     """
 
     def __init__(
@@ -135,10 +130,9 @@ class GuardedUpdate:
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         late: bool | None = None,
-        undo: bool = True,
     ):
         self.guard(parameters)
-        self.optimizer, self.undo = optimizer, undo
+        self.optimizer = optimizer
         self.home = self.parameters[0].device
         self._fused = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam) and all(
             group["fused"] for group in optimizer.param_groups
@@ -171,12 +165,10 @@ class GuardedUpdate:
         update = Update(go)
         try:
             if self.late or bool(go):
-                if self.undo:
-                    update.holdings = Holdings([self.optimizer])
-                    update.snapshot = self._snapshot(update.holdings)
+                update.holdings = Holdings([self.optimizer])
+                update.snapshot = self._snapshot(update.holdings)
                 self._step(go, rate)
-                if self.undo:
-                    self._verify(update, go, processes)
+                self._verify(update, go, processes)
             yield update
         except BaseException:
             self.take_back(update)

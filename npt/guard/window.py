@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from npt.distributed.processes import ProcessGroup
 from npt.guard.outcome import (
-    NO_LIMITS,
-    LaunchedWindow,
     MicroBatch,
-    MicroBatchRecord,
     Outcome,
+    PendingWindow,
     Refusal,
     read_record,
     refusal_of,
@@ -42,8 +41,8 @@ from npt.guard.outcome import (
 from npt.guard.spikes import SpikeGuard
 from npt.guard.update import EXACT, GuardedUpdate, norms_of
 
-HISTORY = 256
-"""Micro-batches whose loss and gradient norm are remembered, with their sample ids."""
+if TYPE_CHECKING:
+    from npt.guard.forensics import StoredMicroBatch
 
 IN_FLIGHT = 3
 """Windows whose results may be on their way before the host waits for one."""
@@ -170,8 +169,7 @@ class GradientWindow:
         divisor: of the window's gradient; default the tokens of its survivors.
 
     Attributes:
-        place: of the next micro-batch in the open window.
-        history: the last micro-batches, refused or not.
+        place: in the open window, of the next micro-batches of all processes.
         committed: windows so far, which is the index of the next one.
         known_steps: applied steps, of the windows whose results were read.
         applied: the last window's step, a scalar bool; None if there was none.
@@ -191,7 +189,6 @@ class GradientWindow:
         assert not (update.late and rates is None), "it needs flags on the host"
         self.update, self.max_grad_norm, self.spikes = update, max_grad_norm, spikes
         self.processes = processes if processes is not None else ProcessGroup()
-        self.history: deque[MicroBatchRecord] = deque(maxlen=HISTORY)
         self.known_steps = self.committed = self.place = self._halt = 0
         self.applied: Tensor | None = None
         self.unscale: Callable[[], None] | None = None
@@ -203,10 +200,8 @@ class GradientWindow:
         self.gradients = FlatGradients({})
         self.hold(dict(zip(update.names, update.parameters, strict=True)))
         self._divisor = divisor
-        self._ran: list[MicroBatch] = []
-        self._refusals: list[Refusal] = []
-        self._closed: LaunchedWindow | None = None
-        self._launched: deque[LaunchedWindow] = deque()
+        self._open = PendingWindow()
+        self._launched: deque[PendingWindow] = deque()
 
     @property
     def in_flight(self) -> int:
@@ -235,18 +230,29 @@ class GradientWindow:
         norm = torch.linalg.vector_norm(norms)
         flag = torch.isfinite(micro.loss.to(self._home)) & torch.isfinite(norm)
         self.gradients.add(flag)
-        micro.index, micro.flag, micro.norms = self.place, flag, norms
+        micro.flag, micro.norms = flag, norms
         if self.gradients.reached is not None:
             micro.reached = frozenset(self.gradients.reached)
-        self._ran.append(micro)
-        self.place += 1
+        self._append(micro)
         return flag
 
-    def refuse(self, detail: str, sample_ids: tuple[str, ...] = (), kind: str = "data") -> None:
+    def refuse(
+        self,
+        detail: str,
+        sample_ids: tuple[str, ...] = (),
+        kind: str = "data",
+        stored: StoredMicroBatch | None = None,
+    ) -> None:
         """Count a micro-batch that was found bad before its gradients were made."""
-        process = self.processes.index
-        self._refusals.append(Refusal(kind, detail, self.place, sample_ids, process))
-        self.place += 1
+        micro = MicroBatch(None, 0, sample_ids=sample_ids, stored=stored)
+        self._append(micro)
+        micro.refusal = Refusal(kind, detail, micro.index, sample_ids, self.processes.index)
+
+    def _append(self, micro: MicroBatch) -> None:
+        """Add to the open window; micro-batches of the other processes lie around it."""
+        micro.index = self.place + self.processes.index
+        self.place += self.processes.size
+        self._open.own.append(micro)
 
     def halt(self, code: int) -> None:
         """Make the open window and all later ones void, on every process.
@@ -259,14 +265,21 @@ class GradientWindow:
     def clear(self) -> None:
         """Forget the open window: its micro-batches have not happened."""
         self.gradients.clear()
-        self._ran, self._refusals, self.place, self._closed = [], [], 0, None
+        self._open, self.place = PendingWindow(), 0
 
-    def open_refusals(self) -> list[Refusal]:
-        """Return the refusals of the open window on this process, for which this waits."""
-        bad = [m for m in self._ran if not bool(m.flag)]
-        names, process = self.gradients.names, self.processes.index
-        refusals = [refusal_of(m, float(m.loss), names, process) for m in bad]
-        return sorted([*self._refusals, *refusals], key=lambda r: r.micro_batch or 0)
+    def begin_again(self) -> None:
+        """Forget the open window but for what was refused in it, whose flags are known."""
+        earlier = [*self._open.earlier, *self.refused()]
+        self.clear()
+        self._open.earlier = earlier
+
+    def refused(self) -> list[MicroBatch]:
+        """Return this process's refused micro-batches of the open window; waits for their flags."""
+        for micro in self._open.ran:
+            if micro.refusal is None and not bool(micro.flag):
+                names, process = self.gradients.names, self.processes.index
+                micro.refusal = refusal_of(micro, float(micro.loss), names, process)
+        return [micro for micro in self._open.own if micro.refusal is not None]
 
     def close(self, fingerprint: int = 0) -> Tensor | None:
         """Let `.grad` be the window's gradient, divided, checked and clipped; for `commit`.
@@ -274,12 +287,14 @@ class GradientWindow:
         Returns:
             The norm before clipping, a scalar; None if no micro-batch ran.
         """
-        assert self._closed is None, "the window is closed already"
-        window = self._closed = LaunchedWindow(
-            self.committed, self.place, self._ran, self._refusals, self._halt, fingerprint
-        )
-        window.limits = NO_LIMITS if self.spikes is None else self.spikes.limits
-        if self.processes.size > 1 or (self._ran and not self._halt):
+        window = self._open
+        if window.closed:
+            return window.figures.get("norm")
+        window.closed, window.index, window.micro_batches = True, self.committed, self.place
+        window.halt, window.fingerprint = self._halt, fingerprint
+        if self.spikes is not None:
+            window.limits = self.spikes.limits
+        if self.processes.size > 1 or (window.ran and not self._halt):
             try:
                 self._sum_up(window)
             except BaseException:
@@ -301,10 +316,8 @@ class GradientWindow:
             ProcessError: a process is lost or differs; this window is not applied, nor earlier ones
                 whose result was not known yet.
         """
-        if self._closed is None:
-            self.close(fingerprint)
-        window = self._closed
-        assert window is not None
+        window = self._open
+        self.close(fingerprint)
         self.committed, self.applied = self.committed + 1, None
         try:
             if window.go is not None:
@@ -320,11 +333,11 @@ class GradientWindow:
 
     def resume_at(self, steps: int) -> None:
         """Count as if `steps` had been applied; moments and weights are the caller's to restore."""
-        assert not self._launched and not self._ran, "a window is open"
+        assert not self._launched and not self._open.own, "a window is open"
         self._steps.fill_(steps)
         self.known_steps = steps
 
-    def _sum_up(self, window: LaunchedWindow) -> None:
+    def _sum_up(self, window: PendingWindow) -> None:
         """Divide, check and clip the window's gradient: all on the device."""
         home, ran, gradients = self._home, window.ran, self.gradients
         losses = norms = reports = torch.zeros(0, device=home)
@@ -336,7 +349,7 @@ class GradientWindow:
             reports = torch.cat([m.report.detach().to(home, torch.float64) for m in ran])
         tokens = torch.where(flags, sent([m.tokens for m in ran], home), 0.0).sum()
         loss, survivors = torch.where(flags, losses, 0.0).sum(), flags.sum()
-        refused = len(ran) - survivors + len(window.refusals)
+        refused = len(window.earlier) + len(window.own) - survivors
         unreached = [] if gradients.reached is None else self._unreached(ran)
         gradients.expose(unreached)
         window.reached = len(unreached) < len(gradients.parameters)
@@ -363,9 +376,7 @@ class GradientWindow:
         window.figures |= {"survivors": survivors, "refused": refused}
         window.figures |= {"flags": flags, "losses": losses, "norms": norms, "reports": reports}
 
-    def _sum_over_processes(
-        self, window: LaunchedWindow, numbers: list[Tensor]
-    ) -> Sequence[Tensor]:
+    def _sum_over_processes(self, window: PendingWindow, numbers: list[Tensor]) -> Sequence[Tensor]:
         """Sum gradients, in place, and scalars over all processes; exchange halts and fingerprints.
 
         All in one flat fp32 tensor, which holds whole numbers below `EXACT` as they are.
@@ -394,7 +405,7 @@ class GradientWindow:
             reached = self.processes.sum_(reached.to(self._home))
         return (reached == 0).nonzero().flatten().tolist()
 
-    def _clip(self, window: LaunchedWindow) -> Tensor:
+    def _clip(self, window: PendingWindow) -> Tensor:
         """Clip the window's gradient; return its norm before, a scalar in fp32."""
         gradients = self.gradients
         if gradients.reached is None:
@@ -408,7 +419,7 @@ class GradientWindow:
         clip_grads_with_norm_(gradients.parameters, self.max_grad_norm, norm)
         return norm.to(self._home, torch.float32)
 
-    def _step(self, window: LaunchedWindow, go: Tensor) -> None:
+    def _step(self, window: PendingWindow, go: Tensor) -> None:
         """Step, verify, restore, and send the record: all on the device."""
         rate = None
         if self._rates is not None:
@@ -448,9 +459,7 @@ class GradientWindow:
             try:
                 if window.arrived is not None:
                     self.processes.wait_for(window.arrived)
-                result = read_record(
-                    window, self.gradients.names, self.known_steps, self.processes, self.history
-                )
+                result = read_record(window, self.gradients.names, self.known_steps, self.processes)
             except BaseException:
                 self._take_back()
                 raise

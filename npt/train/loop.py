@@ -90,12 +90,12 @@ class Loop:
                 window = None if self.failure is not None else next(coming, None)
                 for place, batch in self._own_batches(window):
                     if fault := find_fault(batch, vocab_size):
-                        guard.refuse(fault, batch.sample_ids, place)
+                        guard.refuse(fault, batch.sample_ids)
                         continue
                     # what the tracer computes again, if it is refused
                     again = partial(forward_backward, model, strategy, batch, config, splitter)
                     given = (batch.tokens, batch.sample_ids, batch, again)
-                    with guard.micro_batch(*given, offset=batch.offset, place=place) as micro:
+                    with guard.micro_batch(*given, offset=batch.offset) as micro:
                         observe = partial(self._recorded, place) if run.recording else None
                         sums = summed(model, strategy, batch, config, splitter, observe)
                         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report

@@ -46,11 +46,10 @@ WINDOWS = st.lists(st.lists(micro_batches(), min_size=1, max_size=4), min_size=1
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     loss=st.sampled_from(["sum", "mean"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    undo=st.sampled_from(["step", "none"]),
 )
-def test_refused_micro_batches_leave_no_trace(windows, optimizer, loss, dtype, undo) -> None:
+def test_refused_micro_batches_leave_no_trace(windows, optimizer, loss, dtype) -> None:
     guarded = World(OPTIMIZERS[optimizer], dtype)
-    outcomes = guarded_run(guarded, windows, loss=loss, undo=undo, max_refused=10**6)
+    outcomes = guarded_run(guarded, windows, loss=loss, max_refused=10**6)
     plain = World(OPTIMIZERS[optimizer], dtype)
     plain_run(plain, never_saw(windows), loss)
     assert_same_state(guarded, plain)
@@ -196,7 +195,7 @@ def sharded(model: nn.Linear) -> nn.Linear:
     ("change", "said"),
     [
         (lambda m: Guard(nn.Linear(2, 2), torch.optim.SGD(m.parameters())), "give the guard the"),
-        (lambda m: Guard(m, torch.optim.SGD(m.parameters()), undo="all"), "undo is 'all'; choose"),
+        (lambda m: Guard(m, torch.optim.SGD(m.parameters()), loss="all"), "loss is 'all'; choose"),
         (lambda m: Guard(sharded(m), torch.optim.SGD(m.parameters())), "weight is sharded over"),
         (lambda m: GuardSettings(refuse=ValueError), "give a tuple of classes"),
         (lambda m: GuardSettings(max_grad_norm=0.0), "max_grad_norm is 0.0; it must be above 0"),

@@ -103,26 +103,26 @@ def test_without_a_reason_to_trace_nothing_is_kept() -> None:
     model = Rooted()
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert not model._forward_pre_hooks
-    with pytest.raises(ConfigError, match="give the guard the model"):
-        Guard(dict(model.named_parameters()), torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
     with pytest.raises(ConfigError, match="trace is -1"):
         Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=-1)
     traced = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
-    assert len(model._forward_pre_hooks) == 1
-    traced.close()
-    guard.close()
-    assert not model._forward_pre_hooks
+    for each, hooks in ((guard, 0), (traced, 1)):
+        with each.micro_batch():
+            assert len(model._forward_pre_hooks) == hooks
 
 
 def test_a_copy_of_the_model_drags_no_guard_along() -> None:
     model = Rooted()
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
-    with guard.micro_batch(run=lambda: (_ for _ in ())):  # which can be neither copied nor stored
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            other(torch.zeros(1, 2))["loss"].backward()
-        model(torch.ones(1, 2))["loss"].backward()
-    (kept,) = guard.forensics._open.values()
-    assert [call.arguments[0].sum().item() for call in kept.calls] == [2.0]
+    for _ in range(2):
+        others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        with guard.micro_batch() as micro:
+            for other in others:
+                other(torch.zeros(1, 2))["loss"].backward()
+            model(torch.ones(1, 2))["loss"].backward()
+        assert not any(each._forward_pre_hooks for each in (model, *others))
+        assert micro.stored is not None and len(micro.stored.calls) == 1
+        assert micro.stored.inputs[0].sum() == 2.0
 
 
 def test_what_cannot_be_repeated_is_said() -> None:
@@ -158,41 +158,32 @@ class Grown(nn.Module):
         return {"loss": self.small(x.clamp(max=1.0)).sum() + self.large(x * 1.0).sum()}
 
 
-def test_of_a_window_whose_norm_overflows_the_largest_is_traced() -> None:
-    model = Grown()
-    before = copy.deepcopy(model.state_dict())
-    guard = Guard(model, torch.optim.AdamW(model.parameters()), trace=1, loss="share")
-    for number, size in enumerate((1.0, 1.2e19, 1.1e19)):
-        with guard.micro_batch(ids=[number]) as micro:
-            micro.loss = loss = model(torch.full((1, 2), size))["loss"]
-            loss.backward()
-    outcome = guard.step()
-    assert not outcome.applied
-    assert_equal(dict(model.state_dict()), dict(before), "weights")
-    (refusal,) = outcome.refused
-    assert (refusal.kind, refusal.tensor, refusal.micro_batch) == ("norm", "large.weight", None)
-    (finding,) = outcome.findings
-    assert finding.verdict is not None and finding.verdict.operation == "mul"
-    assert finding.why == "micro-batch 1 (samples 1) has the largest gradient, of norm 1.7e+19"
-    assert len(str(finding).splitlines()) > 4
-
-
-def test_of_a_spike_tensor_and_micro_batch_are_named() -> None:
-    model = Grown()
-    given = {"trace": 1, "spike_sigmas": 8.0}
-    guard = Guard(model, torch.optim.AdamW(model.parameters()), **given)
-    for window in range(24):
-        for size in (1.0, 1e4 if window == 23 else 1.0 + window / 100):
+def windows_of(model: nn.Module, guard: Guard, *windows: tuple[float, ...]) -> Outcome:
+    """Step once for each of these windows, of micro-batches of one number; return the last."""
+    for window in windows:
+        for size in window:
             with guard.micro_batch() as micro:
                 micro.loss = loss = model(torch.full((1, 2), size))["loss"]
                 loss.backward()
         outcome = guard.step()
+    return outcome
+
+
+def test_of_a_window_that_is_too_large_the_largest_tensor_is_named() -> None:
+    model = Grown()
+    before = copy.deepcopy(model.state_dict())
+    guard = Guard(model, torch.optim.AdamW(model.parameters()), trace=1, loss="share")
+    outcome = windows_of(model, guard, (1.0, 1.2e19, 1.1e19))
+    assert_equal(dict(model.state_dict()), dict(before), "weights")
     (refusal,) = outcome.refused
+    assert (refusal.kind, refusal.tensor, refusal.micro_batch) == ("norm", "large.weight", None)
+    assert not outcome.applied and not outcome.findings  # no operation made it, but their sum
+    given = {"trace": 1, "spike_sigmas": 8.0}
+    guard = Guard(model, torch.optim.AdamW(model.parameters()), **given)
+    steady = [(1.0, 1.0 + window / 100) for window in range(23)]
+    (refusal,) = windows_of(model, guard, *steady, (1.0, 1e4)).refused
     assert (refusal.kind, refusal.tensor) == ("spike", "large.weight")
     assert refusal.detail.endswith("; the largest gradient is large.weight's")
-    (finding,) = outcome.findings
-    assert finding.verdict is None
-    assert finding.why.startswith("micro-batch 1 has the largest gradient, of norm 1.41e+04")
 
 
 def test_a_step_that_spoils_a_moment_names_it() -> None:

@@ -222,16 +222,13 @@ def test_a_compiled_models_is_replayed_in_it_and_in_a_plain_one(tmp_path) -> Non
         assert found.verdict is not None and found.verdict.cause == "corrupt input"
 
 
-def test_an_update_is_not_put_down_to_the_hardware_nor_a_fault_of_the_loop_to_the_model(
-    tmp_path,
-) -> None:
+def test_a_fault_of_the_loop_is_transient_and_an_update_is_not_traced(tmp_path) -> None:
     for spoil, classification in (("loss", "transient"), ("update", "undecided")):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         folder = refused_once(tmp_path / spoil, model, spoil, torch.ones(1, 2) * 1e3)
         found = replay(folder, model, lambda model, x: model(*x).square().sum())
         assert found.classification == classification
-    (finding,) = found.traces.values()
-    assert "the optimizer's step made the number, not a pass; 0.weight" in finding.why
+    assert not found.traces
 
 
 def squared(model: Any, inputs: Any) -> torch.Tensor:
@@ -280,7 +277,7 @@ def test_any_loops_post_mortem_says_whether_data_or_state_is_to_blame(
     assert all(torch.equal(p, before[name]) for name, p in other.named_parameters())
 
 
-def test_an_accepted_input_that_was_overwritten_is_not_compared_with(tmp_path) -> None:
+def test_an_input_may_be_overwritten_after_its_step(tmp_path) -> None:
     model, x = torch.nn.Linear(2, 1), torch.ones(1, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = Guard(model, optimizer, max_refused=1, postmortem=tmp_path)
@@ -293,4 +290,5 @@ def test_an_accepted_input_that_was_overwritten_is_not_compared_with(tmp_path) -
             guard.step()
     with pytest.raises(TooManyRefusalsError):
         guard.step()
-    assert read_postmortem(next(tmp_path.iterdir())).accepted == ()
+    (accepted,) = read_postmortem(next(tmp_path.iterdir())).accepted
+    assert torch.equal(accepted.inputs[0], torch.ones(1, 2))

@@ -95,7 +95,7 @@ def both(processes: Any, lost: tuple[int, ...] = ()) -> Any:
     guarded, outcomes = accelerated(processes, lost)
     assert_equal(guarded, plain(processes, lost), "state")
     del guarded["random"]  # of each process its own
-    told = [replace(outcome, findings=()) for outcome in outcomes]
+    told = [replace(outcome, own=[]) for outcome in outcomes]
     return json.dumps(guarded, default=torch.Tensor.tolist), told
 
 
@@ -201,7 +201,7 @@ def test_a_micro_batch_that_an_error_ended_takes_no_place() -> None:
     assert guard.window.place == 0
     with guard.micro_batch():
         raise FloatingPointError
-    assert [r.micro_batch for r in guard.window.open_refusals()] == [1]
+    assert [micro.index for micro in guard.window.refused()] == [1]
 
 
 def traced_alone(processes: Any) -> int:

@@ -62,7 +62,9 @@ def test_micro_batches_with_large_gradients_are_used() -> None:
     """
     weight = nn.Parameter(torch.zeros(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
-    guard = Guard({"weight": weight}, torch.optim.SGD([weight], lr=0.0), scaler=scaler)
+    guard = Guard(
+        nn.ParameterDict({"weight": weight}), torch.optim.SGD([weight], lr=0.0), scaler=scaler
+    )
     refused = []
     for _ in range(120):
         for size in (1.0, 1.0, 8.0, 1.0):

@@ -197,7 +197,7 @@ def test_frozen_weights_are_not_copied() -> None:
     """A frozen base may be among the optimizer's parameters; no step changes it."""
     weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(50), requires_grad=False)
     optimizer = InAnAttribute([weight, frozen])
-    (before,) = Guard({"weight": weight}, optimizer).update.snapshot().values()
+    (before,) = Guard(nn.ParameterDict({"weight": weight}), optimizer).update.snapshot().values()
     assert torch.equal(before[0], weight)
     assert Holdings([optimizer]).of(frozen) is frozen
 
