@@ -94,8 +94,9 @@ class Loop:
                         continue
                     # what the tracer computes again, if it is refused
                     again = partial(forward_backward, model, strategy, batch, config, splitter)
-                    given = (batch.tokens, batch.sample_ids, batch, again)
-                    with guard.micro_batch(*given, offset=batch.offset) as micro:
+                    with guard.micro_batch(
+                        batch.tokens, batch.sample_ids, batch, again, offset=batch.offset
+                    ) as micro:
                         observe = partial(self._recorded, place) if run.recording else None
                         sums = summed(model, strategy, batch, config, splitter, observe)
                         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
