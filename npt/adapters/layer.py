@@ -281,39 +281,42 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
         hidden: h, [..., D].
         attention: a, [..., D], of the same tokens.
     """
-    adapter, mlp = layer.npt, layer.mlp
+    adapter = layer.npt
     z = None if adapter.mode == "floor" else adapter.code(attention)
     stream = student_stream(layer, hidden, attention, z)
+    down, terms = student_mlp(layer, layer.post_attention_layernorm(stream), z)
+    output = stream + down
+    adapter.show(o=output)
+    return output, terms
+
+
+def student_mlp(
+    layer: NPTLayer, x: Tensor, code: Tensor | None, *, aside: bool = False
+) -> tuple[Tensor, Terms]:
+    """Return down' [..., D] from x [..., D], and the terms of its three products.
+
+    code: z; None to modulate nothing. aside: see `NPTAdapter.apply_to`.
+    """
+    adapter, mlp = layer.npt, layer.mlp
     terms: list[tuple[Tensor | None, Tensor | None]] = []
 
+    def modulated(target: str, y: Tensor, stage: str) -> Tensor:
+        y, m, s = adapter.apply_to(target, y, code, aside=aside)
+        terms.append((m, s))
+        adapter.show(**{f"m_{target}": m, f"s_{target}": s, stage: y})
+        return y
+
     def modulated_mlp(x: Tensor) -> Tensor:
-        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-        product, of_both = modulated_product(layer, gate, up, z)
-        adapter.show(product=product)
-        down, m, s = adapter.apply_to("down", mlp.down_proj(product), z)
-        terms[:] = [*of_both, (m, s)]
-        return down
+        gate = modulated("gate", mlp.gate_proj(x), "gate")
+        up = modulated("up", mlp.up_proj(x), "up")
+        activation = mlp.act_fn(gate)
+        product = activation * up
+        adapter.show(activation=activation, product=product)
+        return modulated("down", mlp.down_proj(product), "mlp")
 
     name = f"layer {layer.self_attn.layer_idx}'s mlp"
-    down = call_around(mlp, name, modulated_mlp, layer.post_attention_layernorm(stream))
-    output = stream + down
-    adapter.show(m_down=terms[-1][0], s_down=terms[-1][1], mlp=down, o=output)
-    return output, [] if z is None else terms
-
-
-def modulated_product(
-    layer: NPTLayer, gate: Tensor, up: Tensor, code: Tensor | None, *, aside: bool = False
-) -> tuple[Tensor, Terms]:
-    """Return the input of down_proj, and the terms of gate and up, from gate's and up's products
-    [..., F]. code: z; None to modulate nothing. aside: see `NPTAdapter.apply_to`.
-    """
-    show = layer.npt.show
-    gate, gate_m, gate_s = layer.npt.apply_to("gate", gate, code, aside=aside)
-    up, up_m, up_s = layer.npt.apply_to("up", up, code, aside=aside)
-    show(m_gate=gate_m, s_gate=gate_s, gate=gate, m_up=up_m, s_up=up_s, up=up)
-    activation = layer.mlp.act_fn(gate)
-    show(activation=activation)
-    return activation * up, [(gate_m, gate_s), (up_m, up_s)]
+    down = call_around(mlp, name, modulated_mlp, x)
+    return down, [] if code is None else terms
 
 
 GATHER = "_npt_gather"

@@ -30,7 +30,7 @@ from npt.distill.local import (
     local,
     propagated,
     refuse_sharded,
-    student_rows,
+    student_states,
 )
 from npt.distill.logit_losses import row_loss, through_head
 
@@ -137,9 +137,9 @@ def _converted(
     """Return the student's states after one of `count` converted layers, and the layer's sums, from
     the student's h, the teacher's output and the teacher's h: all [B, T, D].
     """
-    student, energy = student_rows(layer, stream, hidden, config.regularization_lambda > 0)
+    hidden, energy = student_states(layer, stream, hidden)
     t, h = (None if states is None else stream.rows(states) for states in (target, taught_input))
-    return stream.scatter(student), layer_sums(config, count, student, t, h, energy)
+    return hidden, layer_sums(config, count, stream.rows(hidden), t, h, energy)
 
 
 def _logit_loss(
