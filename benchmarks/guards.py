@@ -35,7 +35,7 @@ from npt.data.batch import Batch, batch_from_tensors, batches
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.local import BatchSums
-from npt.distill.step import add_batch, student_guard, summed
+from npt.distill.step import add_batch, forward_backward, student_guard
 from npt.distill.strategies import STRATEGIES
 
 
@@ -61,7 +61,7 @@ class Bench:
         config = replace(self.config, learning_rate=1e-4, skip_spikes=True, batch_size=1 << 20)
         guard = student_guard(self.model, config, [1e-4], late=late)
         vocab_size = self.model.config.vocab_size if check else None
-        compute = partial(summed, self.model, STRATEGIES["local"], config=config)
+        compute = partial(forward_backward, self.model, STRATEGIES["local"], config=config)
 
         def step(window: list[Batch]) -> None:
             for batch in window:

@@ -27,12 +27,13 @@ from npt.base.load import load_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
 from npt.distill.local import BatchSums
-from npt.distill.step import ADAM_BETAS, add_batch, forward_backward, student_guard, summed
+from npt.distill.step import ADAM_BETAS, add_batch, forward_backward, student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.guard.outcome import Outcome as WindowOutcome
 from npt.guard.outcome import Refusal
 from npt.guard.schedule import rate_table
 from npt.guard.spikes import HISTORY
+from npt.random_state import micro_batch_draws
 
 PAD_ID = 2
 FIRST_ID = 3
@@ -214,7 +215,8 @@ class Student:
     def fill(self, batch: Batch) -> BatchSums:
         """Add one micro-batch's gradients to `.grad` and return its sums."""
         strategy = STRATEGIES[self.config.strategy]
-        return forward_backward(self.model, strategy, batch, self.config)
+        with micro_batch_draws(self.config.seed, batch.sample_ids, batch.offset):
+            return forward_backward(self.model, strategy, batch, self.config)
 
     def state(self) -> dict[str, Tensor]:
         """Return weights, moments and step counts as bytes: NaN equals itself, 0 is not -0."""
@@ -293,7 +295,7 @@ class Run(Student):
         strategy = STRATEGIES[self.config.strategy]
         with mock.patch("npt.guard.spikes.HISTORY", setting.spike_history):
             self.guard = student_guard(self.model, self.config, rates, late=setting.late)
-        self.compute = partial(summed, self.model, strategy, config=self.config)
+        self.compute = partial(forward_backward, self.model, strategy, config=self.config)
         self.optimizer = self.guard.update.optimizer
         self.results: list[WindowOutcome] = []
 

@@ -9,7 +9,7 @@ own configuration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,7 @@ REPORTED = ("loss", "nmse", "reg", "logit", "scored")
 """The sums that a report begins with."""
 
 
-@dataclass(frozen=True)
-class BatchSums:
+class BatchSums(NamedTuple):
     """Sums over the valid tokens of one micro-batch: device tensors without graph.
 
     Attributes:

@@ -3,7 +3,7 @@
     guard = student_guard(model, config, rates)
     for window in windows:                              # lists of batches
         for batch in window:
-            add_batch(guard, batch, partial(summed, model, strategy, config=config))
+            add_batch(guard, batch, partial(forward_backward, model, strategy, config=config))
         for outcome in guard.step():                    # of this window, or of earlier ones
             ...
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from functools import reduce
 from operator import add
 from typing import Any
@@ -40,19 +39,12 @@ from npt.errors import ConfigError, NoMemoryError, first_line, is_out_of_memory
 from npt.guard.guard import Guard
 from npt.guard.spikes import SIGMAS
 from npt.guard.traces import Seeded
-from npt.random_state import micro_batch_draws
 
 ADAM_BETAS = (0.9, 0.999)
 
 
 def student_guard(
-    model: PreTrainedModel,
-    config: TrainConfig,
-    rates: Sequence[float],
-    *,
-    processes: ProcessGroup | None = None,
-    late: bool | None = None,
-    **settings: Any,
+    model: PreTrainedModel, config: TrainConfig, rates: Sequence[float], **settings: Any
 ) -> Guard:
     """Return a guard that steps a student's adapters by AdamW.
 
@@ -60,9 +52,8 @@ def student_guard(
         model: with adapters attached; ConfigError if one is frozen.
         config: of the run.
         rates: learning rate of each applied step; the last one stays.
-        processes: share each window; default this one alone.
-        late: as in `Guard`.
-        settings: more of `GuardSettings`; refusals in a row end nothing unless `max_refused` says.
+        settings: more of `Guard`; this process shares its windows with none unless `processes`
+            says, and refusals in a row end nothing unless `max_refused` does.
     """
     parameters = adapter_parameters(model)
     check_unfrozen(parameters)
@@ -73,18 +64,14 @@ def student_guard(
         weight_decay=config.weight_decay,
         fused=True,
     )
-    settings.setdefault("max_grad_norm", config.max_grad_norm)
-    settings.setdefault("spike_sigmas", SIGMAS if config.skip_spikes else None)
-    settings.setdefault("max_refused", float("inf"))
-    return Guard(
-        model,
-        optimizer,
-        processes=ProcessGroup() if processes is None else processes,
-        rates=rates,
-        draws=Seeded(config.seed),
-        late=late,
-        **settings,
-    )
+    defaults = {
+        "max_grad_norm": config.max_grad_norm,
+        "spike_sigmas": SIGMAS if config.skip_spikes else None,
+        "max_refused": float("inf"),
+        "processes": ProcessGroup(),
+        "draws": Seeded(config.seed),
+    }
+    return Guard(model, optimizer, rates=rates, **(defaults | settings))
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
@@ -175,18 +162,6 @@ def forward_backward(
     batch: Batch,
     config: TrainConfig,
     splitter: MicroBatchSplitter | None = None,
-) -> BatchSums:
-    """Do what `summed` does, outside of a guard: with the random numbers of the micro-batch."""
-    with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
-        return summed(model, strategy, batch, config, splitter)
-
-
-def summed(
-    model: PreTrainedModel,
-    strategy: Strategy,
-    batch: Batch,
-    config: TrainConfig,
-    splitter: MicroBatchSplitter | None = None,
     observe: Callable[[Batch], AbstractContextManager[None]] | None = None,
 ) -> BatchSums:
     """Add the gradients of a micro-batch's summed loss to `.grad`; return its sums.
@@ -200,13 +175,7 @@ def summed(
         for part in [batch] if splitter is None else splitter.parts(batch):
             with nullcontext() if observe is None else observe(part):
                 sums.append(strategy(model, part.to(device), config))
-    return added(sums)
-
-
-def added(parts: Sequence[BatchSums]) -> BatchSums:
-    """Return the sums of a micro-batch from those of its parts."""
-    names = [field.name for field in fields(BatchSums)]
-    return BatchSums(**{name: reduce(add, [getattr(p, name) for p in parts]) for name in names})
+    return BatchSums(*[reduce(add, parts) for parts in zip(*sums, strict=True)])
 
 
 def oom_message(error: RuntimeError | MemoryError) -> str | None:

@@ -19,7 +19,7 @@ from npt.adapters.attach import attach
 from npt.base.device import wait_for
 from npt.config import TrainConfig
 from npt.data.batch import batch_from_tensors
-from npt.distill.step import add_batch, free_memory, student_guard, summed
+from npt.distill.step import add_batch, forward_backward, free_memory, student_guard
 from npt.distill.strategies import drive
 from npt.doctor.plan import Workload
 from npt.errors import is_out_of_memory
@@ -77,7 +77,7 @@ def measure_window(
     shape = (config.gradient_accumulation_steps, samples, length)
     ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batches = [batch_from_tensors(rows, torch.ones_like(rows)) for rows in ids]
-    compute = partial(summed, model, partial(drive, teacher=teacher), config=config)
+    compute = partial(forward_backward, model, partial(drive, teacher=teacher), config=config)
 
     def window() -> None:
         for batch in batches:

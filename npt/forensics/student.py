@@ -22,7 +22,7 @@ from npt.base.recipe import ENTRY, Recipe
 from npt.config import ATTENTIONS, NPTConfig, TrainConfig
 from npt.data.batch import ROW_TENSORS, Batch, batch_from_tensors
 from npt.distill.local import BatchSums
-from npt.distill.step import MicroBatchSplitter, summed
+from npt.distill.step import MicroBatchSplitter, forward_backward
 from npt.distill.strategies import drive
 from npt.errors import BundleError, ConfigError, ModelError
 from npt.forensics.bundle import Postmortem, StoredMicroBatch, read_postmortem, well_formed
@@ -235,6 +235,6 @@ def loss_of(student: StudentPostmortem, teacher: PreTrainedModel | None = None) 
     splitter = MicroBatchSplitter(max(1, student.entry["samples_at_once"]))
 
     def loss(model: PreTrainedModel, rows: Mapping[str, Tensor]) -> BatchSums:
-        return summed(model, strategy, batch_of(rows), student.config, splitter)
+        return forward_backward(model, strategy, batch_of(rows), student.config, splitter)
 
     return loss

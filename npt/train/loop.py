@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from npt.adapters.converted import is_sharded
 from npt.data.batch import Batch
 from npt.data.loader import Position, Window
-from npt.distill.step import add_batch, free_memory, oom_message, summed
+from npt.distill.step import add_batch, forward_backward, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
 from npt.guard.guard import Guard
@@ -117,7 +117,7 @@ class Loop:
         if place % processes.size != processes.index:
             return True
         compute = partial(
-            summed,
+            forward_backward,
             model,
             self.strategy,
             config=self.config,

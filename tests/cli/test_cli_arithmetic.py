@@ -22,13 +22,13 @@ SHORT = (
 
 def test_matmul_precision_is_set_for_the_run_and_recorded(tmp_path, monkeypatch):
     seen = []
-    fill = train_step.summed
+    fill = train_step.forward_backward
 
     def watched(*arguments: Any, **named: Any) -> Any:
         seen.append(torch.get_float32_matmul_precision())
         return fill(*arguments, **named)
 
-    monkeypatch.setattr("npt.train.loop.summed", watched)
+    monkeypatch.setattr("npt.train.loop.forward_backward", watched)
     try:
         line = f"{SHORT} --matmul_precision high --output_dir"
         assert main(flags(line, tmp_path / "run")) == 0
