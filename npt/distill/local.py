@@ -23,7 +23,7 @@ from npt.adapters.trained import trained_output
 from npt.base.hooks import call_around, may_change
 from npt.config import TrainConfig
 from npt.data.batch import Batch
-from npt.distill.hidden_losses import hidden_loss, nmse_per_token
+from npt.distill.hidden_losses import HIDDEN_LOSSES, nmse_per_token
 from npt.errors import NotSupportedError
 
 REPORTED = ("loss", "nmse", "reg", "logit", "scored")
@@ -212,7 +212,7 @@ def layer_sums(
         dtype = torch.promote_types(student.dtype, torch.float32)
         distance = nmse = student.new_zeros((), dtype=dtype)
     else:
-        distance = hidden_loss(config, student, target, hidden)
+        distance = HIDDEN_LOSSES[config.loss](student, target, hidden).sum()
         if config.loss == "nmse":
             nmse = distance.detach()
         else:
