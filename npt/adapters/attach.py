@@ -173,17 +173,14 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == adapter_shapes(model, config)
     assert replace(config, ranks=None) == replace(record.config, ranks=None)
-    if config != record.config:
-        layers = npt_layers(model)
-        sizes = model.config.hidden_size, model.config.intermediate_size
-        forms = config_by_layer(config, tuple(index for index, _ in layers))
-        with torch.inference_mode(False):
-            resized = [NPTAdapter(form, *sizes) for form in forms.values()]
-        for (_, layer), adapter in zip(layers, resized, strict=True):
-            layer.npt.resize(adapter)
-    with torch.no_grad():
+    layers = dict(npt_layers(model))
+    for index, form in config_by_layer(config, tuple(layers)).items():
+        layers[index].npt.config = form
+    with torch.inference_mode(False):
         for name, parameter in adapter_parameters(model).items():
-            parameter.copy_(tensors[name])
+            if parameter.shape != shapes[name]:
+                parameter.grad = None
+            parameter.data = tensors[name].to(parameter.device, parameter.dtype, copy=True)
     record.config, record.random_start = config, False
 
 

@@ -167,15 +167,6 @@ class NPTAdapter(nn.Module):
 
         return super()._apply(moved, recurse)
 
-    def resize(self, other: NPTAdapter) -> None:
-        """Take the sizes and numbers of another adapter, which is used up; the module stays."""
-        self.config = other.config
-        frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
-        device = self.A.device
-        self.A, self.B, self.M = other.to(device).A, other.B, other.M
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name not in frozen)
-
     def show(self, **stages: Tensor | None) -> None:
         """Show the observer stages that were just computed for the first time."""
         if self.observer is not None and not is_recomputing():
