@@ -71,7 +71,7 @@ def unfused() -> Iterator[None]:
 
 def trained_output(
     layer: NPTLayer, hidden: Tensor, attention: Tensor, *, teach: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the student's output of one converted layer, its energy, and the teacher's output.
 
     Args:
@@ -82,8 +82,7 @@ def trained_output(
             backward follows before the next layer's forward.
 
     Returns:
-        o [N, D]; the energy of the modulation [N], None if nothing is modulated; and, if asked for,
-        t [N, D] without graph.
+        o [N, D]; the energy of the modulation [N]; and, if asked for, t [N, D] without graph.
     """
     adapter = layer.npt
     taught = hidden + attention if teach else None
@@ -93,6 +92,8 @@ def trained_output(
                 taught = taught + layer.mlp(layer.post_attention_layernorm(taught))
         output, terms = student_output(layer, hidden, attention)
         energy = modulation_energy(terms)
+        if energy is None:
+            energy = torch.zeros(len(hidden), dtype=adapter.A.dtype, device=hidden.device)
     else:
         z = adapter.code(attention)
         stream = student_stream(layer, hidden, attention, z)
@@ -101,8 +102,6 @@ def trained_output(
         down, of_teacher, energy = _MLP.apply(
             z, read, layer.mlp, x, teach, adapter.config, *weights
         )
-        if adapter.config.targets == (STREAM,):
-            energy = None
         if adapter.observer is not None or any(map(has_forward_hooks, _parts(layer.mlp))):
             down, energy = _shown(layer, read, z, down, energy)
         output = stream + down
@@ -155,8 +154,8 @@ def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[
 
 
 def _shown(
-    layer: NPTLayer, read: Tensor, z: Tensor, down: Tensor, energy: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+    layer: NPTLayer, read: Tensor, z: Tensor, down: Tensor, energy: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute the MLP of a layer that somebody looks at once more, from copies and in the plain
     form, for its hooks and its observer.
 
@@ -166,8 +165,8 @@ def _shown(
     x = read.detach().requires_grad_(read.requires_grad)
     with torch.enable_grad():
         plain, terms = student_mlp(layer, x, z.detach(), aside=True)
-        if energy is not None:
-            energy = _Twin.apply(energy, modulation_energy(terms))
+        shown = modulation_energy(terms)
+        energy = energy if shown is None else _Twin.apply(energy, shown)
         return _Twin.apply(down, plain), energy
 
 

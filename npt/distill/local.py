@@ -171,13 +171,13 @@ def begin(
 
 def student_states(
     layer: NPTLayer, stream: Stream, hidden: Tensor, *, graph: bool = True
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Return the student's states after a layer [B, T, D] and the energy of its modulation [N],
     from the student's h [B, T, D] and its stream.
 
     `graph`: gradients go through the attention into h, else no further than the adapter.
     """
-    energies: list[Tensor | None] = []
+    energies: list[Tensor] = []
 
     def student(hidden: Tensor, **context: Any) -> Tensor:
         with torch.set_grad_enabled(graph):
@@ -201,27 +201,23 @@ def layer_sums(
     student: Tensor,
     target: Tensor | None,
     hidden: Tensor | None,
-    energy: Tensor | None,
+    energy: Tensor,
 ) -> LayerSums:
     """Return the sums of one of `count` converted layers, which share the loss evenly.
 
     `student`, `target` and `hidden` are o, t and the teacher's h, [N, D]; without a target the loss
-    is the energy [N] alone, and without an energy nothing is modulated.
+    is the energy [N] alone.
     """
     if target is None:
-        dtype = torch.promote_types(student.dtype, torch.float32)
-        distance = nmse = student.new_zeros((), dtype=dtype)
+        distance = nmse = energy.new_zeros(())
     else:
-        distance = HIDDEN_LOSSES[config.loss](student, target, hidden).sum()
-        if config.loss == "nmse":
-            nmse = distance.detach()
-        else:
+        nmse = distance = HIDDEN_LOSSES[config.loss](student, target, hidden).sum()
+        if config.loss != "nmse":
             nmse = nmse_per_token(student.detach(), target).sum()
-    reg = torch.zeros_like(distance) if energy is None else energy.sum()
-    loss = config.hidden_weight * distance
+    reg, loss = energy.sum(), config.hidden_weight * distance
     if config.regularization_lambda:
         loss = loss + config.regularization_lambda * reg
-    return LayerSums(loss / count, nmse, reg.detach())
+    return LayerSums(loss / count, nmse.detach(), reg.detach())
 
 
 def batch_sums(

@@ -65,7 +65,7 @@ def run(layer: Any, regularised: bool = True, teach: bool = False, graph: bool =
         parameter.grad = None
     output, energy, target = trained_output(layer, hidden, attention, teach=teach)
     loss = (output * normal(2, N, D)).sum()
-    if regularised and energy is not None:
+    if regularised:
         loss = loss + (energy * normal(3, N)).sum()
     loss.backward()
     grads = [p.grad for p in layer.npt.parameters()] + (
