@@ -178,8 +178,7 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
         layers[index].npt.config = form
     with torch.inference_mode(False):
         for name, parameter in adapter_parameters(model).items():
-            if parameter.shape != shapes[name]:
-                parameter.grad = None
+            parameter.grad = None
             parameter.data = tensors[name].to(parameter.device, parameter.dtype, copy=True)
     record.config, record.random_start = config, False
 

@@ -23,7 +23,7 @@ modulated product (F or D).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -136,7 +136,8 @@ class NPTAdapter(nn.Module):
         self.mode: Mode = "student"
         self.observer: Observer | None = None
         self.recode: Callable[[Tensor], Tensor] | None = None
-        sizes = {"ffn": ffn_size, "hidden": hidden_size}
+        sizes, rank = {"ffn": ffn_size, "hidden": hidden_size}, config.rank
+        widths = {target: sizes[TARGETS[target].width] for target in config.targets}
 
         def normal(rows: int, columns: int, std: float) -> nn.Parameter:
             if std == 0:
@@ -144,19 +145,15 @@ class NPTAdapter(nn.Module):
             values = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
             return nn.Parameter(std * values)
 
-        def by_target(targets: Iterable[str], std: Callable[[str], float]) -> nn.ParameterDict:
-            widths = {target: sizes[TARGETS[target].width] for target in targets}
-            return nn.ParameterDict({t: normal(o, config.rank, std(t)) for t, o in widths.items()})
-
         def std_b(target: str) -> float:
             # With the attention residual kept the student must equal its base at the start; with
             # attention in the stream the products' shifts only add to what it brings.
             zero = config.residual == "keep" or (STREAM in config.targets and target != STREAM)
             return 0.0 if zero else STD_B
 
-        self.A = normal(config.rank, hidden_size, STD_A)
-        self.B = by_target(config.shifted, std_b)
-        self.M = by_target(config.multiplied, lambda target: 0.0)
+        self.A = normal(rank, hidden_size, STD_A)
+        self.B = nn.ParameterDict({t: normal(widths[t], rank, std_b(t)) for t in config.shifted})
+        self.M = nn.ParameterDict({t: normal(widths[t], rank, 0.0) for t in config.multiplied})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NPTAdapter:
         """Move with the model but keep every number: casts are meant for the base."""

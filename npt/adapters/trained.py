@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -120,7 +119,7 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
     nobody may change a value on the way.
     """
     config, parts = layer.npt.config, _parts(layer.mlp)
-    activation, *linears = parts
+    _, activation, *linears = parts
     return (
         not _PLAIN.get()
         and config.mult_form == "sigmoid"
@@ -128,18 +127,14 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
         and not torch.is_autocast_enabled(hidden.device.type)
         and type(activation) in (nn.SiLU, SiLUActivation)
         and all(map(is_plain_linear, linears))
-        and all(
-            effective_dtype(part) == "float32"
-            or (isinstance(part, bnb.nn.Linear4bit) and effective_dtype(part) == "bfloat16")
-            for part in linears
-        )
-        and not any(map(may_change, (layer.mlp, *parts)))
+        and {"float32", "bfloat16"}.issuperset(map(effective_dtype, linears))
+        and not any(map(may_change, parts))
         and {STREAM, *_PRODUCTS}.issuperset(config.targets)
     )
 
 
 def _parts(mlp: Any) -> tuple[nn.Module, ...]:
-    return mlp.act_fn, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    return mlp, mlp.act_fn, mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
 
 def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -351,10 +346,8 @@ class LowRank:
         """Begin with the gradients of the additive energy, from that [N] of the energy, if any."""
         self.grad_z, self._grad_energy = torch.zeros_like(self.z), grad_energy
         self.grad_weights = [None if w is None else torch.zeros_like(w) for w in self.weights]
-        if grad_energy is None:
-            return
         for add, into in zip(self.adds, self.grad_weights[1::2], strict=True):
-            if add is not None and into is not None:
+            if grad_energy is not None and add is not None and into is not None:
                 weighted = (2.0 / len(add) * grad_energy).unsqueeze(-1) * self.z
                 self.grad_z.addmm_(weighted, add.t() @ add)
                 into.addmm_(add, weighted.t() @ self.z, alpha=self.alpha)

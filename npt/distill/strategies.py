@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def end_to_end(
                 targets[index] = guide.hidden
     hidden = stream.hidden
     sums: list[LayerSums] = []
-    compute: Callable[..., Any] = recomputed if config.gradient_checkpointing else _computed
+    compute: Callable[..., Any] = recomputed if config.gradient_checkpointing else call
     with adapter_mode(model, "student"):
         for index, layer in enumerate(layers[first:depth], first):
             if not isinstance(layer, NPTLayer):
@@ -119,10 +120,6 @@ def drive(
 ) -> BatchSums:
     """Run the strategy that `config` names; without a `teacher` the student's own base teaches."""
     return STRATEGIES[config.strategy](model, batch, config, teacher)
-
-
-def _computed(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
 
 
 def _converted(
