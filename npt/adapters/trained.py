@@ -154,8 +154,8 @@ def _shown(
     """Compute the MLP of a layer that somebody looks at once more, from copies and in the plain
     form, for its hooks and its observer.
 
-    Returns down' [N, D] and the energy [N] as they are, with gradients that go through what was
-    shown, too: every one that counts has the bits that it has without an observer.
+    Returns down' [N, D] and the energy [N] as they are; their gradients also go through what was
+    shown. The adapter's own gradients keep their bits.
     """
     x = read.detach().requires_grad_(read.requires_grad)
     with torch.enable_grad():
@@ -179,17 +179,17 @@ class _Twin(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """x through gate, up, modulation, SiLU, down and its modulation, the teacher's rows next to the
-    student's.
+    """The modulated MLP of the student and, if `teach`, the MLP of its teacher.
 
-    Takes z [N, R]; the student's x [N, D], for its gradient; the MLP; the rows x; whether these are
-    the student's, the teacher's and the student's once more, or the student's alone; the form; M
-    and B of gate, up and down. Gives down' [N, D], the teacher's MLP, and the energy [N].
+    `apply(z, read, mlp, x, teach, config, *weights)` returns down' [N, D], the teacher's output and
+    the energy [N]. z is [N, R], `read` the student's x [N, D] with its graph; weights are M and B
+    of gate, up and down. The rows x are the student's; with a teacher its N rows follow, and then
+    the student's again.
 
-    With a teacher gate takes the first two of the three rows, up the last two. Of four pieces of
-    memory [N, F] the outer two are the student's gate and up, which backward reads; the inner two
-    are the teacher's gate and up, which become down's inputs of student and teacher. In backward
-    the first of these becomes the gradient of the student's.
+    Then gate multiplies the first 2 N rows, up the last. Of four pieces of memory [N, F] the outer
+    two are the student's gate and up, which backward reads; the inner two are the teacher's gate
+    and up, which become down's inputs of student and teacher. In backward the first of these
+    becomes the gradient of the student's.
     """
 
     @staticmethod
@@ -200,14 +200,16 @@ class _MLP(torch.autograd.Function):
             memory = x.new_empty(4, n, width)
             gate, product, taught, up = memory
             of_gate, inputs, of_up = (memory[i : i + 2].flatten(0, 1) for i in range(3))
-            _multiply(mlp.gate_proj, x[: 2 * n], of_gate)
-            _multiply(mlp.up_proj, x[n:], of_up)
-            taught.mul_(F.silu(product, inplace=True))
         else:
-            gate, inputs, up = (x.new_empty(n, width) for _ in range(3))
-            product = inputs
-            _multiply(mlp.gate_proj, x, gate)
-            _multiply(mlp.up_proj, x, up)
+            gate, product, up = (x.new_empty(n, width) for _ in range(3))
+            of_gate, inputs, of_up = gate, product, up
+        for module, rows, out in (
+            (mlp.gate_proj, x[: len(of_gate)], of_gate),
+            (mlp.up_proj, x[len(x) - len(of_up) :], of_up),
+        ):
+            multiply(module, product_weight(module, x.dtype), rows, out)
+        if teach:
+            taught.mul_(F.silu(product, inplace=True))
         energy = product_forward(gate, up, LowRank(z, weights[:4], config), product)
         weight = product_weight(mlp.down_proj, x.dtype)
         down, teacher = multiply(mlp.down_proj, weight, inputs).split([n, len(inputs) - n])
@@ -261,10 +263,6 @@ class _MLP(torch.autograd.Function):
         grad_z = of_mlp.grad_z + of_down.grad_z
         grads = *of_mlp.grad_weights, *of_down.grad_weights
         return grad_z, grad_x, None, None, None, None, *grads
-
-
-def _multiply(module: nn.Module, x: Tensor, out: Tensor) -> None:
-    multiply(module, product_weight(module, x.dtype), x, out)
 
 
 class LowRank:
