@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import (
@@ -176,10 +176,13 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
     layers = dict(npt_layers(model))
     for index, form in config_by_layer(config, tuple(layers)).items():
         layers[index].npt.config = form
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
-            parameter.grad = None
-            parameter.data = tensors[name].to(parameter.device, parameter.dtype, copy=True)
+            if parameter.shape != shapes[name]:
+                owner, _, own = name.rpartition(".")
+                parameter = nn.Parameter(parameter.new_empty(shapes[name]), parameter.requires_grad)
+                model.get_submodule(owner).register_parameter(own, parameter)
+            parameter.copy_(tensors[name])
     record.config, record.random_start = config, False
 
 

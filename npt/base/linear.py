@@ -54,7 +54,7 @@ def cast_once(*modules: nn.Module) -> Iterator[None]:
     upcast = {m for m in modules if isinstance(m, UpcastLinear) and m.kept is None}
     frozen = [module for module in upcast if not module.weight.requires_grad]
     for module in frozen:
-        module.kept = module.weight.to(torch.float32)
+        module.kept = module.weight.detach().to(torch.float32)
     try:
         yield
     finally:
