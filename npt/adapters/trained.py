@@ -260,9 +260,8 @@ class _MLP(torch.autograd.Function):
             for module, of_y in zip((mlp.gate_proj, mlp.up_proj), of_both, strict=False):
                 part = multiply_backward(module, product_weight(module, of_y.dtype), of_y)
                 grad_x = part if grad_x is None else grad_x.add_(part)
-        grad_z = of_mlp.grad_z + of_down.grad_z
         grads = *of_mlp.grad_weights, *of_down.grad_weights
-        return grad_z, grad_x, None, None, None, None, *grads
+        return of_mlp.grad_z + of_down.grad_z, grad_x, None, None, None, None, *grads
 
 
 class LowRank:
