@@ -31,11 +31,11 @@ import npt
 from host_waits import count_waits
 from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
-from npt.data.batch import Batch, batch_from_tensors, batches
+from npt.data.batch import Batch, batch_from_tensors, batches, find_fault
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.local import BatchSums
-from npt.distill.step import add_batch, forward_backward, student_guard
+from npt.distill.step import forward_backward, student_guard, summed
 from npt.distill.strategies import STRATEGIES
 
 
@@ -60,12 +60,17 @@ class Bench:
         # whatever the rows of a batch, it is computed in one part, as the plain loop does
         config = replace(self.config, learning_rate=1e-4, skip_spikes=True, batch_size=1 << 20)
         guard = student_guard(self.model, config, [1e-4], late=late)
-        vocab_size = self.model.config.vocab_size if check else None
-        compute = partial(forward_backward, self.model, STRATEGIES["local"], config=config)
 
         def step(window: list[Batch]) -> None:
             for batch in window:
-                add_batch(guard, batch, compute, vocab_size)
+                if check:
+                    assert find_fault(batch, self.model.config.vocab_size) is None
+                again = partial(forward_backward, self.model, STRATEGIES["local"], batch, config)
+                with guard.micro_batch(
+                    batch.tokens, batch.sample_ids, batch, again, offset=batch.offset
+                ) as micro:
+                    sums = summed(self.model, STRATEGIES["local"], batch, config)
+                    micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
             guard.step()
 
         return step

@@ -97,7 +97,7 @@ def read_text(
         new = shuffled(unique(documents, seen), seed)
         records = ({"text": document.text, "id": document.name} for document in new)
         for sample in within(cut(records, tokenizer, config), vocab_size):
-            samples.setdefault(sample.document, []).append(sample)
+            samples.setdefault(sample.id.rpartition("@")[0], []).append(sample)
         for title, parts in samples.items():
             random.Random(f"{seed}/{title}").shuffle(parts)
         return list(samples.values())

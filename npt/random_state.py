@@ -1,4 +1,4 @@
-"""torch's random state, of the CPU and of every CUDA device: taken, restored, drawn by name.
+"""torch's random state, of the CPU and of every CUDA device: taken, restored, seeded for a batch.
 
 CUDA's generators keep theirs (a seed and an offset) on the host: nothing here waits for a device.
 Python's and numpy's are left alone; nothing in a step draws from them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,29 +44,20 @@ def kept_random_state() -> Iterator[None]:
 
 
 @contextmanager
-def named_draws(*name: object) -> Iterator[None]:
-    """Draw the random numbers of `name` within the context; restore the state after it.
-
-    Args:
-        name: numbers and text; equal names draw equal numbers, in every process.
-    """
-    digest = hashlib.sha256(repr(name).encode()).digest()
-    with kept_random_state():
-        seed = int.from_bytes(digest[:8], "big") >> 1
-        # Not torch.manual_seed, which queues CUDA's seeding, with a stack trace, if CUDA is unused.
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(seed)
-        yield
-
-
-def micro_batch_draws(
-    seed: int, sample_ids: tuple[str, ...], offset: int
-) -> AbstractContextManager[None]:
-    """Return a context in which random numbers are those of one micro-batch in training.
+def micro_batch_draws(seed: int, sample_ids: tuple[str, ...], offset: int) -> Iterator[None]:
+    """Draw the random numbers of one micro-batch in training within the context, the same in every
+    process; restore the state after it.
 
     Args:
         seed: of the run.
         sample_ids, offset: of its samples, and their place in the data.
     """
-    return named_draws("micro-batch", seed, offset, *sample_ids)
+    name = ("micro-batch", seed, offset, *sample_ids)
+    digest = hashlib.sha256(repr(name).encode()).digest()
+    with kept_random_state():
+        number = int.from_bytes(digest[:8], "big") >> 1
+        # Not torch.manual_seed, which queues CUDA's seeding, with a stack trace, if CUDA is unused.
+        torch.default_generator.manual_seed(number)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(number)
+        yield

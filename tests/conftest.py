@@ -131,6 +131,31 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_wait_for_the_disk() -> Iterator[None]:
+    """A sync protects from a power cut alone, and no test makes one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def undrawn_charts() -> Iterator[None]:
+    """Give charts their words and no content, for folders of tests that do not look at them:
+    matplotlib takes longer than the runs whose reports hold them.
+    """
+    from npt.report import charts
+
+    def empty(heading: str, unit: str, series: Any, *, marks: Any = (), **_: Any) -> charts.Chart:
+        words = charts._words(heading, series[0][2], len(marks))
+        svg = '<svg xmlns="http://www.w3.org/2000/svg"><g/></svg>'
+        return charts.Chart(None, charts.clean(words), svg)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts, "lines", empty)
+        yield
+
+
 @pytest.fixture
 def obeyed_signals() -> Iterator[None]:
     """SIGINT and SIGHUP as in a terminal, also in a suite that inherits them ignored, as it does

@@ -36,11 +36,16 @@ for verb in VERBS:
         assert end.code == 0
 
 folder = Path(sys.argv[1])
+from npt.recorder.picture import write_pictures
+from npt.recorder.record import Record, Row
+
+assert "matplotlib" not in sys.modules
+numbers = (1, 1.0, 0, 0, 0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0)
+write_pictures([Record(1, (Row("a", None, "out", "forward", (1,), "float32", *numbers),))], folder)
 line = '{"text": "The quick brown fox jumps over the lazy dog. "}\\n'
 (folder / "lines.jsonl").write_text(line * 40)
 run = ["--init", "random", "--no_smoke_test"]
 run += "--layers 3 --adapter_rank 2 --max_length 32 --max_steps 1 --batch_size 2".split()
-run += ["--trace_steps", "1"]
 tiny = ["pretrain", "--model_name", "tiny", *run]
 lines = ["--dataset_name", str(folder / "lines.jsonl")]
 output = ["--eval_samples", "2", "--output_dir", str(folder / "run")]
@@ -50,6 +55,7 @@ assert main(["report", str(folder / "run")]) == 0
 for flag in ("--use_wandb", "--use_tensorboard"):
     assert main([*tiny, *lines, flag, "--output_dir", str(folder / "tracked")]) == 2
 assert not (folder / "tracked").exists()
+assert "matplotlib.pyplot" not in sys.modules
 """
 
 
@@ -61,6 +67,7 @@ def absent(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 
 
 def test_a_run_and_its_report_need_no_optional_package(tmp_path) -> None:
+    """Nor do pictures, for which alone matplotlib is loaded, and pyplot never."""
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT, str(tmp_path), *EXTRAS],
         cwd=ROOT,
@@ -69,9 +76,9 @@ def test_a_run_and_its_report_need_no_optional_package(tmp_path) -> None:
         timeout=240,
     )
     assert ran.returncode == 0, ran.stderr
-    made = ("report.html", "trace/health.html", "trace/health.png")
-    for name in (*made, "checkpoints/step-00000001/adapter/adapter_config.json"):
-        assert (tmp_path / "run" / name).is_file()
+    adapter = "run/checkpoints/step-00000001/adapter/adapter_config.json"
+    for name in ("health.html", "health.png", "run/report.html", adapter):
+        assert (tmp_path / name).is_file()
     said = ran.stderr.splitlines()
     assert [line for line in said if "error" in line] == [
         f"npt: error: --use_{name} needs {name}, which is not installed; pip install"

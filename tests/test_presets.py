@@ -71,7 +71,8 @@ def test_the_preset_of_completions_learns_them(tmp_path, capsys):
     )
     data, run = tmp_path / "pairs.jsonl", tmp_path / "run"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    flags = ["--dataset_name", str(data), "--max_steps", "30", "--output_dir", str(run)]
+    flags = ["--dataset_name", str(data), "--max_steps", "16", "--output_dir", str(run)]
+    flags += ["--eval_samples", "16", "--max_length", "32", "--calibration_tokens", "1024"]
     assert main(["pretrain", "--config", "completions", *flags]) == 0
     assert "diverged" not in capsys.readouterr().out
     found = json.loads((run / "fidelity.json").read_text(encoding="utf-8"))

@@ -25,13 +25,13 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 WENT_NAN = ROOT / "docs" / "guides" / "a-run-went-nan.md"
 PROGRAMS = ("npt", "python", "make", "torchrun")
 SHORT = {
-    "pretrain": "--max_steps 1 --eval_samples 2 --max_length 64 --batch_size 2",
-    "evaluate": "--eval_samples 2 --max_length 64",
-    "generate": "--max_new_tokens 4",
+    "pretrain": "--max_steps 1 --eval_samples 1 --max_length 32 --batch_size 1",
+    "evaluate": "--eval_samples 2 --max_length 32",
+    "generate": "--max_new_tokens 3",
     "collect": "--num_prompts 2 --max_new_tokens 4",
     "doctor": "",
-    "trace": "",
-    "consolidate": "--eval_samples 2 --max_length 64",
+    "trace": "--max_length 32 --batch_size 1",
+    "consolidate": "--eval_samples 2 --max_length 32",
     "transplant": "",
     "report": "",
 }
@@ -107,11 +107,11 @@ def words(command: str) -> list[str]:
 
 
 def cases(keep: Any = lambda command: True) -> list[Any]:
+    """Return a case for each command, by the last page that prints it."""
+    pages = {" ".join(words(c)): (c, page) for page in PAGES for c in commands(page) if keep(c)}
     return [
-        pytest.param(command, id=f"{page.name}: {' '.join(words(command))[:70]}")
-        for page in PAGES
-        for command in commands(page)
-        if keep(command)
+        pytest.param(command, id=f"{page.name}: {text[:70]}")
+        for text, (command, page) in pages.items()
     ]
 
 
@@ -160,12 +160,14 @@ def test_every_printed_command_is_one_that_its_program_reads(command, monkeypatc
 
 
 @pytest.fixture(scope="module")
-def place(short_library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(
+    short_library: None, copied_bases: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """A folder with what the commands name: RUN, the adapter A, failures.jsonl and data.jsonl."""
     folder = tmp_path_factory.mktemp("printed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        quick = "--use_quantization --max_steps 1 --eval_samples 2 --max_length 64 --batch_size 2"
+        quick = "--use_quantization --max_steps 1 --eval_samples 2 --max_length 32 --batch_size 2"
         assert main(["pretrain", *quick.split(), *FRESH, "--output_dir", "RUN"]) == 0
         shutil.copytree(folder / "RUN" / "adapter", folder / "A")
         text = (ROOT / "README.md").read_text(encoding="utf-8")

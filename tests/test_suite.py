@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked import Forked
 from tiers import listed, slow
 
 ROOT = Path(__file__).parents[1]
@@ -65,27 +65,22 @@ def test_tests_on_a_gpu_import_what_a_gpu_machine_has(path: Path) -> None:
     assert not unknown, f"{path.relative_to(ROOT)} imports {', '.join(sorted(unknown))}"
 
 
-ALONE = """
-import sys
-for name in ("hypothesis", "wandb", "hqq", "optuna", "lm_eval", "xdist", "pytest_timeout"):
-    sys.modules[name] = None
-import pytest
-sys.exit(pytest.main(sys.argv[1:]))
-"""
-
-
-def test_the_tests_on_a_gpu_start_without_plugins() -> None:
+def test_the_tests_on_a_gpu_start_without_plugins(tmp_path) -> None:
     """A machine without the index has pytest and no plugin of it, and the settings in
     pyproject.toml are strict.
     """
-    flags = ["tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-c", ALONE, *flags]
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240}
-    ran = subprocess.run(command, env=environment, **how)
+    log = tmp_path / "log"
+
+    def collect() -> int:
+        os.chdir(ROOT)
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        for name in ("conftest", "tiers"):
+            sys.modules.pop(name, None)
+        return pytest.main(["tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider"])
+
     # 0: run on a GPU. 5: everything was deselected, or there is nothing to collect.
-    assert ran.returncode in (0, 5), ran.stdout + ran.stderr
-    assert "error" not in ran.stdout.lower() + ran.stderr.lower()
+    assert Forked(collect, log).wait() in (0, 5), log.read_text()
+    assert "error" not in log.read_text().lower()
 
 
 class TestTiers:

@@ -25,15 +25,15 @@ from npt.adapters.attach import attach, detach
 from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.base.load import load_base
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, Sample, collate
+from npt.data.batch import Batch, Sample, collate, find_fault
 from npt.distill.local import BatchSums
-from npt.distill.step import ADAM_BETAS, add_batch, forward_backward, student_guard
+from npt.distill.step import ADAM_BETAS, forward_backward, student_guard, summed
 from npt.distill.strategies import STRATEGIES
+from npt.guard.guard import Guard
 from npt.guard.outcome import Outcome as WindowOutcome
 from npt.guard.outcome import Refusal
 from npt.guard.schedule import rate_table
 from npt.guard.spikes import HISTORY
-from npt.random_state import micro_batch_draws
 
 PAD_ID = 2
 FIRST_ID = 3
@@ -215,8 +215,7 @@ class Student:
     def fill(self, batch: Batch) -> BatchSums:
         """Add one micro-batch's gradients to `.grad` and return its sums."""
         strategy = STRATEGIES[self.config.strategy]
-        with micro_batch_draws(self.config.seed, batch.sample_ids, batch.offset):
-            return forward_backward(self.model, strategy, batch, self.config)
+        return forward_backward(self.model, strategy, batch, self.config)
 
     def state(self) -> dict[str, Tensor]:
         """Return weights, moments and step counts as bytes: NaN equals itself, 0 is not -0."""
@@ -285,6 +284,25 @@ def difference(one: Any, other: Any, place: str = "") -> str | None:
     return None if same else place
 
 
+def add_batch(guard: Guard, batch: Batch, compute: Any, vocab_size: int | None) -> None:
+    """Add a micro-batch to the guard's window, or refuse it, as the training loop does. `compute`
+    returns its sums; without `vocab_size` the batch is not checked.
+    """
+    fault = None if vocab_size is None else find_fault(batch, vocab_size)
+    if fault is not None:
+        guard.refuse(fault, batch.sample_ids)
+        return
+    ids, offset = batch.sample_ids, batch.offset
+
+    def again() -> BatchSums:
+        with guard.draws.drawing(ids, offset):
+            return compute(batch)
+
+    with guard.micro_batch(batch.tokens, ids, batch, again, offset=offset) as micro:
+        sums = compute(batch)
+        micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
+
+
 class Run(Student):
     """A student trained through the guarded step, as `npt.train.loop` does it."""
 
@@ -295,7 +313,7 @@ class Run(Student):
         strategy = STRATEGIES[self.config.strategy]
         with mock.patch("npt.guard.spikes.HISTORY", setting.spike_history):
             self.guard = student_guard(self.model, self.config, rates, late=setting.late)
-        self.compute = partial(forward_backward, self.model, strategy, config=self.config)
+        self.compute = partial(summed, self.model, strategy, config=self.config)
         self.optimizer = self.guard.update.optimizer
         self.results: list[WindowOutcome] = []
 

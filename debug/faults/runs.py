@@ -26,7 +26,7 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
 from npt.console import silent_console
 from npt.data.batch import Batch
-from npt.data.loader import Window
+from npt.data.samples import Window
 from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
@@ -35,12 +35,13 @@ from npt.files import to_json
 from npt.forensics.bundle import MOMENTS, WEIGHTS
 from npt.forensics.student import read_student
 from npt.guard.schedule import rate_table
+from npt.runs.resume import Origin
 from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
 from npt.tracer.watchdogs import tensor_fault
 from npt.train.loop import Loop
 from npt.train.run import Run
-from npt.train.run_setup import RunSetup
+from npt.train.setup import RunSetup
 from npt.train.trainer import Trainer
 
 BAD_ID = 2048
@@ -135,7 +136,7 @@ def looped(
         guard = student_guard(student.model, config, rates, late=late, trace=1)
         console, splitter = silent_console(), MicroBatchSplitter(config.batch_size)
         processes = guard.window.processes
-        of_run: Any = (
+        setup = RunSetup(
             student.model,
             None,
             None,
@@ -143,13 +144,13 @@ def looped(
             DataConfig(),
             processes,
             console,
-            splitter,
-            {},
+            Origin(folder.path),
+            splitter=splitter,
         )
         trackers = Trackers(config, folder.path)
         data: Any = SimpleNamespace(total_steps=len(windows))
         nothing: Any = None  # to evaluate, or to save
-        run = Run(RunSetup(*of_run), data, folder, trackers, {}, nothing, nothing, nothing)
+        run = Run(setup, data, folder, trackers, {}, nothing, nothing, nothing)
         loop = Loop(run, guard, strategy)
         loop.train(Window(batches) for batches in windows)
         folder.close()
@@ -197,7 +198,7 @@ def stopped(
     """Train; the run must stop for `reason`, with exit status 3 and a complete bundle that
     `check` has no complaint about.
     """
-    run = trainer.folder_path
+    run = trainer.setup.origin.folder
     try:
         trainer.train()
     except TooManyRefusalsError as error:
@@ -343,7 +344,7 @@ def dtype_flipped_in_a_run(setting: Setting) -> Verdict:
         message = error_of(PrecisionError, made.train)
         named = message is not None and f"{name} computes in float16" in message
         complaints = [] if named else [f"stopped with: {message}"]
-        saved = sorted(path.name for path in (made.folder_path / "checkpoints").iterdir())
+        saved = sorted(path.name for path in (made.setup.origin.folder / "checkpoints").iterdir())
     if saved != ["step-00000002"]:
         complaints.append(f"saved: {saved}")
     return verdict_of("stopped", complaints)

@@ -11,7 +11,7 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import Sample
-from npt.data.samples import Permutation, cut, within
+from npt.data.samples import cut, permutation, within
 from npt.data.source import Record
 from npt.errors import DataError
 
@@ -42,9 +42,8 @@ def read_samples(
         if left <= 0:
             break
     chosen, left = [], tokens
-    order = Permutation(len(read), f"calibration/{seed}")
-    for number in range(len(read)):
-        chosen.append(_shortened(read[order[number]], left))
+    for number in permutation(len(read), f"calibration/{seed}"):
+        chosen.append(_shortened(read[number], left))
         left -= len(chosen[-1].input_ids)
         if left < 2:
             break

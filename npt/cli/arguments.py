@@ -179,8 +179,8 @@ def check_run(
     from npt.base.load import check_teacher, read_config
     from npt.calibration.calibrate import check_calibration
     from npt.runs.trackers import check_trackers
-    from npt.train.run_setup import check_replay, check_trainable
-    from npt.train.sources import check_sources
+    from npt.train.data import check_sources
+    from npt.train.setup import check_trainable
 
     config = read_config(base.model_name)
     if base.teacher_precision is not None:
@@ -191,7 +191,6 @@ def check_run(
     check_sources(data)
     check_trackers(training)
     check_trainable(adapter, data, base.teacher_precision is not None)
-    check_replay(data)
 
 
 def load(

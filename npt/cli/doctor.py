@@ -64,7 +64,7 @@ def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
     from npt.base.load import load_tokenizer, read_config
     from npt.data.source import open_source
     from npt.doctor.data import examine
-    from npt.train.sources import FIRST, REPLAY, check_sources, fitting_columns, sources_of
+    from npt.train.data import FIRST, REPLAY, check_sources, fitting_columns, sources_of
 
     check_sources(data)
     model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
@@ -158,7 +158,7 @@ def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
     from npt.base.load import read_config
     from npt.doctor.plan import Workload
     from npt.doctor.shape import llama_config, shape_named
-    from npt.train.run_setup import check_trainable
+    from npt.train.setup import check_trainable
 
     base, adapter, data, training = (build(cls, flags) for cls in SETTINGS)
     name = flags["shape"] or base.model_name

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from npt.cli.arguments import (
     add_adapter,
     add_switch,
+    check_partners,
     check_run,
     load,
     load_adapter,
@@ -67,10 +68,7 @@ def pretrain(flags: dict[str, Any]) -> int:
             f"--calibration_tokens {tokens} has no effect without a calibrated start: add --init"
             " calibrated and give no --adapter, or remove it"
         )
-    if any_base and training.resume is None and start is None:
-        raise ConfigError(
-            "--any_base has no effect without --resume or --adapter: add one, or remove --any_base"
-        )
+    check_partners({**flags, "any_base": any_base}, {"any_base": "adapter"})
     from npt.distributed.join import join_processes
 
     run = _Run(base, adapter, data, training, start, any_base)
@@ -141,17 +139,14 @@ def _check_folder(run: _Run) -> tuple[bool, Any]:
     """Check the run's folder; return whether a checkpoint in it is resumed, and that one's ranks,
     as JSON for other processes.
     """
-    from npt.runs.resume import changed_settings, find_resumed
-    from npt.runs.run_folder import check_free, default_folder
+    from npt.distributed.processes import ProcessGroup
+    from npt.runs.resume import changed_settings, find_origin
 
     adapter, training = run.adapter, run.training
-    if training.resume is None:
-        check_free(Path(training.output_dir or default_folder()))
+    origin = find_origin(training.resume, training.output_dir, ProcessGroup())
+    if origin.checkpoint is None:
         return False, None
-    resumed = find_resumed(training.resume, training.output_dir)
-    if resumed.checkpoint is None:
-        return False, None
-    recorded = resumed.checkpoint.record["settings"]
+    recorded = origin.checkpoint.record["settings"]
     # the ranks that a budget was spent on
     ranks = recorded.get("ranks") if adapter.spends_ranks else adapter.ranks
     asked = {name: value for part in run[:4] for name, value in asdict(part).items()}
@@ -191,7 +186,6 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
             console=console,
             processes=processes,
             teacher=teacher,
-            any_base=any_base,
         )
         stop.check()  # an error raised inside a destructor is lost
         result = trainer.train()
@@ -202,10 +196,11 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
         f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s,"
         f" {result.refused} refusals; everything is in {result.folder}"
     )
-    if result.refused_share > REFUSED_SHARE_WORTH_SAYING:
+    share = result.refused / max(1, result.micro_batches)
+    if share > REFUSED_SHARE_WORTH_SAYING:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(result.refused_by_kind.items()))
         console.say(
-            f"warning: {result.refused_share:.1%} of {result.micro_batches} micro-batches were"
+            f"warning: {share:.1%} of {result.micro_batches} micro-batches were"
             f" refused ({kinds}); see events.jsonl before trusting this run"
         )
     for cause in result.diverged:
@@ -216,7 +211,7 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     unset = argparse.SUPPRESS
-    text = "with --resume or --adapter: accept another base whose shapes fit, with a warning"
+    text = "with --adapter: accept another base whose shapes fit, with a warning"
     add_switch(parser, "any_base", text, unset)
     text = "a saved adapter to start a new run from, on its base and in its form"
     add_adapter(parser, text, required=False, default=unset)

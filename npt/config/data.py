@@ -11,6 +11,7 @@ from npt.errors import ConfigError
 REPLAY_RATIO = 0.2
 _data = partial(setting, group="data")
 _PAIR = Need(lambda c: c.prompt_column is not None, "--prompt_column")
+_REPLAYED = Need(lambda c: c.replay_dataset is not None, "--replay_dataset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class DataConfig(SettingsGroup):
         None,
         f"share of samples from the replay data set ({REPLAY_RATIO} if one is given)",
         bound=Bound(lambda value: 0 < value < 1, "it must be above 0 and below 1"),
+        need=_REPLAYED,
     )
 
     def check(self) -> None:

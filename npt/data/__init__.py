@@ -1,7 +1,7 @@
 """Data: from files, hub and built-in text to batches, resumable at any sample.
 
-A record passes source and readers (read), encoding (tokens), samples (cut, in order), loader
-(mixed, prepared ahead) and batch. docs/extend/data-reader.md shows how to add a reader.
+A record passes source and readers (read), encoding (tokens, cut to samples), samples (in order,
+mixed, prepared ahead) and batch. docs/extend/data-reader.md shows how to add a reader.
 """
 
 from importlib import import_module

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,8 +18,6 @@ IGNORE_INDEX = -100
 PAD_ID = 0
 """The id at padded positions. Padding is masked, so the choice changes nothing, and every base has
 a row for it: a tokenizer's own pad id may be one that was added without resizing the embedding."""
-
-_HELDOUT_ONE_IN = 20
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,16 @@ class Sample:
     undated: str | None = field(default=None, compare=False, repr=False)
 
     @property
-    def document(self) -> str:
-        """The record that it was cut from."""
-        return self.id.rpartition("@")[0] or self.id
-
-    @property
     def heldout(self) -> bool:
         """One sample in twenty, by a hash: the same on every machine and day."""
         ids = ",".join(map(str, self.input_ids))
-        text = ids if self.undated is None else self.undated
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-        return int.from_bytes(digest[:4], "big") % _HELDOUT_ONE_IN == 0
+        return is_heldout(ids if self.undated is None else self.undated)
+
+
+def is_heldout(name: str, one_in: int = 20) -> bool:
+    """Return whether training never sees what has this name or text, by a hash of it."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:4], "big") % one_in == 0
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,6 @@ class Batch:
         position_ids: number of valid tokens before, from 0 in every packed document.
         labels: -100 at padding, on prompts and at the first token of a packed document (the loss
             shifts them).
-        valid_index: [N] int64, the valid tokens in [B * T]. It and `scored_index` are made on the
-            host and moved by `to`, so no device is asked for a count.
         sample_ids: one a row.
         documents: [B, T] int64, the number of each token's document, if a row has several.
         offset: samples drawn before these; with their ids it seeds the random numbers of training.
@@ -75,7 +70,6 @@ class Batch:
     attention_mask: Tensor
     position_ids: Tensor
     labels: Tensor
-    valid_index: Tensor
     sample_ids: tuple[str, ...]
     documents: Tensor | None = None
     offset: int = 0
@@ -85,12 +79,6 @@ class Batch:
         """Every tensor [B, T] of this batch by its name."""
         tensors = {name: getattr(self, name) for name in ROW_TENSORS}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-    def with_rows(self, tensors: Mapping[str, Tensor], sample_ids: tuple[str, ...]) -> Batch:
-        """Return this batch with other `row_tensors`, on the host; one not given is None."""
-        valid = tensors["attention_mask"].flatten().nonzero().squeeze(-1)
-        changed: dict[str, Any] = {**dict.fromkeys(ROW_TENSORS), **tensors}
-        return replace(self, **changed, valid_index=valid, sample_ids=sample_ids)
 
     @property
     def tokens(self) -> int:
@@ -107,6 +95,11 @@ class Batch:
         return len(self.valid_index) != self.input_ids.numel()
 
     @cached_property
+    def valid_index(self) -> Tensor:
+        """[N] int64, the valid tokens in [B * T]."""
+        return self.attention_mask.flatten().nonzero().squeeze(-1)
+
+    @cached_property
     def scored_index(self) -> Tensor:
         """[S] int64, positions in [B * T] whose next token is of the same document and labelled."""
         return target_index(self.labels, self.attention_mask, self.position_ids)
@@ -119,18 +112,17 @@ class Batch:
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Return this batch with every tensor changed, `scored_index` included."""
-        scored = change(self.scored_index)
-        tensors: dict[str, Any] = {name: change(t) for name, t in self.row_tensors.items()}
-        changed = replace(self, **tensors, valid_index=change(self.valid_index))
-        vars(changed)["scored_index"] = scored
+        """Return this batch with every tensor changed. The indices are made here, on the host, and
+        not of the changed tensors, so that no device is asked for a count."""
+        rows: dict[str, Any] = {name: change(tensor) for name, tensor in self.row_tensors.items()}
+        changed = replace(self, **rows)
+        for index in ("valid_index", "scored_index"):
+            vars(changed)[index] = change(getattr(self, index))
         return changed
 
 
-ROW_TENSORS = tuple(
-    f.name for f in fields(Batch) if "Tensor" in str(f.type) and f.name != "valid_index"
-)
-"""Fields of a batch that are tensors [B, T]."""
+ROW_TENSORS = ("input_ids", "attention_mask", "position_ids", "labels", "documents")
+"""Fields of a batch that are tensors [B, T]; the last one may be None."""
 
 
 def collate(
@@ -140,46 +132,37 @@ def collate(
     side: str = "right",
     length: int | None = None,
 ) -> Batch:
-    """Pad non-empty samples to the longest or to `length`; any `pad_id` does."""
-    longest = max(len(s.input_ids) for s in samples)
-    width = longest if length is None else length
-    if side not in ("left", "right") or width < longest:
-        remedy = "the side is left or right, the length the longest at least"
-        raise ValueError(f"cannot pad {longest} tokens to {width} on the {side!r}; {remedy}")
-    ids = torch.full((len(samples), width), pad_id, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    labels, documents = torch.full_like(ids, IGNORE_INDEX), torch.zeros_like(ids)
+    """Pad non-empty samples on the right or left to the longest, or to a greater `length`; any
+    `pad_id` does.
+    """
+    width = length or max(len(s.input_ids) for s in samples)
+    ids = torch.full((len(samples), width), pad_id)
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    mask, positions, documents = (torch.zeros_like(ids) for _ in range(3))
     for row, sample in enumerate(samples):
-        n = len(sample.input_ids)
-        cells = (row, slice(0, n) if side == "right" else slice(width - n, width))
-        ids[cells] = torch.tensor(sample.input_ids, dtype=torch.int64)
+        size = len(sample.input_ids)
+        cells = (row, slice(0, size) if side == "right" else slice(width - size, width))
         mask[cells] = 1
-        labels[cells] = ids[cells] if sample.labels is None else torch.tensor(sample.labels)
-        if sample.lengths is not None:
-            lengths = torch.tensor(sample.lengths)
-            documents[cells] = torch.arange(len(lengths)).repeat_interleave(lengths)
-    batch = replace(batch_from_tensors(ids, mask, tuple(s.id for s in samples)), labels=labels)
-    if not any(len(s.lengths or ()) > 1 for s in samples):
-        return batch
-    starts = torch.zeros_like(ids)
-    fresh = documents[:, 1:] != documents[:, :-1]
-    starts[:, 1:] = torch.where(fresh, batch.position_ids[:, 1:], 0)
-    positions = batch.position_ids - starts.cummax(dim=-1).values
-    return replace(batch, documents=documents, position_ids=positions)
+        ids[cells] = torch.tensor(sample.input_ids)
+        labels[cells] = torch.tensor(sample.labels or sample.input_ids)
+        lengths = sample.lengths or (size,)
+        positions[cells] = torch.cat([torch.arange(each) for each in lengths])
+        documents[cells] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    packed = any(len(s.lengths or ()) > 1 for s in samples)
+    names = tuple(s.id for s in samples)
+    return Batch(ids, mask, positions, labels, names, documents if packed else None)
 
 
 def batch_from_tensors(
     input_ids: Tensor, attention_mask: Tensor, sample_ids: tuple[str, ...] | None = None
 ) -> Batch:
     """Return a batch of [B, T] ids and a [B, T] mask of ones and zeros, both on the host."""
-    numbers = tuple(str(i) for i in range(len(input_ids)))
     return Batch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=(attention_mask.cumsum(dim=-1) - 1).clamp(min=0),
         labels=torch.where(attention_mask.bool(), input_ids, IGNORE_INDEX),
-        valid_index=attention_mask.flatten().nonzero().squeeze(-1),
-        sample_ids=numbers if sample_ids is None else sample_ids,
+        sample_ids=sample_ids or tuple(map(str, range(len(input_ids)))),
     )
 
 
@@ -198,13 +181,11 @@ def target_index(
     return row * labels.shape[1] + column
 
 
-def batches(
-    samples: Iterable[Sample], batch_size: int, pad_id: int = PAD_ID, side: str = "right"
-) -> Iterator[Batch]:
+def batches(samples: Iterable[Sample], batch_size: int) -> Iterator[Batch]:
     """Yield batches of `batch_size` in order; the last one may be smaller."""
     samples = iter(samples)
     while group := list(itertools.islice(samples, batch_size)):
-        yield collate(group, pad_id, side=side)
+        yield collate(group)
 
 
 def find_fault(batch: Batch, vocab_size: int) -> str | None:

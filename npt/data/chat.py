@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from npt.data.encoding import Content, check_characters
+from npt.data.encoding import Skipped, check_characters
 from npt.data.source import Record
 from npt.errors import DataError, first_line
 
@@ -59,8 +59,10 @@ def fix_date(tokenizer: Any, date: str) -> None:
 
 def read_conversation(
     name: str, tokenizer: Any, record: Record, column: str, answer_column: str | None
-) -> Content:
-    """Return the last answer to train and the messages before it, by the chat template."""
+) -> tuple[str, str, str]:
+    """Return the text before the last answer to train and that answer, by the chat template, and
+    the messages as JSON, which does not depend on the day. Skipped if there is nothing to train.
+    """
     prompt: list[Any] = list(record[column])
     answer = None
     if answer_column is None:
@@ -75,8 +77,7 @@ def read_conversation(
             wanted = '{"role": "user", "content": ...}'
             raise DataError(f"record {name}: {where!r} is no list of messages like {wanted}")
     assert answer is not None
-    if (skipped := _why_skipped(prompt, answer)) is not None:
-        return Content(skipped=skipped)
+    _check_answer(prompt, answer)
     if not has_template(tokenizer):
         raise DataError(
             f"record {name} is a conversation, but the tokenizer has no chat template; use prompt"
@@ -94,11 +95,8 @@ def read_conversation(
             f"record {name}: the chat template writes the prompt differently with an answer after"
             " it, so the answer's tokens cannot be told; use prompt and completion texts"
         )
-    texts = start, whole[len(start) :]
-    for what, text in zip(("prompt", "answer"), texts, strict=True):
-        check_characters(name, what, text)
-    undated = json.dumps([prompt, answer], sort_keys=True, default=str)
-    return Content(texts, opened=False, closed=False, undated=undated)
+    check_characters(name, "conversation", whole)
+    return start, whole[len(start) :], json.dumps([prompt, answer], sort_keys=True, default=str)
 
 
 def _last_answer(messages: list[Any]) -> int:
@@ -118,15 +116,16 @@ def _is_message(entry: Any) -> bool:
     return written and "role" in entry
 
 
-def _why_skipped(prompt: list[Any], answer: list[Any]) -> str | None:
-    """Return why nothing of a conversation can be trained, or None."""
+def _check_answer(prompt: list[Any], answer: list[Any]) -> None:
+    """Raise Skipped if nothing of a conversation can be trained."""
     last = answer[-1] if answer else {"role": "user"}
     if last.get(WEIGHT) == 0:
-        return "answer of weight 0"
+        raise Skipped("answer of weight 0")
     silent = not str(last.get("content") or "").strip() and not last.get("tool_calls")
     if last["role"] in NO_ANSWER or silent:
-        return "empty completion"
-    return None if prompt else "answer to nothing"  # which no template writes
+        raise Skipped("empty completion")
+    if not prompt:
+        raise Skipped("answer to nothing")  # which no template writes
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:

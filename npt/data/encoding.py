@@ -1,4 +1,4 @@
-"""Records to token ids.
+"""Records to samples: token ids and labels, cut to `max_length`.
 
     {"text": ...}                                            every token is a target
     {"prompt": ..., "completion": ...}                       or columns of other names
@@ -8,33 +8,30 @@
 A prompt may be a list of messages. Ids are prompt, completion and end token; labels are -100 on the
 prompt, whose last token predicts the completion's first. The two are tokenised separately, as in
 generation.
+
+A text longer than `max_length` becomes several samples; only a single token left over is dropped. A
+prompt with its completion is always one: what does not fit is cut from the prompt's start, then
+from the completion's end.
 """
 
 from __future__ import annotations
 
-import numbers
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 from npt.config import DataConfig
-from npt.data.continuation import (
-    bare_tokens,
-    begins_with_space,
-    continuation_tokens,
-    opening_tokens,
-)
+from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.continuation import begins_with_space, continuation_tokens, opening_tokens
 from npt.data.source import PIECE, Record
 from npt.errors import DataError, kind_of
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
 IDS = ("input_ids", "labels", "attention_mask")
-
-TEXT_AT_ONCE = 1 << 20
-"""Characters that a tokenizer is given at once, of several texts. It takes some 200 bytes each."""
 
 
 @dataclass
@@ -80,80 +77,31 @@ def no_sample(counts: RecordCounts) -> DataError:
     )
 
 
-class Encoded(NamedTuple):
-    """A record's tokens.
-
-    Attributes:
-        name: of the record.
-        ids: of the tokens.
-        prompt: how many leading ones are no targets; None for a text.
-        labels: that came with given ids.
-        undated: what a conversation says, whose tokens may be others tomorrow.
-    """
-
-    name: str
-    ids: list[int]
-    prompt: int | None = None
-    labels: list[int] | None = None
-    undated: str | None = None
-
-
-class Content(NamedTuple):
-    """The trainable part of a record.
-
-    Attributes:
-        texts: one, or a prompt and its completion; none of given ids.
-        ids: tokens and labels that came as such.
-        opened: add a start token.
-        closed: add an end token.
-        skipped: why it is left out.
-        undated: what a conversation says, which does not depend on the day.
-    """
-
-    texts: tuple[str, ...] = ()
-    ids: tuple[list[int], list[int] | None] | None = None
-    opened: bool = True
-    closed: bool = True
-    skipped: str | None = None
-    undated: str | None = None
+class Skipped(Exception):
+    """The reason why nothing of a record can be trained. It is counted, and no error."""
 
 
 class Encoder:
-    """Encodes records with one tokenizer and one set of columns."""
+    """Makes samples of records, with one tokenizer and one set of columns, and counts them."""
 
-    def __init__(self, tokenizer: Any, config: DataConfig):
+    def __init__(self, tokenizer: Any, config: DataConfig, counts: RecordCounts | None = None):
         self.tokenizer, self._config = tokenizer, config
+        self.counts = RecordCounts() if counts is None else counts
 
-    def encode(self, chunk: Sequence[tuple[int, Record]], counts: RecordCounts) -> list[Encoded]:
-        """Return the tokens of records that come with their number in the data; empty ones are
-        counted and left out. A record with nothing to train on in it is a DataError."""
-        read = [self._read(number, record) for number, record in chunk]
-        tokens = iter(self._tokens_of([text for _, content in read for text in content.texts]))
-        encoded = []
-        for name, content in read:
-            counts.records += 1
-            if content.ids is not None:
-                ids, labels = content.ids
-                encoded.append(Encoded(name, ids, labels=labels))
-                continue
-            joined = self._join(name, content, [next(tokens) for _ in content.texts])
-            if joined is None:
-                empty = "empty completion" if len(content.texts) == 2 else "empty text"
-                counts.skipped[content.skipped or empty] += 1
-            else:
-                encoded.append(joined)
-        return encoded
+    def samples(self, number: int, record: Record) -> list[Sample]:
+        """Return the samples of a record that has this number in the data; none if it is empty. A
+        record with nothing to train on in it is a DataError."""
+        samples: list[Sample] = []
+        try:
+            samples = self._read(number, record)
+        except Skipped as reason:
+            self.counts.skipped[str(reason)] += 1
+        self.counts.records += 1
+        self.counts.samples += len(samples)
+        self.counts.tokens += sum(len(sample.input_ids) for sample in samples)
+        return samples
 
-    def _tokens_of(self, texts: list[str]) -> list[list[int]]:
-        if sum(map(len, texts)) > TEXT_AT_ONCE:
-            return [bare_tokens(self.tokenizer, text) for text in texts]
-        if not texts:
-            return []
-        ids = self.tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"]
-        return list(map(list, ids))
-
-    def _read(self, number: int, record: Record) -> tuple[str, Content]:
-        """Return a record's name and content."""
+    def _read(self, number: int, record: Record) -> list[Sample]:
         config = self._config
         if not isinstance(record, Mapping):
             wanted = f"{{{config.text_column!r}: ...}}"
@@ -161,19 +109,27 @@ class Encoder:
         name = str(number if record.get("id") is None else record["id"])
         columns = filled(record)
         if "input_ids" in columns:
-            return name, Content(ids=read_ids(name, columns))
+            return self._windows(name, *read_ids(name, columns))
         column = prompt_column(columns, config)
-        answer = config.completion_column
-        if config.prompt_column is None:
-            answer = COMPLETION if column == PROMPT else None
         if column is None:
             text = text_of(name, record, config.text_column, "--text_column")
-            first, last = record.get(PIECE, (True, True))
-            return name, Content((text,), opened=first, closed=last)
+            opened, closed = record.get(PIECE, (True, True))
+            ids = self._tokens(text) if opened else self._following(None, text)
+            if not ids:
+                raise Skipped("empty text")
+            ids = [*self._opening, *ids] if opened else ids
+            return self._windows(name, self._ended(ids) if closed else ids)
+        answer = config.completion_column
+        if config.prompt_column is None and column == PROMPT:
+            answer = COMPLETION
         if isinstance(columns.get(column), list):
             from npt.data.chat import read_conversation
 
-            return name, read_conversation(name, self.tokenizer, columns, column, answer)
+            prompt, completion, undated = read_conversation(
+                name, self.tokenizer, columns, column, answer
+            )
+            answered = self._completion(prompt, completion)
+            return [self._fitted(name, self._tokens(prompt), answered, undated)]
         prompt = text_of(name, record, column, "--prompt_column")
         if answer is None:
             raise DataError(
@@ -181,24 +137,28 @@ class Encoder:
                 " --completion_column"
             )
         completion = text_of(name, record, answer, "--completion_column")
-        return name, Content((prompt, completion))
+        front = [*self._opening, *self._tokens(prompt)]
+        return [self._fitted(name, front, self._ended(self._completion(prompt, completion)))]
 
-    def _join(self, name: str, content: Content, tokens: list[list[int]]) -> Encoded | None:
-        """Return start token, prompt, completion or text, and end token; None if it is empty."""
-        if content.skipped is not None:
-            return None
-        *prompt, last = tokens
-        if (prompt or not content.opened) and self._begins_with_space:
-            before = content.texts[0] if prompt else None
-            last = continuation_tokens(self.tokenizer, before, content.texts[-1])
-        # a text of spaces is a text, a completion of spaces is none
-        if not last or (prompt and not content.texts[-1].strip()):
-            return None
-        front = (self._opening if content.opened else []) + (prompt[0] if prompt else [])
+    def _completion(self, prompt: str, completion: str) -> list[int]:
+        ids = self._following(prompt, completion)
+        if not ids or not completion.strip():  # a text of spaces is a text, such a completion none
+            raise Skipped("empty completion")
+        return ids
+
+    def _following(self, before: str | None, text: str) -> list[int]:
+        """Return the tokens of a text that follows `before` (None: another text)."""
+        if self._begins_with_space:
+            return continuation_tokens(self.tokenizer, before, text)
+        return self._tokens(text)
+
+    def _tokens(self, text: str) -> list[int]:
+        tokens = self.tokenizer([text], verbose=False, add_special_tokens=False)
+        return list(tokens["input_ids"][0])
+
+    def _ended(self, ids: list[int]) -> list[int]:
         end = self.tokenizer.eos_token_id
-        close = [end] if content.closed and end is not None and last[-1] != end else []
-        masked = len(front) if prompt else None
-        return Encoded(name, front + last + close, masked, undated=content.undated)
+        return ids if end is None or ids[-1] == end else [*ids, end]
 
     @cached_property
     def _begins_with_space(self) -> bool:
@@ -208,13 +168,40 @@ class Encoder:
     def _opening(self) -> list[int]:
         return opening_tokens(self.tokenizer)
 
+    def _windows(self, name: str, ids: list[int], labels: list[int] | None = None) -> list[Sample]:
+        """Cut a text, or given ids, to windows that do not overlap."""
+        samples: list[Sample] = []
+        for start in range(0, max(1, len(ids) - 1), self._config.max_length):
+            window = slice(start, start + self._config.max_length)
+            targets = None if labels is None else tuple(labels[window])
+            if len(ids[window]) < 2:
+                self.counts.skipped["fewer than two tokens"] += 1
+            elif targets is not None and set(targets[1:]) == {IGNORE_INDEX}:
+                self.counts.skipped["no target"] += 1
+            else:
+                samples.append(Sample(f"{name}@{start}", tuple(ids[window]), targets))
+        return samples
+
+    def _fitted(
+        self, name: str, prompt: list[int], completion: list[int], undated: str | None = None
+    ) -> Sample:
+        """Keep the whole completion if it fits after one token of prompt, and as much of the
+        prompt's end as then fits."""
+        length = self._config.max_length
+        answer = completion[: length - min(len(prompt), 1)]  # nothing predicts a row's first token
+        start = max(0, len(prompt) + len(answer) - length)
+        self.counts.cut_completions += len(answer) < len(completion)
+        self.counts.cut_prompts += start > 0
+        ids = (*prompt[start:], *answer)
+        if len(ids) < 2:
+            raise Skipped("no target")
+        labels = (*[IGNORE_INDEX] * (len(ids) - len(answer)), *answer)
+        return Sample(f"{name}@{start}", ids, labels, undated=undated)
+
 
 def filled(record: Record) -> Record:
-    """Return a record's columns that are not null, as merged tables have those of other forms; all
-    of them if it has a name at most besides.
-    """
-    columns = {column: value for column, value in record.items() if value is not None}
-    return columns if columns.keys() - {"id", PIECE} else record
+    """Return a record's columns that are not null, as merged tables have those of other forms."""
+    return {column: value for column, value in record.items() if value is not None}
 
 
 def prompt_column(record: Record, config: DataConfig) -> str | None:
@@ -249,18 +236,15 @@ def check_characters(name: str, what: str, text: str) -> None:
 
 def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
     """Return a record's token ids, and its labels if it has any, without padding."""
-    ids = _integers(name, "input_ids", record["input_ids"])
-    labels, mask = (
-        None if record.get(key) is None else _integers(name, key, record[key]) for key in IDS[1:]
-    )
-    for what, values in (("an attention_mask", mask), ("labels", labels)):
-        if values is not None and len(values) != len(ids):
+    columns = {key: _integers(name, key, record[key]) for key in IDS if key in record}
+    ids, labels = columns["input_ids"], columns.get("labels")
+    for key, values in columns.items():
+        if len(values) != len(ids):
             raise DataError(
-                f"record {name} has {len(ids)} input_ids but {what} of {len(values)}; the two"
+                f"record {name} has {len(ids)} input_ids but {key} of {len(values)}; the two"
                 " belong together"
             )
-    if mask is None:
-        return ids, labels
+    mask = columns.get("attention_mask", [1] * len(ids))
     if other := set(mask) - {0, 1}:
         raise DataError(
             f"record {name} has {min(other)} in its attention_mask, expected 0 (padding) or 1 (a"
@@ -270,14 +254,9 @@ def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
 
 
 def _integers(name: str, key: str, values: Any) -> list[int]:
-    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
-    if not isinstance(values, list | tuple) or not all(map(_is_int64, values)):
+    try:
+        return array("q", list(values)).tolist()
+    except (TypeError, OverflowError) as error:
         raise DataError(
             f"record {name} has {key} that are no list of 64-bit integers: {str(values)[:60]}"
-        )
-    return list(map(int, values))
-
-
-def _is_int64(value: Any) -> bool:
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return whole and abs(int(value)) < 2**63
+        ) from error

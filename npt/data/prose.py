@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from npt.config import DataConfig
-from npt.data.readers import is_heldout, library, source_files
+from npt.data.batch import is_heldout
+from npt.data.readers import library, source_files
 from npt.data.source import Record
 from npt.errors import DataError
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import glob
-import hashlib
 import json
 import logging
 import os
@@ -20,13 +19,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from npt.config import DataConfig
+from npt.data.batch import is_heldout
 from npt.data.source import PIECE, READERS, FileError, Record
 from npt.errors import DataError, first_line, kind_of
 
 TEXT_PIECE = 1 << 16
 """Characters of a record of a text file; a longer file is cut at line ends into one document."""
 
-_HELDOUT_ONE_IN = 20
 _EXCLUDED = {"test", "tests", "idle_test", "__pycache__", "_vendor", "ensurepip"}
 _EXCLUDED |= {"site-packages", "dist-packages"}
 
@@ -206,13 +205,6 @@ def read_builtin(name: str, config: DataConfig) -> Iterator[Record]:
     """Yield the files of a split of the built-in text."""
     for path, text in builtin_files(config.dataset_split):
         yield {"text": text, "id": path}
-
-
-def is_heldout(name: str, one_in: int = _HELDOUT_ONE_IN) -> bool:
-    """Return whether training never sees a document, by its name: of a file of the library, its
-    POSIX path below it."""
-    digest = hashlib.sha256(name.encode("utf-8")).digest()
-    return int.from_bytes(digest[:4], "big") % one_in == 0
 
 
 def library() -> Path:

@@ -1,55 +1,81 @@
-"""Records to samples: tokens of at most `max_length`, in a seeded order, some held out.
+"""The samples of a run: in a seeded order, mixed with replayed ones, resumable at any of them.
 
-A text longer than `max_length` becomes several samples; only a single token left over is dropped. A
-prompt with its completion is always one: what does not fit is cut from the prompt's start, then
-from the completion's end. The order of an epoch depends on data, settings, seed and epoch alone,
-and is part of every saved position: it must never change.
+The order of an epoch depends on data, settings, seed and epoch alone, and is part of every saved
+position: it must never change. What is prepared ahead is never part of a checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+import math
+import queue
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import Encoded, Encoder, RecordCounts, no_sample
+from npt.data.batch import IGNORE_INDEX, Batch, Sample, collate
+from npt.data.encoding import Encoder, RecordCounts, no_sample
+from npt.data.packing import pack
 from npt.data.source import Record, is_sequence
+from npt.errors import DataError
 
-_RECORDS_AT_ONCE = 32
 SHUFFLE_BLOCK = 1024  # samples, at least, among which an epoch is shuffled
+AHEAD = 8  # batches prepared before they are asked for
+_RECORDS_AT_ONCE = 32
 _ROUNDS = 8  # with four, of ten things one came first measurably more often than others
+_POLL_SECONDS = 0.1
+_CLOSE_SECONDS = 2.0
+
+T = TypeVar("T")
 
 
-class Permutation:
-    """A seeded permutation of range(n), computed, not stored: `permutation[i]` comes i-th.
+def cut(
+    records: Iterable[Record],
+    tokenizer: Any,
+    config: DataConfig,
+    counts: RecordCounts | None = None,
+) -> Iterator[Sample]:
+    """Tokenise records and cut them to samples, in order and lazily, counting each in `counts`. A
+    record with nothing to train on in it is a DataError, by its id or number.
+    """
+    encoder = Encoder(tokenizer, config, counts)
+    for number, record in enumerate(records):
+        yield from encoder.samples(number, record)
+
+
+def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
+    """Yield samples whose ids and targets all lie in [0, V)."""
+    for sample in samples:
+        targets = (label for label in sample.labels or () if label != IGNORE_INDEX)
+        ids = (*sample.input_ids, *targets)
+        if min(ids) >= 0 and max(ids) < vocab_size:
+            yield sample
+
+
+def permutation(n: int, key: str, start: int = 0) -> Iterator[int]:
+    """Yield a seeded permutation of range(n) from position `start` on, computed, not stored.
 
     A balanced Feistel network over the next power of four; its cycles are walked until a value
     below n comes out (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
     """
-
-    def __init__(self, n: int, key: str):
-        self.n = n
-        self._half = max(1, ((max(n, 2) - 1).bit_length() + 1) // 2)
-        digest = hashlib.sha512(key.encode()).digest()
-        self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "big") for i in range(_ROUNDS)]
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, position: int) -> int:
-        if not 0 <= position < self.n:
-            raise IndexError(f"position {position} of an order of {self.n}")
-        value, half, mask = position, self._half, (1 << self._half) - 1
+    half = max(1, ((max(n, 2) - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    digest = hashlib.sha512(key.encode()).digest()
+    keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "big") for i in range(_ROUNDS)]
+    for value in range(start, n):
         while True:
             left, right = value >> half, value & mask
-            for key in self._keys:
-                left, right = right, left ^ (_mixed(right ^ key) & mask)
+            for each in keys:
+                left, right = right, left ^ (_mixed(right ^ each) & mask)
             value = left << half | right
-            if value < self.n:
-                return value
+            if value < n:
+                break
+        yield value
 
 
 def uniform(key: int, counter: int) -> float:
@@ -65,78 +91,17 @@ def _mixed(value: int) -> int:
     return value ^ value >> 31
 
 
-def cut(
-    records: Iterable[Record],
-    tokenizer: Any,
-    config: DataConfig,
-    counts: RecordCounts | None = None,
-) -> Iterator[Sample]:
-    """Tokenise records and cut them to samples, in order and lazily, counting each in `counts`. A
-    record with nothing to train on in it is a DataError, by its id or number.
-    """
-    counts = counts if counts is not None else RecordCounts()
-    return _cut(enumerate(records), Encoder(tokenizer, config), config.max_length, counts)
+class Place(NamedTuple):
+    """A place in a source: after `taken` samples of the block that begins at a record of an epoch;
+    `before` samples of the epoch are in earlier blocks."""
 
-
-def _cut(
-    numbered: Iterator[tuple[int, Record]], encoder: Encoder, max_length: int, counts: RecordCounts
-) -> Iterator[Sample]:
-    while chunk := list(itertools.islice(numbered, _RECORDS_AT_ONCE)):
-        for encoded in encoder.encode(chunk, counts):
-            yield from fit(encoded, max_length, counts)
-
-
-def fit(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
-    """Return the samples of a record, counted."""
-    cut_ = _fit_text if record.prompt is None else _fit_completion
-    samples = cut_(record, max_length, counts)
-    counts.samples += len(samples)
-    counts.tokens += sum(len(sample.input_ids) for sample in samples)
-    return samples
-
-
-def _fit_text(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
-    """Cut a text, or given ids, to windows that do not overlap."""
-    samples: list[Sample] = []
-    for start in range(0, max(1, len(record.ids) - 1), max_length):
-        ids = tuple(record.ids[start : start + max_length])
-        labels = None if record.labels is None else tuple(record.labels[start : start + max_length])
-        if len(ids) < 2:
-            counts.skipped["fewer than two tokens"] += 1
-        elif labels is not None and set(labels[1:]) == {IGNORE_INDEX}:
-            counts.skipped["no target"] += 1
-        else:
-            samples.append(Sample(f"{record.name}@{start}", ids, labels))
-    return samples
-
-
-def _fit_completion(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
-    """Keep the whole completion if it fits after one token of prompt, and as much of the prompt's
-    end as then fits."""
-    assert record.prompt is not None
-    answer = record.ids[record.prompt :]
-    room = max_length - min(record.prompt, 1)  # the first token of a row is predicted by nothing
-    if len(answer) > room:
-        answer = answer[:room]
-        counts.cut_completions += 1
-    start = max(0, record.prompt - (max_length - len(answer)))
-    counts.cut_prompts += start > 0
-    ids = record.ids[start : record.prompt] + answer
-    if len(ids) < 2:
-        counts.skipped["no target"] += 1
-        return []
-    labels = [IGNORE_INDEX] * (record.prompt - start) + answer
-    name = f"{record.name}@{start}"
-    return [Sample(name, tuple(ids), tuple(labels), undated=record.undated)]
-
-
-class EpochPlace(NamedTuple):
-    """A place in an epoch: after `taken` samples of the block that begins at a record; `before`
-    samples are in earlier blocks."""
-
+    epoch: int = 0
     record: int = 0
     before: int = 0
     taken: int = 0
+
+
+START = Place()
 
 
 class Samples:
@@ -147,9 +112,10 @@ class Samples:
     than a block is read ahead or kept. `num_samples` is counted before packing. A sequence that no
     sample comes out of is a DataError.
 
-    Attributes:
-        counts: of what became of the records read by the run.
+    Args:
         hold_out: leave out held-out samples.
+
+    Attributes:
         sized: the records are a sequence.
     """
 
@@ -162,108 +128,254 @@ class Samples:
         seed: int,
         hold_out: bool = True,
     ):
-        self._records, self._config, self._seed, self.hold_out = records, config, seed, hold_out
+        self._records, self._config, self._seed, self._hold_out = records, config, seed, hold_out
         self._encoder = Encoder(tokenizer, config)
-        self.counts = RecordCounts()
         self._counted: int | None = None
         self.sized = is_sequence(records)
-        if self.sized and not self.count(1):
-            counts = RecordCounts()
-            list(_cut(self._numbered(), self._encoder, config.max_length, counts))
-            raise no_sample(counts)
+        if self.sized and next(self._cut(self._numbered()), None) is None:
+            raise no_sample(self.counts)
+        self.count_anew()
 
-    def count(self, limit: int | None = None) -> int | None:
-        """Count the samples of an epoch, no further than `limit`; None for a stream. The whole
-        number is remembered, so that the records are tokenised for it once.
-        """
-        if not self.sized:
-            return None
-        if self._counted is None:
-            if self._config.packing:
-                samples: Iterator[Any] = self.walk(0, counts=RecordCounts())
-            else:
-                length, most = self._config.max_length, self._config.num_samples
-                every = _cut(self._numbered(), self._encoder, length, RecordCounts())
-                samples = itertools.islice(self._kept(every), most)
-            count = sum(1 for _ in itertools.islice(samples, limit))
-            if count == limit:
-                return count
-            self._counted = count
-        return self._counted if limit is None else min(limit, self._counted)
+    @property
+    def counts(self) -> RecordCounts:
+        """Counts of what became of the records that were read."""
+        return self._encoder.counts
+
+    def count_anew(self) -> None:
+        """Forget the counts of records that were read to look ahead."""
+        self._encoder.counts = RecordCounts()
+
+    def count(self) -> int | None:
+        """Return the number of samples of an epoch; None for a stream. The records are tokenised
+        for it once."""
+        if self._counted is None and self.sized:
+            self._counted = sum(1 for _ in self.walk())
+            self.count_anew()
+        return self._counted
 
     def epoch(self, number: int) -> Iterator[Sample]:
         """Yield the samples of an epoch, from 0."""
-        return (sample for sample, _, _ in self.walk(number))
+        return (sample for sample, _ in self.walk(Place(number)))
 
     def walk(
-        self,
-        epoch: int,
-        start: EpochPlace = EpochPlace(),  # noqa: B008 - a constant
-        end: float | None = None,
-        counts: RecordCounts | None = None,
-    ) -> Iterator[tuple[Sample, int, EpochPlace]]:
-        """Yield samples from a place on, each with its epoch and the place after it.
+        self, start: Place = START, end: float | None = None
+    ) -> Iterator[tuple[Sample, Place]]:
+        """Yield samples from a place on, each with the place after it.
 
         Ends at epoch `end` (default: after one; math.inf for never), or after an empty epoch.
         """
-        end = epoch + 1 if end is None else end
-        counts = self.counts if counts is None else counts
-        while epoch < end:
-            empty = start == EpochPlace()
-            for step in self._walk(epoch, start, counts):
+        end = start.epoch + 1 if end is None else end
+        while start.epoch < end:
+            empty = start == Place(start.epoch)
+            for step in self._rest_of_epoch(start):
                 empty = False
                 yield step
             if empty:
                 return
-            epoch, start = epoch + 1, EpochPlace()
+            start = Place(start.epoch + 1)
 
-    def _walk(
-        self, epoch: int, start: EpochPlace, counts: RecordCounts
-    ) -> Iterator[tuple[Sample, int, EpochPlace]]:
-        """Yield the rest of an epoch, block by block."""
-        length, most = self._config.max_length, self._config.num_samples
-        record, before, taken = start
-        records = self._numbered(record)
-        more = True
-        while more and (most is None or before < most):
-            first, samples = record, list[Sample]()
-            room = SHUFFLE_BLOCK if most is None else min(SHUFFLE_BLOCK, most - before)
-            while more and len(samples) < room:
+    def _rest_of_epoch(self, start: Place) -> Iterator[tuple[Sample, Place]]:
+        most = sys.maxsize if self._config.num_samples is None else self._config.num_samples
+        epoch, record, before, taken = start
+        records, more = self._numbered(record), True
+        while more and before < most:
+            first, block = record, list[Sample]()
+            while more and len(block) < min(SHUFFLE_BLOCK, most - before):
                 chunk = list(itertools.islice(records, _RECORDS_AT_ONCE))
                 more = len(chunk) > 0
                 record += len(chunk)
-                samples += self._kept(_cut(iter(chunk), self._encoder, length, counts))
-            samples = samples if most is None else samples[: most - before]
-            rows = samples
-            if self._config.packing:
-                from npt.data.packing import pack
+                block += self._cut(chunk)
+            del block[most - before :]
+            rows = pack(block, self._config.max_length) if self._config.packing else block
+            for number in permutation(len(rows), f"{self._seed}/{epoch}/{first}", taken):
+                taken += 1
+                yield rows[number], Place(epoch, first, before, taken)
+            before, taken = before + len(block), 0
 
-                rows = pack(samples, length)
-            order = Permutation(len(rows), f"{self._seed}/{epoch}/{first}")
-            for position in range(taken, len(rows)):
-                yield rows[order[position]], epoch, EpochPlace(first, before, position + 1)
-            before, taken = before + len(samples), 0
-
-    def _kept(self, samples: Iterator[Sample]) -> Iterator[Sample]:
-        return (sample for sample in samples if not (self.hold_out and sample.heldout))
+    def _cut(self, records: Iterable[tuple[int, Record]]) -> Iterator[Sample]:
+        """Yield the samples of numbered records, without held-out ones."""
+        for number, record in records:
+            for sample in self._encoder.samples(number, record):
+                if not (self._hold_out and sample.heldout):
+                    yield sample
 
     def _numbered(self, start: int = 0) -> Iterator[tuple[int, Record]]:
         """Return records from position `start` of an epoch on, with their number in the data."""
         records: Any = self._records
         if self.sized:
-            order = Permutation(len(records), f"{self._seed}/documents")
-            numbers, same = itertools.tee(map(order.__getitem__, range(start, len(order))))
-            return zip(numbers, map(records.__getitem__, same), strict=True)
+            order = permutation(len(records), f"{self._seed}/documents", start)
+            return ((number, records[number]) for number in order)
         # a hub stream passes over records without handing them out
         if start and hasattr(records, "skip"):
             return enumerate(records.skip(start), start)
         return itertools.islice(enumerate(records), start, None)
 
 
-def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
-    """Yield samples whose ids and targets all lie in [0, V)."""
-    for sample in samples:
-        targets = (label for label in sample.labels or () if label != IGNORE_INDEX)
-        ids = (*sample.input_ids, *targets)
-        if min(ids) >= 0 and max(ids) < vocab_size:
-            yield sample
+@dataclass(frozen=True)
+class Position:
+    """A position in the data.
+
+    Attributes:
+        place: in the first source.
+        replay: in the source that is mixed in.
+        drawn: samples so far, of both sources.
+        begun: samples of the first epoch before the run's start.
+    """
+
+    place: Place = START
+    replay: Place = START
+    drawn: int = 0
+    begun: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the position for JSON, in the format of earlier versions."""
+        (epoch, *place), (replay_epoch, *replay) = self.place, self.replay
+        values = {"epoch": epoch, "place": place, "drawn": self.drawn}
+        values |= {"replay_epoch": replay_epoch, "replay_place": replay}
+        return values | ({"begun": self.begun} if self.begun else {})
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Position:
+        """Return the position that `as_dict` gave."""
+        place = Place(values["epoch"], *values["place"])
+        replay = Place(values["replay_epoch"], *values["replay_place"])
+        return cls(place, replay, values["drawn"], values.get("begun", 0))
+
+
+class Loader:
+    """Batches from a position on, epoch after epoch; a batch never crosses the end of one.
+
+    Attributes:
+        samples: of the first source, `epochs` times over: math.inf for as long as they can be read
+            again.
+        replay: of a source that is mixed in, over and over: `share` of all samples, drawn by the
+            seed and a sample's number.
+        pin: put the batches into pinned memory, for a GPU to copy from.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        batch_size: int,
+        *,
+        epochs: float = 1,
+        replay: Samples | None = None,
+        share: float = 0.0,
+        seed: int = 0,
+    ):
+        self.samples, self.replay, self.pin = samples, replay, False
+        self._batch_size, self._epochs = batch_size, epochs
+        self._share, self._seed = share, seed
+
+    def count(self, limit: int = sys.maxsize, begun: int = 0) -> int | None:
+        """Count the batches of `epochs` but the `begun` samples, no further than `limit`; None for
+        a stream."""
+        size = self.samples.count()
+        if size is None:
+            return None
+        total = drawn = epoch = 0
+        while epoch < self._epochs and total < limit:
+            first, left = drawn, size if epoch else size - begun
+            if self.replay is None:
+                drawn, left = drawn + left, 0
+            while left:
+                left -= not self._is_replayed(drawn)
+                drawn += 1
+            total += math.ceil((drawn - first) / self._batch_size)
+            epoch += 1
+        return min(total, limit)
+
+    def _is_replayed(self, drawn: int) -> bool:
+        """Return whether the next sample is of the source that is mixed in."""
+        return self.replay is not None and uniform(self._seed, drawn) < self._share
+
+    def batches(self, start: Position = Position()) -> Iterator[tuple[Batch, Position]]:
+        """Yield the batches from a position on, each with the position after it."""
+        for _, steps in itertools.groupby(self._mixed(start), lambda step: step[1].place.epoch):
+            while group := list(itertools.islice(steps, self._batch_size)):
+                position = group[-1][1]
+                batch = collate([sample for sample, _ in group])
+                batch = replace(batch, offset=position.drawn - len(group))
+                yield batch.pinned() if self.pin else batch, position
+
+    def _mixed(self, position: Position) -> Iterator[tuple[Sample, Position]]:
+        """Yield the samples of both sources, each with the position after it."""
+        replay: Iterator[tuple[Sample, Place]] = iter(())
+        if self.replay is not None:
+            replay = self.replay.walk(position.replay, math.inf)
+        for sample, place in self.samples.walk(position.place, self._epochs):
+            if place.epoch != position.place.epoch:
+                position = replace(position, place=Place(place.epoch))
+            while self._is_replayed(position.drawn):
+                other, after = next(replay, (None, position.replay))
+                if other is None:
+                    raise DataError(
+                        "replay data: no sample came out of it; check its name and its columns"
+                    )
+                position = replace(position, drawn=position.drawn + 1, replay=after)
+                yield other, position
+            position = replace(position, drawn=position.drawn + 1, place=place)
+            yield sample, position
+
+
+class Window(NamedTuple):
+    """K micro-batches of every process, fewer at the end of the data, and the position after them.
+
+    Every process has all of them, and computes number i, i + P, ... as process i of P: where a
+    sample is, and so the position after the window, depends on the tokens of all before it.
+    """
+
+    batches: list[Batch]
+    position: Position = Position()
+
+
+def windows(
+    batches: Iterator[tuple[Batch, Position]], size: int, stop: Callable[[], Any] = bool
+) -> Generator[Window]:
+    """Yield windows of `size` batches until `stop()`; closing ends the thread that prepares them.
+
+    Windows continue from one epoch into the next; the last one of all may be shorter.
+    """
+    with contextlib.closing(prefetched(batches, stop=stop)) as ahead:
+        while group := list(itertools.islice(ahead, size)):
+            yield Window([batch for batch, _ in group], group[-1][1])
+
+
+def prefetched(
+    items: Iterator[T], depth: int = AHEAD, stop: Callable[[], Any] = bool
+) -> Generator[T]:
+    """Yield items that a thread makes up to `depth` ahead, errors included, until `stop()`, which
+    is asked while waiting. Closing ends the thread, unless it hangs in its source.
+    """
+    ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
+    closed = threading.Event()
+
+    def put(item: Any, error: BaseException | None = None) -> None:
+        while not closed.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put((item, error), timeout=_POLL_SECONDS)
+                return
+
+    def work() -> None:
+        try:
+            while not closed.is_set():
+                put(next(items))
+        except BaseException as error:  # StopIteration included; raised in the item's turn
+            put(None, error)
+
+    thread = threading.Thread(target=work, name="npt-data", daemon=True)
+    thread.start()
+    try:
+        while not stop():
+            try:
+                item, error = ready.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        closed.set()
+        thread.join(timeout=_CLOSE_SECONDS)

@@ -3,7 +3,9 @@
     guard = student_guard(model, config, rates)
     for window in windows:                              # lists of batches
         for batch in window:
-            add_batch(guard, batch, partial(forward_backward, model, strategy, config=config))
+            with guard.micro_batch(batch.tokens, batch.sample_ids, batch) as micro:
+                sums = summed(model, strategy, batch, config)
+                micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
         for outcome in guard.step():                    # of this window, or of earlier ones
             ...
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -29,9 +32,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_parameters
+from npt.adapters.converted import adapter_parameters, is_sharded
 from npt.config import TrainConfig
-from npt.data.batch import Batch, find_fault
+from npt.data.batch import Batch
 from npt.distill.local import BatchSums
 from npt.distill.strategies import Strategy
 from npt.distributed.processes import ProcessGroup
@@ -39,6 +42,7 @@ from npt.errors import ConfigError, NoMemoryError, first_line, is_out_of_memory
 from npt.guard.guard import Guard
 from npt.guard.spikes import SIGMAS
 from npt.guard.traces import Seeded
+from npt.random_state import micro_batch_draws
 
 ADAM_BETAS = (0.9, 0.999)
 
@@ -85,47 +89,21 @@ def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
         )
 
 
-def add_batch(
-    guard: Guard,
-    batch: Batch,
-    compute: Callable[[Batch], BatchSums],
-    vocab_size: int | None,
-    place: int | None = None,
-) -> None:
-    """Add a micro-batch to the guard's window, or refuse it before anything is computed.
+class MicroBatchSplitter:
+    """Splits micro-batches into parts of at most `samples` rows, fewer once memory has run out.
 
     Args:
-        guard: of the student.
-        batch: on the host.
-        compute: adds its gradients to `.grad` and returns its sums.
-        vocab_size: of the model; None checks nothing, for tensors that are on a device already.
-        place: as in `Guard.micro_batch`.
-    """
-    fault = None if vocab_size is None else find_fault(batch, vocab_size)
-    if fault is not None:
-        guard.refuse(fault, batch.sample_ids, place)
-        return
-    ids, offset = batch.sample_ids, batch.offset
-
-    def again() -> BatchSums:
-        with guard.draws.drawing(ids, offset):
-            return compute(batch)
-
-    with guard.micro_batch(batch.tokens, ids, batch, again, offset=offset, place=place) as micro:
-        sums = compute(batch)
-        micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
-
-
-class MicroBatchSplitter:
-    """Splits micro-batches into parts of at most `samples` rows.
+        samples: at once.
+        report: called after every halving: samples at once before it and now, and why.
 
     Attributes:
-        samples: at once.
         shrunk_to: samples that `shrink` has come down to; None if it was never called.
     """
 
-    def __init__(self, samples: int):
-        self.samples = samples
+    def __init__(
+        self, samples: int, report: Callable[[int, int, str], None] = lambda *_: None
+    ) -> None:
+        self.samples, self.report = samples, report
         self.shrunk_to: int | None = None
 
     def parts(self, batch: Batch) -> list[Batch]:
@@ -135,17 +113,13 @@ class MicroBatchSplitter:
             return [batch]
         return [_rows(batch, slice(start, start + size)) for start in range(0, count, size)]
 
-    def samples_of(self, batch: Batch) -> int:
-        """Return how many samples of this batch are computed at once."""
-        return min(len(batch.input_ids), self.samples)
-
-    def shrink(self, batch: Batch, message: str) -> int:
-        """Halve the parts of a batch after memory ran out; return the samples at once until then.
+    def shrink(self, batch: Batch, message: str) -> None:
+        """Halve the parts of a batch after memory ran out, as `message` says.
 
         Raises:
             NoMemoryError: it was one sample.
         """
-        at_once, length = self.samples_of(batch), batch.input_ids.shape[1]
+        at_once, length = min(len(batch.input_ids), self.samples), batch.input_ids.shape[1]
         if at_once == 1:
             raise NoMemoryError(
                 f"out of memory with one sample of {length} tokens at once ({message}); lower"
@@ -153,10 +127,22 @@ class MicroBatchSplitter:
                 " (or end_to_end with --gradient_checkpointing) and --use_quantization"
             )
         self.samples = self.shrunk_to = (at_once + 1) // 2
-        return at_once
+        self.report(at_once, self.samples, message)
 
 
 def forward_backward(
+    model: PreTrainedModel,
+    strategy: Strategy,
+    batch: Batch,
+    config: TrainConfig,
+    splitter: MicroBatchSplitter | None = None,
+) -> BatchSums:
+    """Do what `summed` does, outside of a guard: with the random numbers of the micro-batch."""
+    with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
+        return summed(model, strategy, batch, config, splitter)
+
+
+def summed(
     model: PreTrainedModel,
     strategy: Strategy,
     batch: Batch,
@@ -166,16 +152,31 @@ def forward_backward(
 ) -> BatchSums:
     """Add the gradients of a micro-batch's summed loss to `.grad`; return its sums.
 
-    Autocast is off. `splitter` gives the parts that are computed one after the other, `observe` a
-    context around each.
+    Autocast is off. `splitter` gives the parts that are computed one after the other; if memory
+    runs out, all begins again from empty gradients in smaller ones, which draw the same random
+    numbers. `observe` gives a context around each part.
     """
     device = next(model.parameters()).device
-    sums = []
-    with torch.autocast(device.type, enabled=False):
-        for part in [batch] if splitter is None else splitter.parts(batch):
-            with nullcontext() if observe is None else observe(part):
-                sums.append(strategy(model, part.to(device), config))
-    return BatchSums(*[reduce(add, parts) for parts in zip(*sums, strict=True)])
+    draws: AbstractContextManager[None] = nullcontext()
+    while True:
+        sums = []
+        try:
+            with draws, torch.autocast(device.type, enabled=False):
+                for part in [batch] if splitter is None else splitter.parts(batch):
+                    with nullcontext() if observe is None else observe(part):
+                        sums.append(strategy(model, part.to(device), config))
+            return BatchSums(*[reduce(add, parts) for parts in zip(*sums, strict=True)])
+        except (RuntimeError, MemoryError) as error:
+            message = oom_message(error)
+            # one that stopped inside a layer of a shared base would be out of step
+            if message is None or splitter is None or is_sharded(model):
+                raise
+        free_memory()  # after the handler, in which the error keeps the graph alive
+        splitter.shrink(batch, message)
+        for parameter in adapter_parameters(model).values():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        draws = micro_batch_draws(config.seed, batch.sample_ids, batch.offset)
 
 
 def oom_message(error: RuntimeError | MemoryError) -> str | None:
@@ -194,9 +195,11 @@ def _rows(batch: Batch, rows: slice) -> Batch:
     """Return some rows of a batch, without the columns that are padding in all of them."""
     filled = batch.attention_mask[rows].any(dim=0).nonzero()
     columns = slice(int(filled[0]), int(filled[-1]) + 1) if len(filled) else slice(None)
-    tensors = {name: tensor[rows, columns].clone() for name, tensor in batch.row_tensors.items()}
+    tensors: dict[str, Any] = {
+        name: tensor[rows, columns].clone() for name, tensor in batch.row_tensors.items()
+    }
     if "documents" in tensors and not bool(tensors["documents"].any()):
-        del tensors["documents"]
-    part = batch.with_rows(tensors, batch.sample_ids[rows])
+        tensors["documents"] = None
+    part = replace(batch, **tensors, sample_ids=batch.sample_ids[rows])
     # so that it is on its way to the device while the host continues
     return part.pinned() if batch.input_ids.is_pinned() else part

@@ -35,8 +35,6 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
     share a GPU or only some have one, ProcessError if not all came.
     """
     if dist.is_available() and dist.is_initialized():
-        if dist.get_world_size() == 1:
-            return ProcessGroup()
         on_gpu = default_device().type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         return ProcessGroup(dist.get_rank(), dist.get_world_size(), torch.device(device))
@@ -60,7 +58,7 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
 
 def check_gpus(processes: ProcessGroup, gpu: str) -> None:
     """Raise ConfigError on all processes if two compute on one GPU, or some on none ("")."""
-    gpus = processes.gather_json(gpu)
+    gpus = processes.gather(gpu)
     wrong = [process for process, each in enumerate(gpus) if gpus.count(each) > 1 or not each]
     if wrong and any(gpus):
         processes.close()

@@ -1,7 +1,7 @@
 """The processes of one run: what they sum and tell one another, and how they end together.
 
 All processes hold the same adapters and take the same decisions, because they decide on the same
-sums. They exchange sums of numbers and JSON, never a pickle.
+sums.
 
 A process may fail where all expect it (the training loop sends a flag with its sums): the others
 end with its reason. Anywhere else it says its reason itself and closes its connections, as a killed
@@ -12,7 +12,6 @@ timeout, or the launcher before.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -71,8 +70,7 @@ class ProcessGroup:
     def wait_for(self, arrival: Any) -> None:
         """Wait for a `torch.cuda.Event` or the like; ProcessError if another process was lost,
         whose part in the results on the device may never come."""
-        if self.broken:
-            raise self._end()
+        self._check_unbroken()
         arrival.synchronize()
 
     def each(self, value: Tensor) -> Tensor:
@@ -83,65 +81,46 @@ class ProcessGroup:
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
         """Return the sum over all processes of each of these numbers on the host."""
-        if self.size == 1:
-            return list(numbers)
-        on = self.exchange_device
-        return self.sum_(torch.tensor(numbers, dtype=torch.float64, device=on)).tolist()
+        return [sum(each) for each in zip(*self.gather(numbers), strict=True)]
 
-    def gather_json(self, value: Any) -> list[Any]:
-        """Return each process's value, by process, through JSON; a lone process's as it is."""
-        if self.size == 1:
-            return [value]
-        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.index] = len(content)
-        lengths = self.sum_(lengths.to(self.exchange_device)).cpu()
-        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-        padded[: len(content)] = content
-        padded = padded.to(self.exchange_device)
-        everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        self._collect(lambda: dist.all_gather(everyone, padded))
-        return [
-            json.loads(part.cpu()[:length].numpy().tobytes())
-            for part, length in zip(everyone, lengths.tolist(), strict=True)
-        ]
+    def gather(self, value: Any) -> list[Any]:
+        """Return each process's value, by process."""
+        everyone = [value] * self.size
+        if self.size > 1:
+            self._collect(lambda: dist.all_gather_object(everyone, value))
+        return everyone
 
     def first(self, act: Callable[[], T]) -> T:
-        """Call `act` on process 0 and return its value on every process, through JSON elsewhere;
-        its error is a ProcessError there."""
+        """Call `act` on process 0 and return its value on every process; its error is a
+        ProcessError elsewhere."""
         if self.size == 1:
             return act()
-        value, failure, message = None, None, {}
+        value, failure = None, None
         if self.main:
             try:
                 value = act()
-                message = {"value": value}
             except Exception as error:
-                failure, message = error, reason_of(error)
-        message = self.gather_json(message)[0]
-        if failure is not None or "value" not in message:
-            raise self.everywhere(_failed(0, message) if failure is None else failure)
-        return value if self.main else message["value"]  # type: ignore[return-value]
+                failure = error
+        self.raise_together(failure)
+        return self.gather(value)[0]
 
     def agree(self, values: Mapping[str, Any]) -> None:
         """Raise ConfigError on all processes if a value, by its name, is not the same on all."""
-        first, *others = self.gather_json(values)
+        first, *others = self.gather(values)
         for process, theirs in enumerate(others, start=1):
             for name in first | theirs:
-                one, other = first.get(name), theirs.get(name)
+                pair = first.get(name), theirs.get(name)
+                one, other = ("unset" if value is None else value for value in pair)
                 if one != other:
-                    one, other = ("unset" if value is None else value for value in (one, other))
-                    raise self.everywhere(
-                        ConfigError(
-                            f"process {process} has {name} {other}, process 0 has {one}; start"
-                            " every process with the same settings and files"
-                        )
+                    message = (
+                        f"process {process} has {name} {other}, process 0 has {one}; start every"
+                        " process with the same settings and files"
                     )
+                    raise self.everywhere(ConfigError(message))
 
     def wait(self) -> None:
         """Wait until every process has come here; raises as `sum_`."""
-        if self.size > 1:
-            self.sum_(torch.zeros((), device=self.exchange_device))
+        self.gather(None)
 
     def everywhere(self, error: E) -> E:
         """Return an error that every process raises at this point, so nobody must be told of it."""
@@ -152,10 +131,12 @@ class ProcessGroup:
         """End every process if one has failed: with `failure` there, a ProcessError elsewhere."""
         if self.size == 1:
             return
-        reasons = self.gather_json(None if failure is None else reason_of(failure))
-        failed = [_failed(process, reason) for process, reason in enumerate(reasons) if reason]
-        if failed:
-            raise self.everywhere(failed[0] if failure is None else failure)
+        ours = None if failure is None else _reason(failure)
+        for process, reason in enumerate(self.gather(ours)):
+            if reason is not None:
+                message, status = reason
+                error = ProcessError(f"process {process} failed: {message}", status)
+                raise self.everywhere(error if failure is None else failure)
 
     def met_by_all(self, error: BaseException) -> bool:
         """Return whether every process met this error and all can still exchange messages."""
@@ -191,12 +172,6 @@ class ProcessGroup:
             self._destroy()
         self.broken = self.size > 1
 
-    @property
-    def exchange_device(self) -> torch.device:
-        """The device that numbers for the host are sent from: the host, if the backend can."""
-        with_host = "gloo" in str(dist.get_backend_config())
-        return torch.device("cpu") if with_host or self.device is None else self.device
-
     def _collect(self, collective: Callable[[], Any]) -> None:
         if self.before_sums is not None:
             self.before_sums()
@@ -204,8 +179,7 @@ class ProcessGroup:
 
     def collect(self, collective: Callable[[], Any]) -> None:
         """Run a collective operation; on a GPU it is only launched."""
-        if self.broken:
-            raise self._end()
+        self._check_unbroken()
         try:
             collective()
         except RuntimeError as error:
@@ -218,9 +192,10 @@ class ProcessGroup:
             )
             raise self._loss from error
 
-    def _end(self) -> ProcessError:
-        left = f"process {self.index} has left the other processes already"
-        return ProcessError(left) if self._loss is None else self._loss
+    def _check_unbroken(self) -> None:
+        if self.broken:
+            left = f"process {self.index} has left the other processes already"
+            raise ProcessError(left) if self._loss is None else self._loss
 
     def _destroy(self) -> None:
         if self._owned and dist.is_initialized():
@@ -229,14 +204,11 @@ class ProcessGroup:
                 dist.destroy_process_group()
 
 
-def reason_of(error: BaseException) -> dict[str, Any]:
-    """Return what other processes are told of an error, as JSON."""
+def _reason(error: BaseException) -> tuple[str, int]:
+    """Return what other processes are told of an error: a message and the exit status."""
     text = " ".join(str(error).split())[:500]
-    plain = isinstance(error, NPTError | StoppedError)
-    return {
-        "error": text if plain else f"{type(error).__name__}: {text}",
-        "exit_status": exit_status_of(error),
-    }
+    ours = isinstance(error, NPTError | StoppedError)
+    return text if ours else f"{type(error).__name__}: {text}", exit_status_of(error)
 
 
 def exit_status_of(error: BaseException) -> int:
@@ -246,7 +218,3 @@ def exit_status_of(error: BaseException) -> int:
     if isinstance(error, torch.OutOfMemoryError):
         return 2
     return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
-def _failed(process: int, reason: Mapping[str, Any]) -> ProcessError:
-    return ProcessError(f"process {process} failed: {reason['error']}", int(reason["exit_status"]))

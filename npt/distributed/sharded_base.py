@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
@@ -44,17 +43,10 @@ class LayerGatherer:
             pass
 
     def _round(self, needed: int) -> list[int]:
-        """Exchange which layer each process needs, gather these, and return the needs."""
+        """Exchange which layer each process needs, make it whole there, and return the needs."""
         processes = self._processes
-        everyone: list[int] = []
-
-        def ask() -> None:
-            need = torch.tensor([needed], device=processes.exchange_device)
-            answers = [torch.empty_like(need) for _ in range(processes.size)]
-            dist.all_gather(answers, need)
-            everyone.extend(int(answer) for answer in answers)
-
-        processes.collect(ask)
+        everyone = [_NONE] * processes.size
+        processes.collect(lambda: dist.all_gather_object(everyone, needed))
         for index in sorted(set(everyone) - {_NONE}):
             processes.collect(self._layers[index].unshard)
             if index != needed:

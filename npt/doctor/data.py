@@ -15,7 +15,6 @@ from npt.config import DataConfig
 from npt.console import say
 from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import Encoder, RecordCounts
-from npt.data.samples import fit
 from npt.data.source import (
     OWN_HELDOUT,
     FileError,
@@ -36,43 +35,6 @@ OPEN, CLOSE = "⟦", "⟧"
 """Brackets of masked tokens."""
 
 
-class Reading:
-    """The readable records of a data set, and its faults.
-
-    Attributes:
-        broken: the first NAMED faults, in words.
-        broken_total: the number of all.
-    """
-
-    def __init__(self, config: DataConfig):
-        self._config = config
-        self.broken: list[str] = []
-        self.broken_total = 0
-
-    def note(self, name: str, error: Exception) -> None:
-        """Count a fault of a file or data set, and name it while there is room."""
-        self.broken_total += 1
-        if len(self.broken) < NAMED:
-            words = first_line(error)
-            self.broken.append(words if isinstance(error, FileError) else f"{name}: {words}")
-
-    def __iter__(self) -> Iterator[tuple[Record, str]]:
-        """Yield records, each with the name of its file or data set."""
-        config = self._config
-        if not is_local(config.dataset_name):
-            yield from ((record, config.dataset_name) for record in open_source(config))
-            return
-        for path in local_files(config.dataset_name):
-            try:
-                for record in reader_of(path).read(path, replace(config, streaming=True)):
-                    if isinstance(record, FileError):
-                        self.note(str(path), record)
-                    else:
-                        yield record, str(path)
-            except Exception as error:  # pyarrow and datasets each raise their own
-                self.note(str(path), error)
-
-
 @dataclass
 class DataReport:
     """The figures of a data set.
@@ -80,6 +42,8 @@ class DataReport:
     Attributes:
         heldout: samples; None if the source has held-out records of its own.
         complete: False if `max_records` ended the pass.
+        broken: the first NAMED faults, in words.
+        broken_total: the number of all.
         shortest: tokens of the shortest sample.
         targets: tokens that are learnt.
         outside: ids and labels outside the vocabulary.
@@ -91,7 +55,7 @@ class DataReport:
     heldout: int | None
     complete: bool = True
     counts: RecordCounts = field(default_factory=RecordCounts)
-    broken: tuple[str, ...] = ()
+    broken: list[str] = field(default_factory=list)
     broken_total: int = 0
     shortest: int = 0
     longest: int = 0
@@ -125,6 +89,13 @@ class DataReport:
         del values["counts"]
         return values | {"problems": self.problems, "trainable": not self.problems}
 
+    def note(self, name: str, error: Exception) -> None:
+        """Count a fault of a file or data set, and name it while there is room."""
+        self.broken_total += 1
+        if len(self.broken) < NAMED:
+            words = first_line(error)
+            self.broken.append(words if isinstance(error, FileError) else f"{name}: {words}")
+
     def add(self, sample: Sample) -> None:
         """Count a sample's ids and labels."""
         ids = sample.input_ids
@@ -151,23 +122,42 @@ def examine(
     `num_samples` is not applied. DataError if nothing of it can be opened.
     """
     check_source(config)
-    name, length = config.dataset_name, config.max_length
+    name = config.dataset_name
     report = DataReport(name, vocab_size, None if name in OWN_HELDOUT else 0)
-    reading, encoder = Reading(config), Encoder(tokenizer, config)
-    records = enumerate(reading)
+    encoder, records = (
+        Encoder(tokenizer, config, report.counts),
+        enumerate(readable(config, report)),
+    )
     for number, (record, name) in islice(records, max_records):
         try:
-            encoded = encoder.encode([(number, record)], report.counts)
+            samples = encoder.samples(number, record)
         except Exception as error:  # a tokenizer or a template may raise anything
-            reading.note(name, error)
+            report.note(name, error)
             continue
-        for sample in (each for one in encoded for each in fit(one, length, report.counts)):
+        for sample in samples:
             report.add(sample)
             if len(report.shown) < SHOWN:
                 report.shown += (show(sample, tokenizer, vocab_size),)
     report.complete = next(records, None) is None
-    report.broken, report.broken_total = tuple(reading.broken), reading.broken_total
     return report
+
+
+def readable(config: DataConfig, report: DataReport) -> Iterator[tuple[Record, str]]:
+    """Yield the records of a data set that can be read, each with the name of its file or data set;
+    the report notes the others.
+    """
+    if not is_local(config.dataset_name):
+        yield from ((record, config.dataset_name) for record in open_source(config))
+        return
+    for path in local_files(config.dataset_name):
+        try:
+            for record in reader_of(path).read(path, replace(config, streaming=True)):
+                if isinstance(record, FileError):
+                    report.note(str(path), record)
+                else:
+                    yield record, str(path)
+        except Exception as error:  # pyarrow and datasets each raise their own
+            report.note(str(path), error)
 
 
 def show(sample: Sample, tokenizer: Any, vocab_size: int) -> str:

@@ -19,7 +19,7 @@ from npt.adapters.attach import attach
 from npt.base.device import wait_for
 from npt.config import TrainConfig
 from npt.data.batch import batch_from_tensors
-from npt.distill.step import add_batch, forward_backward, free_memory, student_guard
+from npt.distill.step import free_memory, student_guard, summed
 from npt.distill.strategies import drive
 from npt.doctor.plan import Workload
 from npt.errors import is_out_of_memory
@@ -77,11 +77,13 @@ def measure_window(
     shape = (config.gradient_accumulation_steps, samples, length)
     ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batches = [batch_from_tensors(rows, torch.ones_like(rows)) for rows in ids]
-    compute = partial(forward_backward, model, partial(drive, teacher=teacher), config=config)
+    strategy = partial(drive, teacher=teacher)
 
     def window() -> None:
         for batch in batches:
-            add_batch(guards[0], batch, compute, model.config.vocab_size)
+            with guards[0].micro_batch(batch.tokens, batch.sample_ids, batch) as micro:
+                sums = summed(model, strategy, batch, config)
+                micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
         guards[0].step()
 
     def first_windows() -> None:

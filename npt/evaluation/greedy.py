@@ -144,7 +144,7 @@ def compare_prompts(
     itself would not write again in the pass that compares the two (a tie, which rounding decides)
     does not count.
     """
-    check_ids(collate(prompts, pad_id=0), model, "prompts")
+    check_ids(collate(prompts), model, "prompts")
     names = [prompt.id for prompt in prompts]
     with adapter_mode(model, "teacher"):
         added = continue_greedily(

@@ -20,9 +20,9 @@ from npt.base.identity import base_hash
 from npt.base.load import load_base, load_teacher
 from npt.base.recipe import ENTRY, Recipe
 from npt.config import ATTENTIONS, NPTConfig, TrainConfig
-from npt.data.batch import ROW_TENSORS, Batch, batch_from_tensors
+from npt.data.batch import ROW_TENSORS, Batch
 from npt.distill.local import BatchSums
-from npt.distill.step import MicroBatchSplitter, forward_backward
+from npt.distill.step import MicroBatchSplitter, summed
 from npt.distill.strategies import drive
 from npt.errors import BundleError, ConfigError, ModelError
 from npt.forensics.bundle import Postmortem, StoredMicroBatch, read_postmortem, well_formed
@@ -196,8 +196,8 @@ def _check_rows(micro_batch: StoredMicroBatch) -> None:
 
 def batch_of(rows: Mapping[str, Tensor]) -> Batch:
     """Return the batch whose tensors were stored."""
-    batch = batch_from_tensors(rows["input_ids"], rows["attention_mask"])
-    return batch.with_rows(rows, batch.sample_ids)
+    tensors: dict[str, Any] = dict(rows)
+    return Batch(**tensors, sample_ids=tuple(map(str, range(len(rows["input_ids"])))))
 
 
 def replay_student(
@@ -235,6 +235,6 @@ def loss_of(student: StudentPostmortem, teacher: PreTrainedModel | None = None) 
     splitter = MicroBatchSplitter(max(1, student.entry["samples_at_once"]))
 
     def loss(model: PreTrainedModel, rows: Mapping[str, Tensor]) -> BatchSums:
-        return forward_backward(model, strategy, batch_of(rows), student.config, splitter)
+        return summed(model, strategy, batch_of(rows), student.config, splitter)
 
     return loss

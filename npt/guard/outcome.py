@@ -130,7 +130,7 @@ class RunCounts:
         longest = 0
         if outcome.refused:  # the same on all processes, whose numbers of micro-batches may differ
             refused = [r.micro_batch for r in outcome.refused]
-            order = [*chain(*processes.gather_json(outcome.places)), *refused]
+            order = [*chain(*processes.gather(outcome.places)), *refused]
             # of a window that was refused as a whole no survivor ends a run of refusals
             for index in sorted(order) if outcome.applied else refused:
                 self.in_a_row = self.in_a_row + 1 if index in refused else 0

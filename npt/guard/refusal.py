@@ -97,7 +97,7 @@ def check_alike(
 
 def gathered(records: Iterable[Any], kind: type[R], processes: ProcessGroup) -> list[R]:
     """Return the records of all processes, those of each in their order; all must call it."""
-    entries = chain(*processes.gather_json([asdict(record) for record in records]))
+    entries = chain(*processes.gather([asdict(record) for record in records]))
     return [
         kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
         for entry in entries

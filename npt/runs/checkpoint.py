@@ -26,15 +26,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_parameters
-from npt.adapters.files.adapter_files import (
-    base_mismatch,
-    check_savable,
-    read_adapter,
-    write_adapter,
-)
+from npt.adapters.files.adapter_files import check_savable, read_adapter, write_adapter
 from npt.adapters.files.run_layout import ADAPTER, checkpoints
 from npt.base.identity import BaseIdentity
-from npt.data.loader import Position
+from npt.data.samples import Position
 from npt.errors import CheckpointError, first_line
 from npt.files import new_folder, write_json
 from npt.guard.outcome import Snapshot
@@ -136,23 +131,14 @@ class Checkpoint:
 
         return Fidelity.from_dict(self.record["initial"])
 
-    def base_mismatch(self, base: BaseIdentity) -> str | None:
-        """Return how the checkpoint's base differs from this one, or None."""
-        return base_mismatch(self.folder / ADAPTER, base)
-
-    def state(
-        self, model: PreTrainedModel, base: BaseIdentity, *, check_base: bool = True
-    ) -> State:
+    def state(self, model: PreTrainedModel, base: BaseIdentity) -> State:
         """Return everything that is restored, checked; the model is not changed.
 
         The model has adapters of the checkpoint's form. CheckpointError if the state does not fit,
-        AdapterFileError if the adapter does not or, unless `check_base` is False, the base is
-        another one.
+        AdapterFileError if the adapter does not, or the base is another one.
         """
         path = self.folder / TENSORS
-        _, adapters = read_adapter(
-            model, self.folder / ADAPTER, base=base if check_base else None, check_base=check_base
-        )
+        _, adapters = read_adapter(model, self.folder / ADAPTER, base=base)
         shapes: dict[str, tuple[int, ...]] = {
             f"optimizer.{name}.{key}": () if key == "step" else tuple(tensor.shape)
             for name, tensor in adapters.items()
@@ -278,8 +264,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
     checkpoint = Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
     try:
-        if checkpoint.position.as_dict() != record["position"]:
-            raise ValueError("the position has unknown entries")
+        known, position = checkpoint.position.as_dict(), record["position"]
+        if known != position:
+            raise ValueError(f"unknown entries of the position {sorted(position.keys() - known)}")
         figures = checkpoint.initial
         models = (figures.teacher, figures.floor, figures.student)
         numbers = [*(model.as_dict() for model in models), *figures.layers.values()]

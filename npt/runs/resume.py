@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
+from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.config import DataConfig, NPTConfig, flag_of
 from npt.data.source import Record, is_sequence
+from npt.distributed.processes import ProcessGroup
 from npt.errors import CheckpointError, ConfigError
 from npt.manifest import MANIFEST
 from npt.runs.checkpoint import Checkpoint, newest_good, read_checkpoint
-from npt.runs.run_folder import check_free, is_run, tidy
+from npt.runs.run_folder import check_free, default_folder, is_run, tidy
 from npt.stored import shown
 
 AUTO = "auto"
@@ -40,40 +41,65 @@ _OF_ONE_START = ("resume", "output_dir")
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """The checkpoint that a run resumes from; finding it has changed nothing.
+class Origin:
+    """The folder and step at which a run begins; finding them has changed nothing.
 
     Attributes:
-        checkpoint: None if a run starts anew.
-        goes_on: `folder` is the checkpoint's own, not a new one.
+        folder: of the run.
+        checkpoint: that it continues from; None at step 0.
+        goes_on: `folder` is that of the run that is resumed, not a new one.
         broken: newer checkpoints that do not verify, and why.
-        seen: names of all checkpoints.
     """
 
     folder: Path
-    checkpoint: Checkpoint | None
-    goes_on: bool
+    checkpoint: Checkpoint | None = None
+    goes_on: bool = False
     broken: Mapping[Path, str] = field(default_factory=dict)
-    seen: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
+        """The steps that the resumed run has made."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
+    @property
+    def resume_at(self) -> int | None:
+        """The step at which a run continues in its own folder; None in a new one."""
+        return self.step if self.goes_on else None
 
-def find_resumed(resume: str, output_dir: str | None) -> Resumed:
-    """Return the checkpoint that `--resume` means: `auto` (the newest good one below `output_dir`),
-    a run folder or a checkpoint. ConfigError or CheckpointError if there is none to resume."""
+
+def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGroup) -> Origin:
+    """Return where a run begins: in a new folder, or at the checkpoint that `--resume` means:
+    `auto` (the newest good one below `output_dir`), a run folder or a checkpoint.
+
+    The main process looks, the others read what it found. ConfigError or CheckpointError if the
+    folder cannot be used or there is nothing to resume.
+    """
+    looked: list[Origin] = []
+
+    def look() -> tuple[str, str | None, bool]:
+        if resume is None:
+            folder = Path(output_dir) if output_dir else default_folder()
+            check_free(folder)
+            origin = Origin(folder)
+        else:
+            origin = _resumed(resume, None if output_dir is None else Path(output_dir))
+        looked.append(origin)
+        path = None if origin.checkpoint is None else str(origin.checkpoint.folder)
+        return str(origin.folder), path, origin.goes_on
+
     try:
-        return _find(resume, None if output_dir is None else Path(output_dir))
+        folder, path, goes_on = processes.first(look)
     except OSError as error:
         raise CheckpointError(
             f"--resume {resume}: {error.filename or 'it'} cannot be read: {error.strerror}; check"
             " its rights"
         ) from error
+    if looked:
+        return looked[0]
+    return Origin(Path(folder), None if path is None else read_checkpoint(Path(path)), goes_on)
 
 
-def _find(resume: str, to: Path | None) -> Resumed:
+def _resumed(resume: str, to: Path | None) -> Origin:
     path, checkpoint = Path(resume).expanduser(), None
     if resume == AUTO:
         if to is None:
@@ -82,7 +108,7 @@ def _find(resume: str, to: Path | None) -> Resumed:
             )
         if not to.is_dir() or not any(to.iterdir()):
             check_free(to)
-            return Resumed(to, None, goes_on=True)
+            return Origin(to, goes_on=True)
         if not is_run(to):
             raise ConfigError(
                 f"--output_dir {to} holds something other than a run; choose another folder"
@@ -109,18 +135,15 @@ def _find(resume: str, to: Path | None) -> Resumed:
         tidy(folder)
     else:
         check_free(folder)
-    broken: dict[Path, str] = {}
     if checkpoint is not None or run is None:
-        chosen: Checkpoint | None = read_checkpoint(path)
-    else:
-        chosen, broken = newest_good(run / CHECKPOINTS)
-        if chosen is None and (broken or resume != AUTO):
-            faults = "; ".join(broken.values()) or "there is none"
-            raise CheckpointError(
-                f"no checkpoint below {run} verifies: {faults}; start anew in another folder"
-            )
-    seen = [path.name for path in checkpoints(folder / CHECKPOINTS)] if goes_on else []
-    return Resumed(folder, chosen, goes_on, broken, tuple(seen))
+        return Origin(folder, read_checkpoint(path), goes_on)
+    chosen, broken = newest_good(run / CHECKPOINTS)
+    if chosen is None and (broken or resume != AUTO):
+        faults = "; ".join(broken.values()) or "there is none"
+        raise CheckpointError(
+            f"no checkpoint below {run} verifies: {faults}; start anew in another folder"
+        )
+    return Origin(folder, chosen, goes_on, broken)
 
 
 def changed_settings(

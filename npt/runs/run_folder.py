@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,17 @@ class RunFolder:
             return checkpoint
         return aside
 
+    def set_aside_after(
+        self, step: int, broken: Mapping[Path, str], warn: Callable[[str], None]
+    ) -> None:
+        """Set aside checkpoints that do not verify, and those of later steps."""
+        for path, problem in broken.items():
+            warn(f"{problem}; set aside as {self.set_aside(path, BROKEN).name}")
+        for path in self.checkpoints():
+            if int(path.name.removeprefix("step-")) > step:
+                aside = self.set_aside(path, SUPERSEDED).name
+                warn(f"the run continues from step {step}; {path.name} is set aside as {aside}")
+
     def discard(self) -> None:
         """Close, and remove a folder that was made for a run that never started."""
         self.close()
@@ -203,16 +214,12 @@ def _cut_log(path: Path, last_step: int | None) -> None:
         return
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        with contextlib.suppress(ValueError, RecursionError):
-            values = json.loads(line)
-            if isinstance(values, dict) and (last_step is None or _step_of(values) <= last_step):
+        # a line that is no record of a step is not one of ours
+        with contextlib.suppress(AttributeError, RecursionError, TypeError, ValueError):
+            step = json.loads(line).get("step", 0)
+            if last_step is None or step <= last_step:
                 lines.append(line + "\n")
     write_text(path, "".join(lines))
-
-
-def _step_of(values: dict[str, Any]) -> float:
-    step = values.get("step", 0)
-    return step if isinstance(step, int | float) else 0
 
 
 def default_folder() -> Path:

@@ -107,11 +107,6 @@ class Trackers:
         self.close(0 if error is None else getattr(error, "exit_status", 1))
 
     @property
-    def active(self) -> bool:
-        """True while any tracker is open."""
-        return bool(self._trackers)
-
-    @property
     def run_id(self) -> str | None:
         """The run's id in Weights & Biases."""
         return self._trackers["wandb"].tracker.id if "wandb" in self._trackers else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,42 +14,35 @@ from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
-from npt.base.recipe import Recipe
+from npt.data.batch import Batch
 from npt.data.encoding import lost
-from npt.data.loader import Position
-from npt.errors import (
-    CheckpointError,
-    ConfigError,
-    ProcessError,
-    StoppedError,
-    TooManyRefusalsError,
-)
+from npt.data.samples import Position
+from npt.errors import CheckpointError, ProcessError, TooManyRefusalsError
 from npt.files import write_text
+from npt.guard.forensics import KEPT
+from npt.guard.guard import Guard
+from npt.guard.outcome import Outcome
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
-from npt.runs.resume import Resumed, plain_settings
-from npt.runs.run_folder import BROKEN, EVENTS, METRICS, REPORT, RUN, SUPERSEDED, RunFolder
+from npt.runs.run_folder import EVENTS, METRICS, REPORT, RUN, RunFolder
 from npt.stored import read_json
-from npt.train.run_data import RunData
-from npt.train.run_setup import RunSetup
-from npt.versions import versions
+from npt.train.data import RunData
+from npt.train.setup import RunSetup
 
 if TYPE_CHECKING:
-    from npt.calibration.report import Calibration
     from npt.evaluation.evaluate import Fidelity
     from npt.evaluation.metrics import Figures
+    from npt.recorder.recording import Recording
     from npt.report.run import RunRecord
     from npt.runs.trackers import Trackers
     from npt.train.loop import Loop
 
-DESCRIBED = ("base_hash", "precision", "versions", "device", "processes", "trainable_parameters")
-"""Entries of `run.json` that trackers are told, besides the settings."""
 
-
+@dataclass(eq=False)
 class Run:
     """A run: its folder, and the trackers that are told the same.
 
-    Args:
+    Attributes:
         setup: of the run.
         data: of the run.
         folder: that it writes.
@@ -58,129 +51,108 @@ class Run:
         base: the identity of the student's base.
         measure: evaluates the student as it is.
         initial: figures of the student before training.
-
-    Attributes:
-        total_steps: of the run, None if unknown.
+        recording: of the steps of `--trace_steps`, on the main process.
         diverged: why the student is worse than having no adapters, by the last evaluation.
     """
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        data: RunData,
-        folder: RunFolder,
-        trackers: Trackers,
-        record: Mapping[str, Any],
-        base: BaseIdentity,
-        measure: Callable[[], Fidelity],
-        initial: Fidelity,
-    ):
-        self.setup, self.folder, self.trackers, self.record = setup, folder, trackers, record
-        self._data, self._base, self._measure, self._initial = data, base, measure, initial
-        self.total_steps = data.total_steps
-        self.diverged: tuple[str, ...] = ()
-        self._warned = False
-
-    def say(self, message: str) -> None:
-        self.setup.say(message)
+    setup: RunSetup
+    data: RunData
+    folder: RunFolder
+    trackers: Trackers
+    record: dict[str, Any]
+    base: BaseIdentity
+    measure: Callable[[], Fidelity]
+    initial: Fidelity
+    recording: Recording | None = None
+    diverged: tuple[str, ...] = ()
+    _warned: bool = False
 
     def warn(self, message: str) -> None:
         """Print a warning and keep it as an event."""
-        self.say(f"warning: {message}")
+        self.setup.say(f"warning: {message}")
         self.folder.event("warning", message=message)
 
     def begin(self) -> None:
-        """Write `run.json`, before anything else is done."""
-        setup, folder, warn = self.setup, self.folder, self.warn
+        """Write `run.json` and the first events, and warn of what will not be as asked for."""
+        setup, folder, origin = self.setup, self.folder, self.setup.origin
         record = {**self.record, "wandb_run": self.trackers.run_id}
-        if setup.resumed is not None:
-            set_aside_unused(setup.resumed, folder, warn)
-        if setup.resume_at is not None:
-            from npt.runs.trackers import known_run
-
-            record["wandb_run"] = self.trackers.run_id or known_run(folder.path)
-            if setup.checkpoint is not None:
-                with contextlib.suppress(CheckpointError):
-                    earlier = read_json(folder.path / RUN, CheckpointError)
-                    record["calibration"] = earlier.get("calibration")  # of the start that it had
-                    record["other_base"] = record["other_base"] or earlier.get("other_base")
+        if not origin.goes_on:
+            for problem in origin.broken.values():
+                self.warn(problem)
+        else:
+            folder.set_aside_after(origin.step, origin.broken, self.warn)
+            with contextlib.suppress(CheckpointError):
+                earlier = read_json(folder.path / RUN, CheckpointError)
+                record["wandb_run"] = record["wandb_run"] or earlier.get("wandb_run")
+                if origin.checkpoint is not None:  # its start is the one that it had
+                    record["calibration"] = earlier.get("calibration")
         try:
             folder.write(RUN, record)
             setup.stop.check()
-        except (OSError, StoppedError) as error:
+        except BaseException:
             folder.discard()
-            if isinstance(error, StoppedError):
-                raise
-            raise ConfigError(
-                f"--output_dir {folder.path} cannot be written: {error.strerror}; choose another"
-                " folder"
-            ) from error
-        recipe = Recipe.of(setup.model)
-        self._facts = {
-            **plain_settings(record["settings"]),
-            **{name: record[name] for name in DESCRIBED},
-            "base_loading": None if recipe is None else asdict(recipe),
-            "converted_layers": record["layers"],
-            "folder": str(folder.path),
-        }
-        self.trackers.warn = warn
-        self.trackers.describe(self._facts)
-        initial = self._initial
+            raise
+        self.trackers.warn = self.warn
+        self.trackers.describe({**record, **record["settings"]})
+        initial = self.initial
         measured = {"floor": initial.floor, "teacher": initial.teacher, "initial": initial.aim}
-        self.trackers.log(_by_name(measured), setup.first_step)
+        self.trackers.log(_by_name(measured), origin.step)
+        device, size = str(setup.device), setup.processes.size
+        folder.event("start", device=device, total_steps=self.data.total_steps, processes=size)
+        if origin.checkpoint is None and record["calibration"] is not None:
+            passed_over = self.data.start.begun
+            folder.event("calibration", **record["calibration"], passed_over=passed_over)
+        if setup.config.resume is not None:
+            self._report_resumed()
+        self._warn_of_settings()
+        setup.say(f"run folder {folder.path}")
+        if setup.processes.main and setup.config.trace_steps is not None:
+            from npt.recorder.recording import Recording
 
-    def report_start(self, calibration: Calibration | None) -> None:
-        """Write the first events, and warn of settings that will have no effect."""
-        setup, folder, warn = self.setup, self.folder, self.warn
-        config, total, size = setup.config, self.total_steps, setup.processes.size
-        folder.event("start", device=str(setup.device), total_steps=total, processes=size)
-        if calibration is not None:
-            begun = self._data.start.begun
-            folder.event("calibration", **calibration.as_dict(), passed_over=begun)
-        if setup.resumed is not None:
-            self._report_resumed(setup.resumed)
+            self.recording = Recording(folder.path / "trace", setup.config.trace_steps, setup.say)
+            setup.say(str(self.recording))
+
+    def _report_resumed(self) -> None:
+        say, origin, path = self.setup.say, self.setup.origin, None
+        if origin.checkpoint is None:
+            say(f"no checkpoint below {origin.folder}; the run starts at step 1")
+        else:
+            path = str(origin.checkpoint.folder)
+            say(f"continuing from {path} at step {origin.step}")
+        changed = {name: list(values) for name, values in self.setup.changed.items()}
+        self.folder.event("resume", step=origin.step, checkpoint=path, changed=changed)
+        for name, (old, new) in changed.items():
+            say(f"changed since: {name} was {old}, is {new}")
+
+    def _warn_of_settings(self) -> None:
+        setup, config, total = self.setup, self.setup.config, self.data.total_steps
         if not setup.deterministic:
-            warn(
+            self.warn(
                 f"the backward of {attention_name(setup.model)} attention, as this base was loaded,"
                 " may sum in another order each time: a run that is resumed will not equal this"
                 " one bit for bit; npt.load_base in fp32 with --attn_implementation sdpa or eager"
                 " does, and so does --strategy local"
             )
         if total is None and config.scheduler_type != "constant":
-            warn(
+            self.warn(
                 "the length of the stream is unknown, so the learning rate stays constant after"
                 f" warm-up; --max_steps gives it its {config.scheduler_type} end"
             )
         if total is not None and config.warmup_steps > total:
-            warn(
+            self.warn(
                 f"--warmup_steps is {config.warmup_steps}, but the run has {total} steps: the"
                 " learning rate will not reach --learning_rate"
             )
-        setup.say(f"run folder {folder.path}")
-
-    def _report_resumed(self, resumed: Resumed) -> None:
-        say, checkpoint, path = self.setup.say, resumed.checkpoint, None
-        if checkpoint is None:
-            say(f"no checkpoint below {resumed.folder}; the run starts at step 1")
-        else:
-            path = str(checkpoint.folder)
-            say(f"continuing from {path} at step {checkpoint.step}")
-            if (other_base := self.record["other_base"]) is not None:
-                self.warn(f"--any_base: {path} was trained on another base: {other_base}")
-        changed = {name: list(values) for name, values in self.setup.changed.items()}
-        self.folder.event("resume", step=resumed.step, checkpoint=path, changed=changed)
-        for name, (old, new) in changed.items():
-            say(f"changed since: {name} was {old}, is {new}")
 
     def evaluate(self, step: int) -> Fidelity:
         """Evaluate the student during the run, and report its figures."""
-        fidelity = self._measure()
+        fidelity = self.measure()
         student, aim = fidelity.student.as_dict(), fidelity.aim
         against = {"unquantized": aim.as_dict()} if fidelity.attribution else {}
         self.folder.event("evaluation", step=step, student=student, **against)
         logged = {f"eval/{key}": value for key, value in student.items()}
-        for key, value in against.get("unquantized", {}).items():
-            logged[f"eval/unquantized_{key}"] = value
+        for name, figures in against.items():
+            logged |= {f"eval/{name}_{key}": value for key, value in figures.items()}
         self.trackers.log(logged, step)
         ratio = f"held-out perplexity ratio {aim.perplexity_ratio:.4f}"
         self.setup.say(f"step {step}: {ratio}, KL {aim.kl:.4f}")
@@ -199,83 +171,68 @@ class Run:
         self.diverged = (cause,) if worse else ()
         if worse and not self._warned:
             self._warned = True
+            self.trackers.alert("npt: the run has diverged", cause)
             advice = "a smaller --learning_rate or a longer --warmup_steps helps as a rule"
             self.warn(f"step {step}: the run has diverged: {cause}; {advice}")
-            self.trackers.alert("npt: the run has diverged", cause)
 
-    def save(self, loop: Loop, last: bool = False) -> bool:
+    def save(self, guard: Guard, state: Mapping[str, Any], last: bool = False) -> bool:
         """Write a checkpoint of all processes' state.
 
         ProcessError if another process is lost, or holds other adapters or moments.
 
         Args:
-            loop: to be saved.
+            guard: of the student.
+            state: of the loop.
             last: the run is over, so nothing would be written later.
 
         Returns:
             False if it could not be written, an older one exists, and the run continues; else that
             is a CheckpointError.
         """
-        model, processes, splitter = self.setup.model, self.setup.processes, self.setup.splitter
+        model, processes = self.setup.model, self.setup.processes
         audit_precision(model, policy_dtype(model))
-        shrunk_to = [splitter.shrunk_to]
+        shrunk_to = [self.setup.splitter.shrunk_to]
         if processes.broken:  # the others are gone
-            return processes.main and self._write(loop, shrunk_to, last)
+            return processes.main and self._write(guard, state, shrunk_to, last)
         if processes.size > 1:
-            self._compare_processes(loop)
-            shrunk_to = processes.gather_json(splitter.shrunk_to)
-        return processes.first(lambda: self._write(loop, shrunk_to, last))
-
-    def save_best(self, loop: Loop, fidelity: Fidelity) -> None:
-        """Keep the adapters as the best so far; if that fails, say so."""
-        figures = {"step": loop.steps, **fidelity.as_dict()}
-        try:
-            self.folder.save_best(self.setup.model, self._base, figures)
-        except (OSError, SafetensorError) as error:
-            self._failed("save_failed", loop, error, f"best: {error}")
-            self.setup.say(
-                f"WARNING: the best adapters could not be kept at step {loop.steps}: {error}"
-            )
-
-    def _compare_processes(self, loop: Loop) -> None:
-        """Refuse to save if processes hold different adapters or moments."""
-        processes = self.setup.processes
-        first, *others = processes.gather_json(loop.guard.update.checksum())
-        for process, checksum in enumerate(others, start=1):
-            if checksum != first:
-                raise processes.everywhere(
-                    ProcessError(
-                        f"process {process} holds other adapters or moments than process 0 at step"
-                        f" {loop.steps} (checksums {checksum} and {first}); nothing was saved: look"
-                        " at the hardware of these processes, then continue with --resume auto"
+            shrunk_to = processes.gather(*shrunk_to)
+            first, *others = processes.gather(guard.update.checksum())
+            for process, checksum in enumerate(others, start=1):
+                if checksum != first:
+                    raise processes.everywhere(
+                        ProcessError(
+                            f"process {process} holds other adapters or moments than process 0 at"
+                            f" step {state['step']} (checksums {checksum} and {first}); nothing was"
+                            " saved: look at the hardware of these processes, then continue with"
+                            " --resume auto"
+                        )
                     )
-                )
+        return processes.first(lambda: self._write(guard, state, shrunk_to, last))
 
-    def _write(self, loop: Loop, shrunk_to: list[int | None], last: bool) -> bool:
-        setup, folder, step = self.setup, self.folder, loop.steps
+    def _write(
+        self, guard: Guard, state: Mapping[str, Any], shrunk_to: list[int | None], last: bool
+    ) -> bool:
+        setup, folder, step = self.setup, self.folder, state["step"]
         record = {
-            **loop.state(),
+            **state,
+            **{name: self.record[name] for name in ("settings", "date", "base_hash", "versions")},
             "samples_at_once": shrunk_to,
-            "counted_from": self._data.counted_from,
-            "settings": plain_settings(setup.all_settings()),
-            "data": self._data.identity,
-            "date": setup.date,
-            "initial": self._initial.as_dict(),
-            "base_hash": self._base.strict,
-            "versions": versions(),
+            "counted_from": self.data.counted_from,
+            "data": self.data.identity,
+            "initial": self.initial.as_dict(),
         }
 
         def write(path: Path) -> None:
             # micro-batches are seeded one by one; all other draws agree across processes
             states = {0: random_state()}
-            write_checkpoint(path, setup.model, loop.guard.window, record, self._base, states)
+            write_checkpoint(path, setup.model, guard.window, record, self.base, states)
 
         try:
             path = folder.save_checkpoint(step, write, setup.config.save_total_limit)
         except (OSError, SafetensorError, CheckpointError) as error:
             older = folder.checkpoints()
             good = f"the last good one is {older[-1]}" if older else "there is no other"
-            self._failed("save_failed", loop, error, f"{error}; {good}")
+            self._failed("save_failed", step, error, f"{error}; {good}")
             if older and not last:
                 message = f"no checkpoint at step {step}: {error}; {good}, training continues"
                 setup.say(f"WARNING: {message}")
@@ -287,9 +244,64 @@ class Run:
         folder.event("save", step=step, folder=str(path.relative_to(folder.path)))
         return True
 
-    def _failed(self, event: str, loop: Loop, error: BaseException, message: str) -> None:
-        kind = type(error).__name__
-        self.folder.event(event, step=loop.steps, error=kind, message=message[:500])
+    def save_best(self, step: int, fidelity: Fidelity) -> None:
+        """Keep the adapters as the best so far; if that fails, say so."""
+        with self._written("the best adapters", "training continues"):
+            figures = {"step": step, **fidelity.as_dict()}
+            self.folder.save_best(self.setup.model, self.base, figures)
+
+    def _failed(self, event: str, step: int, error: BaseException, message: str) -> None:
+        self.folder.event(event, step=step, error=type(error).__name__, message=message[:500])
+
+    def give_up(
+        self, guard: Guard, outcome: Outcome, reason: str, steps: int, *batches: Sequence[Batch]
+    ) -> None:
+        """Write the post-mortem and raise.
+
+        Args:
+            guard: of the student.
+            outcome: of the last window with a refusal.
+            reason: of the stop.
+            steps: applied by now.
+            batches: that window's, and those of the last one without a refusal.
+        """
+        from npt.forensics.bundle import write_postmortem  # few runs end so
+        from npt.forensics.student import stored_batches, student_entry
+
+        setup, path, record = self.setup, self.folder.path, self.record
+        seed, (refused, accepted) = setup.config.seed, batches
+
+        def write() -> dict[str, Any]:
+            try:
+                settings = {**record["settings"], **asdict(setup.config)}
+                bundle = write_postmortem(
+                    path / "postmortem",
+                    guard,
+                    outcome,
+                    reason,
+                    steps if outcome.snapshot is None else outcome.steps - outcome.applied,
+                    refused=stored_batches(refused, seed, outcome.refused),
+                    accepted=stored_batches(accepted[:KEPT], seed),
+                    student=student_entry(
+                        setup.model, settings, record["base_hash"], setup.splitter.samples
+                    ),
+                )
+            except Exception as error:  # the run reports its end either way
+                return {"postmortem": None, "error": str(error)}
+            return {"postmortem": str(bundle.relative_to(path.absolute()))}
+
+        bundle = setup.processes.first(write)
+        self.folder.event("stopped", step=steps, reason=reason, **bundle)
+        ending = f", the last: {outcome.refused[-1]}" if outcome.refused else ""
+        if bundle["postmortem"] is None:
+            end = (
+                f"no post-mortem could be written below {path}: {bundle['error']}; free or choose a"
+                " disk that can be written to"
+            )
+        else:
+            end = f"look into it with: npt replay {path / bundle['postmortem']}"
+        message = f"stopped at step {steps}: {reason}{ending}; {end}"
+        raise setup.processes.everywhere(TooManyRefusalsError(message))
 
     def rescue(self, loop: Loop, error: BaseException) -> None:
         """Save the steps before an error that ended the loop; a second signal does not wait."""
@@ -297,7 +309,7 @@ class Run:
         if isinstance(error, KeyboardInterrupt) and self.setup.stop.number is not None:
             return
         if not isinstance(error, TooManyRefusalsError):
-            self._failed("error", loop, error, str(error))
+            self._failed("error", loop.steps, error, str(error))
         # the others are elsewhere: leave out whatever would wait for them
         if not processes.met_by_all(error):
             processes.leave()
@@ -306,17 +318,17 @@ class Run:
             if processes.broken and loop.guard.window.applied_steps != loop.steps:
                 return  # the weights are of a step whose result the others did not tell
             if loop.steps and loop.unsaved:
-                self.save(loop, last=True)
+                loop.save(last=True)
         except Exception as second:  # the first error is the one to be seen
-            self._failed("error", loop, second, f"not saved: {second}")
+            self._failed("error", loop.steps, second, f"not saved: {second}")
 
     def finish(self, loop: Loop, fidelity: Fidelity, seconds: float) -> None:
         """Write the figures and the final adapter of a run that came to its end."""
         folder, config, figures = self.folder, self.setup.config, fidelity.as_dict()
         with self._written("fidelity.json", "npt evaluate measures the adapter again"):
-            folder.write("fidelity.json", {**figures, "heldout": self._data.heldout})
+            folder.write("fidelity.json", {**figures, "heldout": self.data.heldout})
         with self._written("the final adapter", f"its numbers are in {CHECKPOINTS}"):
-            folder.save_final(self.setup.model, self._base, figures)
+            folder.save_final(self.setup.model, self.base, figures)
         if config.eval_steps:
             loop.keep_if_best(fidelity)
         measured = {"eval": fidelity.student, "final": fidelity.aim}
@@ -332,55 +344,50 @@ class Run:
             "done",
             steps=loop.steps,
             tokens=loop.tokens,
-            refused=loop.refusals.total,
-            refused_by_kind=dict(loop.refusals.by_kind),
+            refused=loop.refused.total(),
+            refused_by_kind=dict(loop.refused),
             diverged=list(self.diverged),
             seconds=round(seconds, 3),
         )
 
     def report_data(self, position: Position) -> None:
         """Report which records were cut, left out or not used, at the run's end."""
-        data = self._data
-        read = [(data.loader.samples, position.epoch)]
+        data = self.data
+        read = [(data.loader.samples, position.place.epoch)]
         if data.loader.replay is not None:
-            read.append((data.loader.replay, position.replay_epoch))
+            read.append((data.loader.replay, position.replay.epoch))
         for source, (samples, begun_again) in zip(data.sources, read, strict=True):
             counts, label = samples.counts, source.label
-            share = {"share": source.share} if len(data.sources) > 1 else {}
-            self.folder.event(
-                "data", source=label, **share, begun_again=begun_again, **counts.as_dict()
-            )
+            told = {"source": label, "share": source.share, "begun_again": begun_again}
+            self.folder.event("data", **told, **counts.as_dict())
             if left_out := lost(counts):
                 self.warn(f"{label}: of {counts.records:,} records read, {left_out}")
             if begun_again and self.setup.config.max_steps is not None:
-                self.say(f"{label}: came to its end and was begun again {begun_again} times")
+                self.setup.say(f"{label}: came to its end and was begun again {begun_again} times")
 
-    def close(self, status: int | None, report: bool) -> None:
-        """Write `report.html`, and close the trackers; neither changes how the run ended.
+    @contextlib.contextmanager
+    def reported(self, report: bool) -> Iterator[None]:
+        """Write `report.html` at the end, if asked for and unless a second signal interrupts."""
+        try:
+            yield
+        except Exception as error:
+            self.trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
+            self._close(report)
+            raise
+        self._close(report)
 
-        Args:
-            status: of the run; None if a second signal interrupted it, which waits for no report.
-            report: write one.
-        """
+    def _close(self, report: bool) -> None:
         path = self.folder.path
-        if report and status is not None and self.setup.processes.main:
+        if self.recording is not None:
+            self.recording.draw()
+        if report and self.setup.processes.main:
             with self._written(REPORT):
                 write_report(path)
+        self.setup.stop.at_once = True  # an upload may wait for a network
+        with self._written("what Weights & Biases was to be sent"):
+            self.trackers.files(self.record)
         if lost := self.folder.lines_lost:
             self.warn(f"{lost} lines of {METRICS} and {EVENTS} could not be written below {path}")
-        if not self.trackers.active:
-            return
-        self.setup.stop.at_once = True  # trackers may wait for a network
-        try:
-            self.trackers.files(self._facts)
-            self.trackers.close(1 if status is None else status)
-        except StoppedError as signal:
-            self.warn(
-                f"signal {signal.exit_status - 128} ended the wait for trackers, which may lack the"
-                " end of this run"
-            )
-        finally:
-            self.setup.stop.at_once = False
 
     @contextlib.contextmanager
     def _written(self, name: str, remedy: str = "") -> Iterator[None]:
@@ -405,29 +412,6 @@ def write_report(folder: Path, output: Path | None = None) -> RunRecord:
     output = folder / REPORT if output is None else output
     write_text(output, page(record, output))
     return record
-
-
-def set_aside_unused(resumed: Resumed, folder: RunFolder, warn: Callable[[str], None]) -> None:
-    """Set aside checkpoints that do not verify, and those after the one that is resumed.
-
-    ConfigError if there are others than when the checkpoint was chosen.
-    """
-    if not resumed.goes_on:
-        for problem in resumed.broken.values():
-            warn(problem)
-        return
-    if tuple(path.name for path in folder.checkpoints()) != resumed.seen:
-        raise ConfigError(
-            f"another process has written to {folder.path} since its checkpoints were read;"
-            " start again"
-        )
-    for path, problem in resumed.broken.items():
-        warn(f"{problem}; set aside as {folder.set_aside(path, BROKEN).name}")
-    for path in folder.checkpoints():
-        step = int(path.name.removeprefix("step-"))
-        if resumed.checkpoint is not None and step > resumed.step:
-            aside = folder.set_aside(path, SUPERSEDED).name
-            warn(f"the run continues from step {resumed.step}; {path.name} is set aside as {aside}")
 
 
 def _by_name(measured: Mapping[str, Figures]) -> dict[str, float]:

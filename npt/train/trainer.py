@@ -21,7 +21,7 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.encoding import no_sample
 from npt.data.source import Record
-from npt.distill.step import MicroBatchSplitter, check_unfrozen, student_guard
+from npt.distill.step import check_unfrozen, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes, processes_of
 from npt.distributed.processes import ProcessGroup
@@ -31,11 +31,11 @@ from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
 from npt.tracer.watchdogs import base_fault, require, tensor_fault
+from npt.train.data import RunData
 from npt.train.loop import Loop
-from npt.train.preparation import calibrated, evaluator, fitting, run_record, smoke_test
 from npt.train.run import Run
-from npt.train.run_data import RunData
-from npt.train.run_setup import RunSetup, check_trainable, checked
+from npt.train.setup import check_trainable, make_setup
+from npt.train.start import calibrated, evaluator, run_record, smoke_test
 
 if TYPE_CHECKING:
     from npt.calibration.report import Calibration
@@ -66,11 +66,6 @@ class TrainResult:
     signal: int | None = None
 
     @property
-    def refused_share(self) -> float:
-        """Refusals per micro-batch that was tried."""
-        return self.refused / max(1, self.micro_batches)
-
-    @property
     def exit_status(self) -> int:
         """0, or 128 plus the number of the signal."""
         return 0 if self.signal is None else 128 + self.signal
@@ -94,15 +89,10 @@ class Trainer:
             own base.
         eval_data: held-out records. Default: the built-in text's own held-out files if `data` is
             None and names it, else one sample in twenty of `data`, which training then leaves out.
-        replay_data: records mixed in against forgetting, `replay_ratio` of all samples, over and
-            over. They may be of another form than `data`. Default: the data set that `data_config`
-            names, if any.
         settings: further settings to record in `run.json`.
         console: where to report; default standard output.
         processes: the processes that train together; default those that a launcher started with
             this one, or this one alone.
-        any_base: resume a checkpoint of another base too, if its shapes fit; a warning and
-            `run.json` say in what the two differ.
         report: write `report.html`.
 
     Raises:
@@ -120,49 +110,27 @@ class Trainer:
         data_config: DataConfig | None = None,
         teacher: PreTrainedModel | None = None,
         eval_data: Iterable[Record] | None = None,
-        replay_data: Iterable[Record] | None = None,
         settings: Mapping[str, Any] | None = None,
         console: Console | None = None,
         processes: ProcessGroup | None = None,
-        any_base: bool = False,
         report: bool = True,
     ):
         config, data_config = config or TrainConfig(), data_config or DataConfig()
-        self.report, self._any_base = report, any_base
         processes = processes_of(model) or processes or join_processes()
         with processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
-            setup = RunSetup(
-                model,
-                tokenizer,
-                teacher,
-                config,
-                data_config,
-                processes,
-                (console or make_console()) if processes.main else silent_console(),
-                MicroBatchSplitter(config.batch_size),
-                settings or {},
-            )
-            self.setup = setup = checked(setup)
-            self.data = RunData(setup, data, eval_data, replay_data)
+            console = (console or make_console()) if processes.main else silent_console()
+            parts = (model, tokenizer, teacher, config, data_config, processes, console)
+            self.setup = make_setup(*parts, settings or {})
+            self.data = RunData(self.setup, data, eval_data)
         self.strategy: Strategy = STRATEGIES[config.strategy]
         if teacher is not None:
             self.strategy = partial(self.strategy, teacher=teacher)
-        self.evaluate = evaluator(setup, self.data)
+        self.report, self._trained = report, False
+        self.evaluate = evaluator(self.setup, self.data)
         self.calibration: Calibration | None = None
         self._state: State | None = None  # that is resumed
-        self._trained = False
-
-    @property
-    def folder_path(self) -> Path:
-        """The run's folder."""
-        return self.setup.folder
-
-    @property
-    def total_steps(self) -> int | None:
-        """Optimizer steps of the run, None if unknown."""
-        return self.data.total_steps
 
     @torch.inference_mode(False)  # whatever the caller is in
     def train(self) -> TrainResult:
@@ -188,23 +156,24 @@ class Trainer:
 
         with setup.processes.member(), setup.stop:
             base = self._checked_base()
-            self.data.agree(base)  # all have read the checkpoint, before its folder changes
+            path, resume_at = setup.origin.folder, setup.origin.resume_at
             with start_trackers(
-                setup.processes, setup.config, setup.folder, resume_at=setup.resume_at
+                setup.processes, setup.config, path, resume_at=resume_at
             ) as trackers:
-                self.initial = self._prepare(base)
+                self.initial = self._prepare()
                 record = run_record(setup, self.data, base, self.calibration)
-                record["other_base"] = None
-                if setup.checkpoint is not None and self._any_base:
-                    record["other_base"] = setup.checkpoint.base_mismatch(base)
                 setup.stop.check()
                 setup.stop.at_once = False  # from here on there is a folder to be left in order
-                folder: RunFolder = NullRunFolder(setup.folder)
+                folder: RunFolder = NullRunFolder(path)
                 if setup.processes.main:
-                    folder = RunFolder(setup.folder, resume_at=setup.resume_at)
+                    folder = RunFolder(path, resume_at=resume_at)
                 with contextlib.closing(folder):
-                    parts = (setup, self.data, folder, trackers, record)
-                    result = self._run(Run(*parts, base, self.evaluate, self.initial))
+                    parts = (setup, self.data, folder, trackers, record, base)
+                    run = Run(*parts, self.evaluate, self.initial)
+                    run.begin()
+                    with run.reported(self.report):
+                        result = self._train(run)
+                trackers.close(result.exit_status)
             # A launcher may end the other processes when the first has ended, so wait for the main
             # one to write everything.
             setup.processes.wait()
@@ -221,71 +190,56 @@ class Trainer:
         require(base_fault(setup.model))
         if setup.teacher is not None:
             require(base_fault(setup.teacher))
-        base, checkpoint = base_identity(setup.model), setup.checkpoint
-        if checkpoint is not None:
-            self._state = checkpoint.state(setup.model, base, check_base=not self._any_base)
+        base, checkpoint = base_identity(setup.model), setup.origin.checkpoint
+        self._state = None if checkpoint is None else checkpoint.state(setup.model, base)
+        data, facts = self.data, {"a base of hash": base.strict, **self.data.identity}
+        counts = {"steps": data.total_steps, "evaluation samples": len(data.eval_samples)}
+        setup.agree({**facts, **counts})  # all have read the checkpoint, before its folder changes
         return base
 
-    def _prepare(self, base: BaseIdentity) -> Fidelity:
+    def _prepare(self) -> Fidelity:
         """Make smoke test, start and first evaluation, before the run has a folder."""
-        setup, data, resumed = self.setup, self.data, self.setup.checkpoint
-        # a resumed run has passed the smoke test, and may next meet a batch that it will refuse
-        if setup.config.smoke_test and resumed is None:
-            batch = data.first_batch()
-
-            def test() -> str:
-                part = setup.splitter.parts(batch)[0]
-                return smoke_test(setup.model, part, self.strategy, setup.config)
-
-            setup.say(fitting(setup, test, setup.splitter, batch, "the smoke test"))
-        if resumed is None:
-            self.calibration = calibrated(setup, data)
-            if self.calibration is not None:
-                data.agree(base)
+        setup, data, resumed = self.setup, self.data, self.setup.origin.checkpoint
+        if resumed is not None:
+            # it has passed the smoke test, and may next meet a batch that it will refuse
+            setup.say(data.note())
+            return resumed.initial
+        if setup.config.smoke_test:
+            setup.splitter.report = partial(setup.say_lack, "the smoke test")
+            parts = (setup.model, data.first_batch(), self.strategy, setup.config)
+            setup.say(smoke_test(*parts, setup.splitter))
+        self.calibration = calibrated(setup, data)
+        if self.calibration is not None:
+            setup.agree({})
         setup.say(data.note())
-        return self.evaluate() if resumed is None else resumed.initial
+        return self.evaluate()
 
-    def _run(self, run: Run) -> TrainResult:
-        """Train, and leave the folder in order."""
-        run.begin()
-        status = None
-        try:
-            run.report_start(self.calibration)
-            result = self._train(run, self._make_loop(run))
-            status = result.exit_status
-        except Exception as error:
-            status = getattr(error, "exit_status", 1)
-            run.trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
-            raise
-        finally:
-            run.close(status, self.report)
-        return result
+    def _restore(self, loop: Loop) -> None:
+        """Put the loop in the state that is resumed, if any."""
+        state, checkpoint, splitter = self._state, self.setup.origin.checkpoint, self.setup.splitter
+        if state is None or checkpoint is None:
+            return
+        self._state = None  # a copy of everything
+        state.restore(loop.guard.window)
+        loop.load_state(checkpoint.record)
+        index = self.setup.processes.index
+        at_once = dict(enumerate(checkpoint.record.get("samples_at_once", [])))
+        if (samples := at_once.get(index)) is not None:
+            splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
+        states = state.random_states  # earlier versions wrote one for each process
+        set_random_state(states.get(index, states[0]))
 
-    def _make_loop(self, run: Run) -> Loop:
-        """Return the loop, in the state that is resumed, if any."""
-        setup, c, total = self.setup, self.setup.config, self.total_steps
-        rates = rate_table(c.learning_rate, c.scheduler_type, c.warmup_steps, total)
+    def _train(self, run: Run) -> TrainResult:
+        """Run the loop, save, and evaluate."""
+        setup, c, folder = self.setup, self.setup.config, run.folder
+        rates = rate_table(c.learning_rate, c.scheduler_type, c.warmup_steps, run.data.total_steps)
         # one process alone would wait for the others' parts of a base that they share
         traced = 0 if is_sharded(setup.model) else 1
-        guard = student_guard(setup.model, c, rates, processes=setup.processes, trace=traced)
-        loop = Loop(run, guard, self.strategy)
-        if setup.checkpoint is not None and self._state is not None:
-            self._state.restore(guard.window)
-            loop.load_state(setup.checkpoint.record, setup.resume_at is not None)
-            index, splitter = setup.processes.index, setup.splitter
-            at_once = dict(enumerate(setup.checkpoint.record.get("samples_at_once", [])))
-            if (samples := at_once.get(index)) is not None:
-                splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
-            states = self._state.random_states  # earlier versions wrote one for each process
-            set_random_state(states.get(index, states[0]))
-            self._state = None  # a copy of everything
-        return loop
-
-    def _train(self, run: Run, loop: Loop) -> TrainResult:
-        """Run the loop, save, and evaluate."""
-        setup, folder = self.setup, run.folder
-        started = time.perf_counter()
-        try:
+        # closed, it leaves the model as it was found, to be evaluated without its buffers
+        with student_guard(setup.model, c, rates, processes=setup.processes, trace=traced) as guard:
+            loop = Loop(run, guard, self.strategy)
+            self._restore(loop)
+            started = time.perf_counter()
             try:
                 with contextlib.closing(self.data.windows()) as windows:
                     loop.train(windows)
@@ -300,12 +254,8 @@ class Trainer:
             elif loop.steps == 0:
                 self._refuse_empty(loop)
             if loop.unsaved:
-                run.save(loop, last=True)
-        finally:
-            loop.guard.close()  # the model is as it was found, and evaluated without its buffers
-            if loop.recording is not None:
-                loop.recording.draw()  # pictures can wait until all is saved
-        number, fidelity = self._signal(), None
+                loop.save(last=True)
+        fidelity = None
         if number is not None:
             setup.say(
                 f"stopped by signal {number} at step {loop.steps}; the adapters are saved below"
@@ -326,9 +276,9 @@ class Trainer:
             folder=folder.path,
             steps=loop.steps,
             tokens=loop.tokens,
-            refused=loop.refusals.total,
+            refused=loop.refused.total(),
             micro_batches=loop.micro_batches,
-            refused_by_kind=dict(loop.refusals.by_kind),
+            refused_by_kind=dict(loop.refused),
             seconds=seconds,
             fidelity=fidelity,
             heldout=self.data.heldout,
@@ -343,7 +293,7 @@ class Trainer:
         error = no_sample(self.data.loader.samples.counts)
         if loop.micro_batches:
             error = DataError(
-                f"the data ended without one applied step ({loop.refusals.total} refusals, see"
+                f"the data ended without one applied step ({loop.refused.total()} refusals, see"
                 f" {folder.path / EVENTS})"
             )
         raise self.setup.processes.everywhere(error)
@@ -351,5 +301,5 @@ class Trainer:
     def _signal(self) -> int | None:
         """Return the number of a signal that came to any process; every process must ask."""
         number = self.setup.stop.number
-        numbers = [n for n in (number, *self.setup.processes.gather_json(number)) if n is not None]
+        numbers = [n for n in (number, *self.setup.processes.gather(number)) if n is not None]
         return numbers[0] if numbers else None

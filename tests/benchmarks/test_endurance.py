@@ -43,14 +43,14 @@ def test_killed_at_random_instants_a_run_loses_nothing(tmp_path: Path) -> None:
 
     def campaign() -> int:
         with (tmp_path / "figures").open("w") as out, contextlib.redirect_stdout(out):
-            flags = ["--kills", "3", "--bit_flips", "40", "--steps", "4", "--json"]
+            flags = ["--kills", "2", "--bit_flips", "20", "--steps", "3", "--json"]
             return crash.main(flags)
 
     status = with_openmp(campaign)
     figures = json.loads((tmp_path / "figures").read_text())
     assert status == 0, figures["problems"]
-    assert all(figures[name] == 3 for name in ("kills", "resumed", "bit_equal"))
-    assert figures["lost"] == 0 and figures["bit_flips"] == figures["bit_flips_found"] == 40
+    assert all(figures[name] == 2 for name in ("kills", "resumed", "bit_equal"))
+    assert figures["lost"] == 0 and figures["bit_flips"] == figures["bit_flips_found"] == 20
 
 
 def test_files_changed_at_random_are_read_or_refused_in_one_line(

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 import next_words
-import npt
-from npt.config import NPTConfig
-from npt.evaluation.harness import lm_eval
 from real_text import Document
 
 
@@ -53,15 +50,3 @@ def test_too_little_text_is_refused(tmp_path, text, capsys):
     assert next_words.main(["--text", str(text), "--out", str(out), "--items", "3000"]) != 0
     assert "--items is 3000; give it more text" in capsys.readouterr().err
     assert not out.exists()
-
-
-@pytest.mark.slow
-def test_the_harness_counts_flips_on_them(tmp_path, text, monkeypatch):
-    pytest.importorskip("lm_eval", reason="NOT TESTED: it needs the extra `eval`")
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _results: None)
-    out = tmp_path / "items"
-    assert next_words.main(["--text", str(text), "--out", str(out), "--items", "20"]) == 0
-    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
-    npt.attach(model, NPTConfig(rank=4, layers="3,5"))
-    found = lm_eval(model, tokenizer, ["next_word"], tasks_path=out)
-    assert found["student"]["next_word"]["samples"] == 20

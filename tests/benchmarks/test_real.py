@@ -13,7 +13,7 @@ import npt
 import real
 from npt.adapters.converted import npt_layers
 from npt.console import silent_console
-from npt.data.readers import is_heldout
+from npt.data.batch import is_heldout
 from npt.errors import DataError
 from real import ROWS, Bench
 from real_text import Document, divided, read_text, token_count
@@ -55,12 +55,15 @@ def bench(base, text):
 
 class TestDocuments:
     def test_the_three_parts_share_no_document(self, text):
-        parts = [{s.document for s in part} for part in (text.fitted, text.choosing, text.heldout)]
+        parts = [
+            {s.id.partition("@")[0] for s in part}
+            for part in (text.fitted, text.choosing, text.heldout)
+        ]
         assert all(len(part) >= 2 for part in parts)
         assert len(set.union(*parts)) == sum(map(len, parts)) == 24
         assert token_count(text.heldout) == 256
         for part in (text.heldout, text.choosing):  # one sample of each document
-            assert len({sample.document for sample in part}) == len(part)
+            assert len({s.id.partition("@")[0] for s in part}) == len(part)
 
     def test_a_text_that_occurs_twice_is_one_document(self, folder, base, tmp_path):
         for number in range(24):
@@ -84,8 +87,8 @@ class TestDocuments:
     def test_held_out_documents_of_a_source_are_measured_on(self, base, short_library):
         sizes = {"length": 32, "heldout_tokens": 64, "choosing_tokens": 64}
         found = read_text("builtin", base[1], 2048, **sizes)
-        assert all(is_heldout(s.document) for s in found.heldout)
-        assert not any(is_heldout(s.document) for s in (*found.fitted, *found.choosing))
+        assert all(is_heldout(s.id.partition("@")[0]) for s in found.heldout)
+        assert not any(is_heldout(s.id.partition("@")[0]) for s in (*found.fitted, *found.choosing))
 
     def test_too_little_text_is_one_line(self, base, tmp_path):
         (tmp_path / "a.txt").write_text(prose(0))
@@ -113,18 +116,21 @@ ARGUMENTS += ["--choosing_tokens", "128", "--tokens", "512", "--steps", "1"]
 
 
 class TestCommand:
-    def test_every_row_is_made_and_others_of_the_file_stay(self, folder, tmp_path, capsys):
+    def test_rows_are_made_and_others_of_the_file_stay(self, folder, base, tmp_path, capsys):
+        assert all(row.config(base[0].config) for row in ROWS.values())
         out = tmp_path / "new" / "rows.json"
         arguments = [*ARGUMENTS, "--text", str(folder), "--out", str(out), "--json"]
         assert real.main([*arguments, "--rows", "floor"]) == 0
         first = json.loads(capsys.readouterr().out)["rows"][0]
         assert first["kl_share_of_nf4"] is None
-        rest = [name for name in ROWS if name != "floor"]
-        assert real.main([*arguments, "--rows", ",".join(rest)]) == 0
+        assert real.main([*arguments, "--rows", "original,nf4,start"]) == 0
         figures = json.loads(capsys.readouterr().out)
         assert figures == json.loads(out.read_text())
         rows = {row["name"]: row for row in figures["rows"]}
-        assert tuple(rows) == tuple(ROWS) and rows["floor"]["ended"] == first["ended"]
+        assert (
+            tuple(rows) == ("nf4", "floor", "start", "original")
+            and rows["floor"]["ended"] == first["ended"]
+        )
         for name, row in rows.items():
             assert math.isfinite(row["figures"]["kl"]) and row["figures"]["tokens"] > 200, name
             share = row["figures"]["kl"] / rows["nf4"]["figures"]["kl"]

@@ -98,7 +98,7 @@ def special(short_library: None, tmp_path_factory) -> Ended:
     config.write_text("max_steps: 5\nadapter_rank: 4\nsafe_mode: true\ntargets: gate\n")
     line = (
         "--use_fp16 --learning_rate 0.01 --max_steps 4 --batch_size 8"
-        " --num_samples 8 --num_epochs 4"
+        " --num_samples 8 --num_epochs 4 --no_smoke_test"
     )
     with heard() as (out, err):
         assert run(place / "a[b]c", line, "--config", str(config)) == 0
@@ -122,6 +122,8 @@ def test_a_run_ends_0_with_its_folder_and_its_table(plain: Ended, capsys) -> Non
     record = record_of(folder)
     assert record["precision"]["compute_dtype"] == {"float32": 58}
     assert record["settings"]["use_quantization"] is True
+    assert record["settings"]["matmul_precision"] == "auto"
+    assert record["precision"]["matmul_precision"] == "highest"
     assert [line["step"] for line in metrics(folder)] == [1, 2]
     last, final = folder / "checkpoints" / "step-00000002" / "adapter", folder / "adapter"
     one, other = (path / "adapter_model.safetensors" for path in (last, final))

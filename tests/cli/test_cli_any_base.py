@@ -18,12 +18,12 @@ pytestmark = pytest.mark.usefixtures("short_library")
 
 SHORT = "--max_length 32"
 VERBS = {
-    "evaluate": f"{SHORT} --eval_samples 4",
+    "evaluate": f"{SHORT} --eval_samples 2",
     "generate": "--prompt import --max_new_tokens 2",
     "trace": f"{SHORT} --batch_size 1",
     "transplant": "--text_from import --text_to def",
     "collect": f"{SHORT} --max_new_tokens 4 --num_prompts 2 --output",
-    "consolidate": f"{SHORT} --text x=1 --eval_samples 4 --output",
+    "consolidate": f"{SHORT} --text x=1 --eval_samples 2 --output",
 }
 
 

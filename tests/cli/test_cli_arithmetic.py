@@ -20,17 +20,17 @@ SHORT = (
 )
 
 
-def test_matmul_precision_is_set_for_the_run_and_recorded(tmp_path, monkeypatch):
+def test_the_precision_of_products_is_set_for_the_run_and_recorded(tmp_path, monkeypatch):
     seen = []
-    fill = train_step.forward_backward
+    fill = train_step.summed
 
     def watched(*arguments: Any, **named: Any) -> Any:
         seen.append(torch.get_float32_matmul_precision())
         return fill(*arguments, **named)
 
-    monkeypatch.setattr("npt.train.loop.forward_backward", watched)
+    monkeypatch.setattr("npt.train.loop.summed", watched)
     try:
-        line = f"{SHORT} --matmul_precision high --output_dir"
+        line = f"{SHORT} --matmul_precision high --compute_dtype bf16 --output_dir"
         assert main(flags(line, tmp_path / "run")) == 0
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -38,14 +38,7 @@ def test_matmul_precision_is_set_for_the_run_and_recorded(tmp_path, monkeypatch)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     for part in ("precision", "settings"):
         assert record[part]["matmul_precision"] == "high"
+    assert record["settings"]["compute_dtype"] == "bf16"
+    assert set(record["precision"]["compute_dtype"]) == {"bfloat16", "float32"}
     assert main(flags(f"{SHORT} --matmul_precision high --model_name /nowhere")) == 2
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_bf16_products_are_recorded(tmp_path) -> None:
-    assert main(flags(f"{SHORT} --compute_dtype bf16 --output_dir", tmp_path / "run")) == 0
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["settings"]["compute_dtype"] == "bf16"
-    assert record["settings"]["matmul_precision"] == "auto"
-    assert set(record["precision"]["compute_dtype"]) == {"bfloat16", "float32"}
-    assert record["precision"]["matmul_precision"] == "highest"

@@ -59,7 +59,7 @@ def test_a_run_trains_on_what_was_collected(whole: Path, tmp_path, capsys) -> No
     assert "⟦<s>def function_" in capsys.readouterr().out
     line = (
         "pretrain --use_quantization --init random --max_length 40 --batch_size 2 --eval_samples 2"
-        " --log_steps 1 --max_steps 2 --output_dir"
+        " --log_steps 1 --max_steps 2 --no_smoke_test --output_dir"
     )
     assert main(flags(line, tmp_path / "run", "--dataset_name", whole)) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

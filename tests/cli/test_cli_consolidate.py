@@ -31,7 +31,7 @@ def call(llama_folder, adapter, tmp_path, capsys):
     )
 
     def run(*more: str, adapter: Path = adapter, output: str = "out") -> tuple[int, str, str]:
-        line = flags("consolidate --use_quantization --eval_samples 8 --max_length 32 --adapter")
+        line = flags("consolidate --use_quantization --eval_samples 4 --max_length 32 --adapter")
         named = {"output": tmp_path / output, "model_name": llama_folder}
         named["dataset_name"] = tmp_path / "text.jsonl"
         where = [word for name, value in named.items() for word in (f"--{name}", str(value))]

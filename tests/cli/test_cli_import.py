@@ -25,14 +25,14 @@ def test_the_verb_says_what_it_wrote(file, tmp_path, capsys) -> None:
     folder = tmp_path / "out"
     assert main(flags("import", file, folder)) == 0
     wrote, origin = capsys.readouterr().out.splitlines()
-    assert wrote.startswith(f"wrote {folder}: 192,832 parameters in fp16, 0.4 MB")
+    assert wrote.startswith(f"wrote {folder}: 94,528 parameters in fp16, 0.2 MB")
     assert origin == f"{file} was quantised to Q8_0: what was written is that, not the original"
     assert main(flags("import", file, folder)) == 2
     assert "is not an empty folder" in capsys.readouterr().err
     assert main(flags("import --json", file, tmp_path / "json")) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["quantization"], found["dtype"], found["size"]) == ("Q8_0", "fp16", 385664)
-    assert found["parameters"] == 192832
+    assert (found["quantization"], found["dtype"], found["size"]) == ("Q8_0", "fp16", 189056)
+    assert found["parameters"] == 94528
 
 
 def test_a_wrong_file_is_one_line(tmp_path, capsys) -> None:

@@ -4,6 +4,7 @@ own dtype: every verb loads the base as he did.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -31,7 +32,7 @@ VERBS = {
 }
 
 
-@pytest.fixture(scope="module", params=OWN)
+@pytest.fixture(scope="module")
 def adapter(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     AutoTokenizer.from_pretrained(EMBEDDED_FOLDER).save_pretrained(folder / "base")
@@ -42,7 +43,9 @@ def adapter(request, tmp_path_factory) -> Path:
     return npt.save_adapter(model, folder / "adapter")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(  # the bases in turns
+    ("adapter", "verb"), [*zip(itertools.cycle(OWN), VERBS, strict=False)], indirect=["adapter"]
+)
 def test_every_verb_loads_the_base_as_its_user_did(
     adapter, verb, tmp_path, monkeypatch, capsys
 ) -> None:

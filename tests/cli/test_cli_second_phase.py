@@ -15,7 +15,7 @@ from npt.cli.main import main
 
 WEIGHTS = "adapter_model.safetensors"
 pytestmark = pytest.mark.usefixtures("short_library")
-SHORT = "pretrain --max_steps 1 --max_length 32 --eval_samples 2 --batch_size 2"
+SHORT = "pretrain --max_steps 1 --max_length 32 --eval_samples 2 --batch_size 2 --no_smoke_test"
 
 
 @pytest.fixture(scope="module")

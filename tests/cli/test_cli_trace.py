@@ -76,7 +76,7 @@ def test_a_fault_ends_1_with_its_verdict(broken_base, capsys) -> None:
     assert expected.items() <= fault.items() and fault["sample"]
 
 
-@pytest.mark.parametrize("strategy", [None, "local", "end_to_end"])
+@pytest.mark.parametrize("strategy", [None, "end_to_end"])
 def test_an_adapters_training_step_is_traced(adapter, strategy, capsys) -> None:
     extra = "" if strategy is None else f"--strategy {strategy}"
     assert run(f"--use_quantization {extra} --adapter", adapter) == 0

@@ -38,7 +38,7 @@ class TestCollate:
         batch = collate(make(*rows), pad, side=side, length=width)
         assert batch.input_ids.shape == (len(rows), width)
         tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-        assert len(tensors) == 5 and {tensor.dtype for tensor in tensors} == {torch.int64}
+        assert len(tensors) == 4 and {tensor.dtype for tensor in tensors} == {torch.int64}
         flat = [token for row in rows for token in row]
         assert batch.tokens == len(flat)
         assert batch.padded == (len(flat) < len(rows) * width)
@@ -128,7 +128,7 @@ def test_moving_a_batch_keeps_what_it_holds(batch):
 @given(count=st.integers(0, 11), size=st.integers(1, 4))
 def test_batches_keep_order_and_lose_no_sample(count, size):
     samples = make(*((number, 1) for number in range(count)))
-    made = list(batches(iter(samples), size, pad_id=2))
+    made = list(batches(iter(samples), size))
     assert [name for batch in made for name in batch.sample_ids] == [s.id for s in samples]
     assert all(len(batch.sample_ids) == size for batch in made[:-1])
     assert all(len(batch.sample_ids) > 0 for batch in made)

@@ -5,8 +5,8 @@ import pytest
 
 import npt
 from npt.data import prose as prose_module
+from npt.data.batch import is_heldout
 from npt.data.prose import HELDOUT_ONE_IN, TOPICS, prose
-from npt.data.readers import is_heldout
 from npt.data.samples import Samples
 from npt.data.source import check_source, open_source, own_heldout
 from npt.errors import DataError
@@ -114,9 +114,9 @@ def test_a_run_reads_it_by_name_and_evaluates_on_other_documents(small, streamin
 def test_samples_resume_in_the_middle_of_it(small, streaming, tokenizer):
     config = npt.DataConfig(dataset_name="builtin-prose", streaming=streaming, max_length=64)
     samples = Samples(open_source(config), tokenizer, config, seed=0, hold_out=False)
-    walked = list(samples.walk(0))
-    place = walked[99][2]
-    assert [s.id for s, _, _ in samples.walk(0, place)] == [s.id for s, _, _ in walked[100:]]
+    walked = list(samples.walk())
+    place = walked[99][1]
+    assert [s.id for s, _ in samples.walk(place)] == [s.id for s, _ in walked[100:]]
 
 
 def test_this_machine_has_prose_in_both_splits():

@@ -271,7 +271,7 @@ class TestGivenIds:
         ("more", "message"),
         [
             ({"labels": [5, 6]}, "3 input_ids but labels of 2; the two belong together"),
-            ({"attention_mask": [1]}, "3 input_ids but an attention_mask of 1; the two"),
+            ({"attention_mask": [1]}, "3 input_ids but attention_mask of 1; the two"),
             (
                 {"attention_mask": [1, 2, 2]},
                 r"2 in its attention_mask, expected 0 \(padding\) or 1",

@@ -17,10 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import npt
-from npt.data import loader as loader_module
 from npt.data import samples as samples_module
-from npt.data.loader import Loaded, Loader, Position, Prefetcher
-from npt.data.samples import Samples
+from npt.data.batch import Batch
+from npt.data.samples import Loader, Position, Samples, prefetched
 from npt.errors import DataError
 
 SHARED = settings(
@@ -83,11 +82,11 @@ def make_loader(tokenizer: Any, data: Any, replay: Any = None, **options: Any) -
     return Loader(samples, options.pop("batch_size", 2), seed=3, **options)
 
 
-def content(loaded: Loaded) -> tuple[Any, ...]:
-    batch = loaded.batch
+def content(loaded: tuple[Batch, Position]) -> tuple[Any, ...]:
+    batch, position = loaded
     documents = None if batch.documents is None else batch.documents.tolist()
     tensors = [getattr(batch, name).tolist() for name in TENSORS]
-    return loaded.position, batch.sample_ids, documents, *tensors
+    return position, batch.sample_ids, documents, *tensors
 
 
 class TestPosition:
@@ -142,12 +141,12 @@ class TestPosition:
         """A saved run is resumed by these: other values here would repeat and leave out data of
         every run that was saved.
         """
-        ahead = Prefetcher(
+        ahead = prefetched(
             make_loader(tokenizer, records(40), records(9, "p"), replay_share=0.3).batches()
         )
         loaded = list(itertools.islice(ahead, 6))
         ahead.close()
-        assert [batch.batch.sample_ids for batch in loaded] == [
+        assert [batch.sample_ids for batch, _ in loaded] == [
             ("r6@10", "r22@0"),
             ("p6@0", "r11@0"),
             ("r39@0", "r6@20"),
@@ -156,7 +155,7 @@ class TestPosition:
             ("r25@0", "p7@0"),
         ]
         taken = zip((2, 3, 5, 7, 7, 8), (0, 1, 1, 1, 3, 4), strict=True)
-        assert [batch.position.as_dict() for batch in loaded] == [
+        assert [position.as_dict() for _, position in loaded] == [
             {
                 "epoch": 0,
                 "place": [0, 0, first],
@@ -177,9 +176,9 @@ class TestBatches:
         loader = make_loader(tokenizer, records(count), batch_size=batch_size, epochs=epochs)
         expected = sorted(s.id for s in loader.samples.epoch(0))
         found: dict[int, list[str]] = {}
-        for loaded in loader.batches():
-            assert len(loaded.batch.sample_ids) <= batch_size
-            found.setdefault(loaded.position.epoch, []).extend(loaded.batch.sample_ids)
+        for batch, position in loader.batches():
+            assert len(batch.sample_ids) <= batch_size
+            found.setdefault(position.place.epoch, []).extend(batch.sample_ids)
         assert list(found) == list(range(epochs))
         assert all(sorted(ids) == expected for ids in found.values())
 
@@ -222,22 +221,21 @@ class TestBatches:
         loader = make_loader(
             tokenizer, records(count), records(9, "p"), epochs=epochs, replay_share=share
         )
-        first = list(loader.samples.walk(0))
+        first = list(loader.samples.walk())
         begun = min(begun, len(first) - 1)
-        start = Position(place=first[begun - 1][2], begun=begun)
+        start = Position(place=first[begun - 1][1], begun=begun)
         made = list(loader.batches(start))
-        own = [id for loaded in made for id in loaded.batch.sample_ids if not id.startswith("p")]
+        own = [id for batch, _ in made for id in batch.sample_ids if not id.startswith("p")]
         later = [s.id for epoch in range(1, epochs) for s in loader.samples.epoch(epoch)]
-        assert own == [sample.id for sample, _, _ in first[begun:]] + later
+        assert own == [sample.id for sample, _ in first[begun:]] + later
         assert loader.count(begun=begun) == len(made) and loader.count(limit, begun=begun) == min(
             limit, len(made)
         )
-        saved = [
-            Position.from_dict(json.loads(json.dumps(loaded.position.as_dict()))) for loaded in made
+        positions = [position for _, position in made]
+        assert positions == [
+            Position.from_dict(json.loads(json.dumps(each.as_dict()))) for each in positions
         ]
-        assert saved == [loaded.position for loaded in made] and {
-            position.begun for position in saved
-        } == {begun}
+        assert {position.begun for position in positions} == {begun}
 
     def test_of_a_stream_they_cannot_be_counted(self, tokenizer):
         assert make_loader(tokenizer, Stream(records(20))).count() is None
@@ -254,7 +252,7 @@ class TestBatches:
 
 class TestReplay:
     def origins(self, loader: Loader) -> list[str]:
-        return [name[0] for loaded in loader.batches() for name in loaded.batch.sample_ids]
+        return [name[0] for batch, _ in loader.batches() for name in batch.sample_ids]
 
     @pytest.mark.parametrize("share", [0.05, 0.2, 0.75])
     def test_its_share_is_the_one_that_was_asked_for(self, tokenizer, share):
@@ -272,12 +270,7 @@ class TestReplay:
 
     def test_it_goes_round_in_another_order_each_time(self, tokenizer):
         loader = make_loader(tokenizer, records(60), records(12, "p"), epochs=2, replay_share=0.6)
-        names = [
-            name
-            for loaded in loader.batches()
-            for name in loaded.batch.sample_ids
-            if name.startswith("p")
-        ]
+        names = [n for batch, _ in loader.batches() for n in batch.sample_ids if n.startswith("p")]
         once = sorted(s.id for s in loader.replay.epoch(0))
         rounds = [names[i : i + len(once)] for i in range(0, len(names) - len(once) + 1, len(once))]
         assert len(rounds) > 3
@@ -297,9 +290,16 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "npt-data"]
 
 
+def join_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "npt-data":
+            thread.join(timeout=30)
+    assert threads() == []
+
+
 class TestAhead:
     def test_items_come_in_order_and_the_thread_ends_with_them(self):
-        ahead = Prefetcher(iter(range(100)), depth=3)
+        ahead = prefetched(iter(range(100)), depth=3)
         assert list(ahead) == list(range(100))
         ahead.close()
         ahead.close()
@@ -312,14 +312,15 @@ class TestAhead:
         def items() -> Iterator[int]:
             for i in range(100):
                 made.append(i)
-                if i == 4:
+                if i == 5:
                     full.set()
                 yield i
 
-        ahead = Prefetcher(items(), depth=4)
+        ahead = prefetched(items(), depth=4)
+        assert next(ahead) == 0
         assert full.wait(timeout=30)
         ahead.close()
-        assert made == [0, 1, 2, 3, 4]  # four are ready, the fifth waits for room
+        assert made == [0, 1, 2, 3, 4, 5]  # one taken, four ready, one waits for room
 
     def test_an_error_comes_in_its_turn(self):
         def breaking() -> Iterator[int]:
@@ -327,7 +328,7 @@ class TestAhead:
             yield 2
             raise DataError("line 3 is broken")
 
-        ahead = Prefetcher(breaking())
+        ahead = prefetched(breaking())
         seen = []
         with pytest.raises(DataError, match="line 3 is broken"):
             for item in ahead:
@@ -342,12 +343,13 @@ class TestAhead:
             raise error
             yield 1
 
-        ahead = Prefetcher(breaking())
+        ahead = prefetched(breaking())
         with pytest.raises(error):
             list(ahead)
         ahead.close()
 
-    def test_a_stop_ends_the_iteration_while_it_waits(self):
+    def test_a_stop_ends_the_iteration_while_it_waits(self, monkeypatch):
+        monkeypatch.setattr(samples_module, "_CLOSE_SECONDS", 0.05)
         stop, blocked, release = threading.Event(), threading.Event(), threading.Event()
 
         def hanging() -> Iterator[int]:
@@ -355,30 +357,28 @@ class TestAhead:
             blocked.set()
             release.wait(timeout=60)
 
-        ahead = Prefetcher(hanging(), stop=stop.is_set)
-        items = iter(ahead)
+        items = prefetched(hanging(), stop=stop.is_set)
         assert next(items) == 1
         assert blocked.wait(timeout=30)
         threading.Timer(0.2, stop.set).start()
         assert next(items, "ended") == "ended"
         release.set()
-        ahead.close()
-        assert threads() == []
+        join_threads()
 
     def test_what_hangs_is_not_waited_for_for_ever(self, monkeypatch):
-        monkeypatch.setattr(loader_module, "_CLOSE_SECONDS", 0.05)
+        monkeypatch.setattr(samples_module, "_CLOSE_SECONDS", 0.05)
         release = threading.Event()
 
         def hanging() -> Iterator[int]:
-            release.wait(timeout=60)
             yield 1
+            release.wait(timeout=60)
 
-        ahead = Prefetcher(hanging())
+        ahead = prefetched(hanging())
+        next(ahead)
         ahead.close()
         assert threads() == ["npt-data"]
         release.set()
-        ahead._thread.join(timeout=30)
-        assert threads() == []
+        join_threads()
 
 
 def test_batches_are_pinned_by_the_prefetchers_thread_unchanged(tokenizer, monkeypatch) -> None:
@@ -392,12 +392,12 @@ def test_batches_are_pinned_by_the_prefetchers_thread_unchanged(tokenizer, monke
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    plain = [loaded.batch for loaded in make_loader(tokenizer, records(9)).batches()]
+    plain = [batch for batch, _ in make_loader(tokenizer, records(9)).batches()]
     assert threads == []
     loader = make_loader(tokenizer, records(9))
     loader.pin = True
-    ahead = Prefetcher(loader.batches())
-    pinned = [loaded.batch for loaded in ahead]
+    ahead = prefetched(loader.batches())
+    pinned = [batch for batch, _ in ahead]
     ahead.close()
     assert set(threads) == {"npt-data"} and len(plain) == len(pinned) > 1
     for one, other in zip(pinned, plain, strict=True):

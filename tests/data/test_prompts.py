@@ -8,7 +8,7 @@ import pytest
 
 from npt.base.load import load_tokenizer
 from npt.config import DataConfig
-from npt.data.encoding import Encoder, RecordCounts
+from npt.data.samples import cut
 from npt.errors import DataError
 from npt.tools.collect.prompts import prompt_record, read_prompts
 
@@ -56,8 +56,9 @@ def test_a_prompt_needs_no_completion(tokenizer, record, columns):
 
 def test_a_prompt_is_tokenised_as_in_front_of_its_completion(tiny):
     record = {"prompt": "def f(x):\n", "completion": "    return x"}
-    (encoded,) = Encoder(tiny, DataConfig()).encode([(0, record)], RecordCounts())
-    assert ids_of({"prompt": "def f(x):\n"}, tiny) == encoded.ids[: encoded.prompt]
+    (sample,) = cut([record], tiny, DataConfig())
+    prompt = sample.input_ids[: sample.labels.count(-100)]
+    assert ids_of({"prompt": "def f(x):\n"}, tiny) == list(prompt)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from npt.config import DataConfig
 from npt.data.source import open_source
-from npt.doctor.data import NAMED, Reading
+from npt.doctor.data import NAMED, DataReport, readable
 from npt.errors import DataError
 
 
-def read(path: Path, **settings) -> tuple[list[dict], Reading]:
-    reading = Reading(DataConfig(dataset_name=str(path), **settings))
-    return [dict(record) for record, _ in reading], reading
+def read(path: Path, **settings) -> tuple[list[dict], DataReport]:
+    report = DataReport(str(path), vocab_size=0, heldout=None)
+    config = DataConfig(dataset_name=str(path), **settings)
+    return [dict(record) for record, _ in readable(config, report)], report
 
 
 @pytest.fixture(params=[False, True], ids=["kept", "streaming"])

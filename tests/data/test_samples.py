@@ -95,7 +95,7 @@ class TestCut:
     def test_is_lazy(self, tokenizer):
         stream = Stream([{"text": "abc"}] * 1000)
         next(cut(stream, tokenizer, config()))
-        assert stream.read <= 32  # one call of the tokenizer
+        assert stream.read == 1
 
     @pytest.mark.parametrize(
         "record", [{"input_ids": None}, {"input_ids": "abc"}, {"input_ids": [[1, 2]]}, "text", None]
@@ -185,10 +185,7 @@ class TestSequence:
             == everything.count()
         )
 
-    @pytest.mark.parametrize(
-        ("num_samples", "asked", "counted"), [(None, 5, 5), (3, 5, 3), (7, 5, 5)]
-    )
-    def test_no_more_is_tokenised_than_is_asked_for(self, tokenizer, num_samples, asked, counted):
+    def test_no_more_is_tokenised_than_shows_that_there_is_a_sample(self, tokenizer):
         seen = []
 
         class CountingTokenizer(type(tokenizer)):
@@ -196,10 +193,8 @@ class TestSequence:
                 seen.extend(text for text in texts if text.startswith("document"))
                 return super().__call__(texts, **options)
 
-        samples = Samples(TEXTS * 10, CountingTokenizer(), config(num_samples=num_samples), seed=0)
-        seen.clear()
-        assert samples.count(asked) == counted
-        assert 0 < len(seen) <= 32  # one call of the tokenizer
+        Samples(TEXTS * 10, CountingTokenizer(), config(), seed=0)
+        assert 0 < len(seen) <= 3
 
     def test_a_record_is_named_by_its_number_in_the_data(self, tokenizer):
         records = [{"input_ids": [number, 100]} for number in range(40)]
@@ -277,7 +272,7 @@ class TestStream:
         monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 40)
         stream = Stream([{"text": "abc"}] * 1000)
         next(Samples(stream, tokenizer, config(), seed=0, hold_out=False).epoch(0))
-        assert stream.read == 64  # two calls of the tokenizer
+        assert stream.read == 64  # records are read 32 at a time
 
     def test_a_spent_generator_serves_no_second_epoch(self, tokenizer):
         samples = Samples((record for record in TEXTS), tokenizer, config(), seed=0)

@@ -161,36 +161,26 @@ def test_a_further_layer_adds_its_states_and_nothing_else() -> None:
 
 
 class Broken(nn.Module):
-    """SiLU whose output, or whose gradient alone, is not a number at one place."""
-
-    def __init__(self, backward: bool):
-        super().__init__()
-        self.backward_only = backward
+    """SiLU whose gradient is not a number at one place."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = nn.functional.silu(x)
         hole = torch.zeros_like(out)
         hole[..., 0, 0] = 1.0
-        if self.backward_only:  # sqrt at 0: 0 forward, infinite backward, and 0 * inf
-            return out + (x.detach() * 0 + x * 0).sqrt() * hole
-        return out + hole * float("nan")
+        # sqrt at 0: 0 forward, infinite backward, and 0 * inf
+        return out + (x.detach() * 0 + x * 0).sqrt() * hole
 
 
-@pytest.mark.parametrize(("converted", "backward"), [("1,3", True), ("1", False)])
-def test_a_trace_names_the_same_operation(load_model, batch, backward, converted) -> None:
-    model = student(load_model, NPTConfig(rank=4, layers=converted))
-    model.model.layers[2].mlp.act_fn = Broken(backward)
+def test_a_trace_names_the_same_operation(load_model, batch) -> None:
+    model = student(load_model, NPTConfig(rank=4, layers="1,3"))
+    model.model.layers[2].mlp.act_fn = Broken()
     verdicts = []
     for config in both(logit_kl_weight=0.5):
         verdicts.append(
             npt.trace(model, batch, run=lambda config=config: drive(model, batch, config))
         )
     plain, checkpointed = verdicts
-    assert (
-        plain is not None
-        and plain.layer == 2
-        and plain.phase == ("backward" if backward else "forward")
-    )
+    assert plain is not None and plain.layer == 2 and plain.phase == "backward"
     for name in ("operation", "module", "source", "phase", "cause", "layer", "index"):
         assert getattr(checkpointed, name) == getattr(plain, name), name
 

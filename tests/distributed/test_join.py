@@ -17,7 +17,7 @@ from npt.errors import ConfigError, ProcessError
 )
 def test_processes_without_a_gpu_of_their_own_are_named(monkeypatch, gpus, wrong) -> None:
     processes = ProcessGroup(2, 3)
-    monkeypatch.setattr(processes, "gather_json", lambda gpu: list(gpus))
+    monkeypatch.setattr(processes, "gather", lambda gpu: list(gpus))
     words = f"^processes {wrong} share a GPU or have none; start"
     with nullcontext() if wrong is None else pytest.raises(ConfigError, match=words):
         check_gpus(processes, gpus[2])

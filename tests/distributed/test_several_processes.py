@@ -20,6 +20,8 @@ from npt.runs.checkpoint import read_checkpoint
 
 GOOD = [[f"good {window} {i}" for i in range(4)] for window in range(3)]
 
+LATE = (True,)
+
 Loops = Callable[..., list[list[list[dict[str, Any]]]]]
 
 
@@ -32,20 +34,22 @@ def base(llama_folder: Path, load_model: Any) -> str:
 @pytest.fixture
 def train(base: str, tmp_path: Path) -> Loops:
     """`train(windows, ...)`: for each of these runs what the loop on every process came to, with
-    flags read at once and then with flags read one window late, as on a GPU. One process is this
-    process itself."""
+    flags read at once and then with flags read one window late, as on a GPU; or LATE only. One
+    process is this process itself."""
     made = iter(range(1000))
 
-    def run(*runs: Any, size: int = 2, **settings: Any) -> list[list[list[dict[str, Any]]]]:
+    def run(
+        *runs: Any, size: int = 2, ways: tuple[bool, ...] = (False, True), **settings: Any
+    ) -> list[list[list[dict[str, Any]]]]:
         plans = [
             {"out": f"{tmp_path}/loop-{next(made)}", "windows": windows, "late": late, **settings}
-            for late in (False, True)
+            for late in ways
             for windows in runs
         ]
         alone = [loops(ProcessGroup(), base, plans)] if size == 1 else None
         of_processes = alone or values(several(size, loops, base, plans))
         of_plans = [list(plan) for plan in zip(*of_processes, strict=True)]
-        return [of_plans[: len(runs)], of_plans[len(runs) :]]
+        return [of_plans[i : i + len(runs)] for i in range(0, len(plans), len(runs))]
 
     return run
 
@@ -90,17 +94,11 @@ def test_two_processes_agree_bit_for_bit_and_with_one_to_rounding(train: Loops) 
                 assert line[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
-def test_flags_read_late_leave_the_bits_of_flags_read_at_once(train: Loops) -> None:
-    (at_once,), (late,) = train([[*GOOD[0], "data", "nan"], ["inf", "nan"], GOOD[1], ["good"]])
-    assert_equal(at_once[0]["state"], late[0]["state"])
-    assert refusals(at_once[0]) == refusals(late[0])
-
-
 def test_uneven_windows_count_every_micro_batch_once(train: Loops) -> None:
     # in the last one process 1 and process 2 have nothing
     windows = [GOOD[0], GOOD[1][:3], ["good alone"]]
     for ((alone,),), (processes,) in zip(
-        train(windows, size=1), train(windows, size=3), strict=True
+        train(windows, size=1, ways=LATE), train(windows, size=3, ways=LATE), strict=True
     ):
         assert_equal(*(process["state"] for process in processes))
         assert_close(alone["state"], processes[0]["state"], steps=3)
@@ -124,7 +122,7 @@ def test_a_bad_micro_batch_on_process_1_leaves_no_trace(train: Loops) -> None:
 
 def test_a_window_without_survivors_on_any_process_is_no_step(train: Loops) -> None:
     for processes, never in train(
-        [GOOD[0], ["nan a", "data", "inf", "masked"], GOOD[1]], [GOOD[0], GOOD[1]]
+        [GOOD[0], ["nan a", "data", "inf", "masked"], GOOD[1]], [GOOD[0], GOOD[1]], ways=LATE
     ):
         assert_equal(processes[0]["state"], processes[1]["state"], never[0]["state"])
         assert refusals(processes[0]) == [
@@ -159,7 +157,7 @@ def test_too_many_refusals_end_all_processes_with_one_bundle(train: Loops, tmp_p
 
 def test_an_error_on_process_1_ends_both_in_front_of_its_window(train: Loops) -> None:
     for processes, before in train(
-        [GOOD[0], ["good", "good", "good", "raise"], GOOD[2]], [GOOD[0]]
+        [GOOD[0], ["good", "good", "good", "raise"], GOOD[2]], [GOOD[0]], ways=LATE
     ):
         assert (
             processes[0]["error"] == "ProcessError: process 1 failed: KeyError: 'a planted error'"
@@ -171,7 +169,9 @@ def test_an_error_on_process_1_ends_both_in_front_of_its_window(train: Loops) ->
 
 
 def test_a_signal_to_process_1_stops_both_before_its_window(train: Loops) -> None:
-    for processes, before in train([GOOD[0], ["good", "term", "good", "good"], GOOD[2]], [GOOD[0]]):
+    for processes, before in train(
+        [GOOD[0], ["good", "term", "good", "good"], GOOD[2]], [GOOD[0]], ways=LATE
+    ):
         assert [process["halts"] for process in processes] == [{1: signal.SIGTERM}] * 2
         assert [process["error"] for process in processes] == [None, None]
         assert_equal(processes[0]["state"], processes[1]["state"], before[0]["state"])
@@ -185,7 +185,7 @@ def test_processes_with_other_data_find_out_before_they_step(train: Loops) -> No
         [GOOD[0]],
         [GOOD[0], GOOD[1], GOOD[2]],
     ]
-    for found in train(*({0: GOOD[:2], 1: other} for other in others)):
+    for found in train(*({0: GOOD[:2], 1: other} for other in others), ways=LATE):
         for processes, window in zip(found, (2, 2, 3), strict=True):
             for process in processes:
                 assert process["error"].startswith(

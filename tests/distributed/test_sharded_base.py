@@ -110,7 +110,7 @@ def test_a_refusal_on_one_process_leaves_the_processes_in_step(base: str, tmp_pa
     assert found[0] == found[1] and len(found[0]) == 2  # process 0 looked into them alone
 
 
-@pytest.mark.parametrize("plant", ["raise", "kill"])
+@pytest.mark.parametrize("plant", ["kill"])
 def test_a_process_that_ends_early_ends_the_other_too(
     base: str, tmp_path: Path, plant: str
 ) -> None:

@@ -1,19 +1,13 @@
 """Measured memory: the peak of live tensors in a call, and the bytes that owners hold."""
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import bitsandbytes as bnb
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from npt.doctor import measure
 from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 
 MIB = 1 << 20
@@ -49,7 +43,7 @@ def test_scratch_of_an_operation_and_what_backward_allocates_count():
     assert 8 * MIB <= added < 8 * MIB + 1024
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.lists(st.integers(-3, 6).filter(bool), min_size=5, max_size=30), st.integers(0, 1 << 16))
 def test_any_order_of_making_and_freeing_is_followed(changes, seed):
     choose = random.Random(seed)
@@ -115,46 +109,3 @@ def test_a_packed_weight_comes_with_its_statistics(load_model):
     # top
     least = packed.numel() + packed.numel() // 32
     assert least < storage_bytes(tensors_of(packed)) < packed.numel() * 1.05 + 4096
-
-
-GROWN = """
-import gc
-from pathlib import Path
-import torch
-from npt.doctor.measure import peak_bytes
-
-def status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
-
-def call():
-    a, b = torch.ones(24 << 20), torch.ones(24 << 20)
-    del a, b
-    torch.ones(32 << 20)
-
-peak_bytes(call, "cpu")  # what the profiler itself keeps
-gc.collect()
-Path("/proc/self/clear_refs").write_text("5")
-resident = status("VmRSS")
-print(peak_bytes(call, "cpu"), status("VmHWM") - resident)
-"""
-
-
-@pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK),
-    reason="a process cannot reset its high-water mark here",
-)
-def test_the_process_grows_by_what_was_measured() -> None:
-    """In a process of its own: one that has freed much before may hold room for a block already,
-    and then grows by less. Nothing else is said, though bitsandbytes would on some machines.
-    """
-    ran = subprocess.run(
-        [sys.executable, "-c", GROWN],
-        cwd=Path(measure.__file__).parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    added, grown = map(int, ran.stdout.split())
-    # blocks of this size are mapped and unmapped one by one; the profiler's records are small
-    assert added == 192 * MIB and abs(grown - added) < 8 * MIB and ran.stderr == ""

@@ -47,8 +47,6 @@ def student(planned: Workload) -> Any:
 KL = {"strategy": "end_to_end", "logit_kl_weight": 0.5}
 CASES: dict[str, Workload] = {
     "local": workload(strategy="local"),
-    "local, bf16": replace(workload(layers="all", strategy="local"), compute_dtype=torch.bfloat16),
-    "propagated": workload(layers="1,4", strategy="propagated"),
     "reverse": workload(layers="all", logit_loss="reverse_kl", **KL),
     "cross entropy": workload(layers="3", logit_loss="cross_entropy", **KL),
     "checkpointed": workload(layers="0,3", gradient_checkpointing=True, **KL),
@@ -57,16 +55,14 @@ CASES: dict[str, Workload] = {
     "long rows": workload(
         Shape(4, 128, 336, 4, 2, 32, 300), length=512, batch_size=2, strategy="end_to_end"
     ),
-    "wide": workload(Shape(2, 512, 1024, 8, 2, 64, 500), length=16, strategy="local"),
     "dense": replace(
         workload(Shape(4, 96, 256, 6, 6, 16, 1000), **KL), quantization=None, stored=torch.float32
     ),
 }
-for strategy in ("local", "end_to_end"):
-    CASES[f"{strategy}, another form"] = replace(
-        workload(layers="all", strategy=strategy),
-        adapter=NPTConfig(rank=8, layers="all", mult_form="one_plus_tanh"),
-    )
+CASES["local, another form"] = replace(
+    workload(layers="all", strategy="local"),
+    adapter=NPTConfig(rank=8, layers="all", mult_form="one_plus_tanh"),
+)
 CASES["stream alone"] = replace(
     CASES["embedded"], adapter=NPTConfig(rank=48, layers="upper_half", targets=("stream",))
 )

@@ -28,45 +28,41 @@ NAMES = list("abcde")
 NEW = WINDOW + 2
 
 
-@pytest.fixture(scope="module", params=[name for name in MAKE if "window" in name])
-def windowed(request, tmp_path_factory) -> Any:
+WINDOWED = [name for name in MAKE if "window" in name]
+
+
+@pytest.fixture(scope="module", params=WINDOWED)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def windowed(family, tmp_path_factory) -> Any:
     """A 4-bit student, away from its teacher, of every family that has windows."""
-    model, _ = npt.load_base(
-        str(save_base(request.param, tmp_path_factory.mktemp("base"))),
-        quantization="nf4",
-        device="cpu",
-    )
+    folder = save_base(family, tmp_path_factory.mktemp("base"))
+    model, _ = npt.load_base(str(folder), quantization="nf4", device="cpu")
     npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", residual="keep"))
     return moved(model, 0.15)
 
 
-@pytest.fixture(params=["teacher", "student"])
-def mode(request, windowed) -> Iterator[str]:
-    with npt.adapter_mode(windowed, request.param):
-        yield request.param
+@pytest.fixture(scope="module")
+def mode(family, windowed) -> Iterator[str]:
+    """Student and teacher in turns."""
+    name = ("student", "teacher")[WINDOWED.index(family) % 2]
+    with npt.adapter_mode(windowed, name):
+        yield name
 
 
 @pytest.fixture(scope="module")
-def _written(windowed) -> dict[str, list[list[int]]]:
-    return {}
+def texts(windowed, mode) -> list[list[int]]:
+    """Return each prompt's continuation, every token computed anew from the whole row."""
+    return [alone(windowed, prompt, NEW) for prompt in PROMPTS]
 
 
-@pytest.fixture
-def texts(windowed, mode, _written) -> list[list[int]]:
-    """Return each prompt's continuation, every token computed anew from the whole row; made once
-    per mode.
-    """
-    if mode not in _written:
-        _written[mode] = [alone(windowed, prompt, NEW) for prompt in PROMPTS]
-    return _written[mode]
-
-
-@pytest.mark.parametrize(
-    ("mode", "attention"), [("teacher", "eager"), ("student", SDPA)], indirect=["mode"]
-)
 def test_prompts_of_unequal_length_give_what_each_gives_alone(
-    windowed, mode, texts, monkeypatch, attention
+    windowed, mode, texts, monkeypatch
 ) -> None:
+    attention = {"student": SDPA, "teacher": "eager"}[mode]
     monkeypatch.setattr(windowed.config, "_attn_implementation_internal", attention)
     seen: list[Tensor] = []
     hook = windowed.lm_head.register_forward_hook(lambda _, __, output: seen.append(output))
@@ -107,7 +103,6 @@ def test_a_prompt_has_a_key_for_every_query_whatever_it_is_padded_to(
     )
 
 
-@pytest.mark.parametrize("mode", ["student"], indirect=True)
 def test_transformers_own_generation_gives_it_too_padded_on_the_left(windowed, mode, texts) -> None:
     width = max(len(prompt) for prompt in PROMPTS)
     ids = torch.tensor([[2] * (width - len(prompt)) + prompt for prompt in PROMPTS])
@@ -128,12 +123,7 @@ def words() -> Any:
     return load_tokenizer()
 
 
-@pytest.mark.parametrize(
-    ("mode", "prompt"),
-    [("teacher", PROMPTS[1]), ("student", PROMPTS[2])],
-    indirect=["mode"],
-    ids=["3", "11"],
-)
-def test_what_npt_generate_writes_crosses_the_window(windowed, mode, words, prompt) -> None:
+def test_what_npt_generate_writes_crosses_the_window(windowed, mode, words) -> None:
+    prompt = PROMPTS[1 if mode == "teacher" else 2]
     found = write(windowed, words, prompt, NEW)
     assert list(found.ids) == alone(windowed, prompt, NEW, end_ids(windowed, words))

@@ -26,7 +26,7 @@ from npt.base.precision import declared_dtype
 from npt.cli.main import main
 from npt.config import DataConfig
 from npt.data.batch import Sample, collate
-from npt.data.loader import Window
+from npt.data.samples import Window
 from npt.errors import BundleError, TooManyRefusalsError
 from npt.forensics import student
 from npt.forensics.replay import Replay, suspects
@@ -36,7 +36,7 @@ from npt.guard.forensics import Finding
 from npt.guard.outcome import MicroBatchRecord, Refusal
 from npt.manifest import write_manifest
 from npt.runs.run_folder import RunFolder
-from npt.train.run_data import RunData
+from npt.train.data import RunData
 
 ROOT = Path(npt.__file__).parent.parent
 
@@ -317,7 +317,7 @@ def test_a_share_exceeded_at_a_clean_window_leaves_the_last_bad_one(
     )
     windows = [Window([bad])] * 3 + [Window([fine])] * 60
     monkeypatch.setattr(RunData, "windows", lambda self: (window for window in windows))
-    monkeypatch.setattr("npt.train.refusals.REFUSED_SHARE", 0.05)
+    monkeypatch.setattr("npt.train.loop.REFUSED_SHARE", 0.05)
     found = replay(stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100)))
     assert found.postmortem.record["reason"].startswith("3 of 50 micro-batches refused")
     assert [each.sample_ids for each in found.postmortem.micro_batches] == [("bad",)]
@@ -378,20 +378,20 @@ def test_a_full_disk_does_not_hide_why_the_run_stopped(
     for part in ("1 refusals in a row", "bad@0", "loss is nan", "No space left on device"):
         assert part in str(caught.value)
     assert "no post-mortem could be written" in str(caught.value)
-    assert not list((made.folder_path / "postmortem").iterdir())
+    assert not list((made.setup.origin.folder / "postmortem").iterdir())
 
 
 def test_an_unwritable_place_is_said_with_the_reason_of_the_stop(trainer, poisoned_folder) -> None:
     made = trainer(poisoned_folder, [*good(3), BAD])
 
     def block(model: Any, number: int) -> None:
-        (made.folder_path / "postmortem").touch()  # a file in its place stops root as well
+        (made.setup.origin.folder / "postmortem").touch()  # a file in its place stops root as well
 
     with pytest.raises(TooManyRefusalsError, match="1 refusals in a row") as caught:
         acting(made, block).train()
     assert "no post-mortem could be written" in str(caught.value)
     assert os.strerror(17) in str(caught.value)
-    events = map(json.loads, (made.folder_path / "events.jsonl").read_text().splitlines())
+    events = map(json.loads, (made.setup.origin.folder / "events.jsonl").read_text().splitlines())
     (event,) = [event for event in events if event["event"] == "stopped"]
     assert event["postmortem"] is None and "refusals in a row" in event["reason"]
 

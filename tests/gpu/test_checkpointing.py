@@ -21,7 +21,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.doctor.measure import peak_bytes
-from npt.train.observers import StepMetrics
+from npt.train.metrics import StepMetrics
 from random_base import random_base
 
 pytestmark = pytest.mark.gpu

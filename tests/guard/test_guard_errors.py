@@ -161,14 +161,14 @@ def test_an_error_after_the_step_takes_it_back(monkeypatch, fails, at, error) ->
     elif fails == "scaler":
         scaler.errors = errors
     else:
-        gather = guard.window.processes.gather_json
+        gather = guard.window.processes.gather
 
         def failing(value: object) -> object:
             if (planted := next(errors, None)) is not None:
                 raise planted("planted")
             return gather(value)
 
-        monkeypatch.setattr(guard.window.processes, "gather_json", failing)
+        monkeypatch.setattr(guard.window.processes, "gather", failing)
     for number, window in enumerate(windows):
         for micro in window:
             with guard.micro_batch(micro.tokens) as told:

@@ -29,12 +29,16 @@ ROTATED = ("llama", "smollm3")
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
 
 
+TOKENS = 512
+"""Of the embedded model's 2,048: a file has them one by one, which takes time to write and read."""
+
+
 def made_model(family: str = "llama", **settings: Any) -> PreTrainedModel:
-    """Return a model of two layers with random weights, for the embedded model's tokenizer."""
+    """Return a model of two layers with random weights, for the embedded model's first tokens."""
     config = AutoConfig.for_model(
         family,
         **{
-            "vocab_size": 2048,
+            "vocab_size": TOKENS,
             "hidden_size": 64,
             "intermediate_size": 96,
             "num_hidden_layers": 2,
@@ -59,15 +63,21 @@ def made_model(family: str = "llama", **settings: Any) -> PreTrainedModel:
 
 
 @cache
-def vocabulary() -> dict[str, Any]:
-    """The embedded model's tokens and merges."""
+def _usual_model() -> PreTrainedModel:
+    return made_model()
+
+
+@cache
+def vocabulary(size: int) -> dict[str, Any]:
+    """The embedded model's first tokens, and the merges that make them."""
     made = json.loads(load_tokenizer().backend_tokenizer.to_str())
-    tokens = sorted(made["model"]["vocab"], key=made["model"]["vocab"].__getitem__)
+    tokens = sorted(made["model"]["vocab"], key=made["model"]["vocab"].__getitem__)[:size]
     special = {entry["content"] for entry in made["added_tokens"]}
+    merges = [pair for pair in made["model"]["merges"] if "".join(pair) in tokens]
     return {
         "tokens": tokens,
         "types": [3 if token in special else 1 for token in tokens],
-        "merges": [" ".join(pair) for pair in made["model"]["merges"]],
+        "merges": [" ".join(pair) for pair in merges],
     }
 
 
@@ -93,7 +103,7 @@ def write_gguf(
         tokenizer: write the embedded model's.
         pre: the name of its splitting.
     """
-    model = made_model() if model is None else model
+    model = _usual_model() if model is None else model
     config, name = model.config, model.config.model_type
     entries: dict[str, Any] = {
         "general.file_type": int(FILE_TYPES[kind]),
@@ -109,7 +119,7 @@ def write_gguf(
         f"{name}.vocab_size": config.vocab_size,
     }
     if tokenizer:
-        own = vocabulary()
+        own = vocabulary(config.vocab_size)
         entries |= {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": pre,

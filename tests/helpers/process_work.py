@@ -30,19 +30,20 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
-from npt.data.loader import Window
+from npt.data.samples import Window
 from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
 from npt.guard.outcome import MicroBatch as Sums
 from npt.guard.schedule import rate_table
+from npt.runs.resume import Origin
 from npt.runs.run_folder import NullRunFolder, RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.train.loop import Loop
 from npt.train.run import Run
-from npt.train.run_setup import RunSetup
+from npt.train.setup import RunSetup
 from npt.train.trainer import Trainer
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
@@ -159,14 +160,15 @@ def looped(
     model, rates = student(base), rate_table(1e-2, "linear", 0, 20)
     guard = student_guard(model, config, rates, processes=processes, late=late, trace=1)
     console, splitter = Console(file=io.StringIO()), MicroBatchSplitter(config.batch_size)
-    of_run = (model, NoTokenizer(), None, config, DataConfig(), processes, console, splitter, {})
-    setup = RunSetup(*of_run, stop=stop)
+    origin = Origin(folder.path)
+    of_run = (model, NoTokenizer(), None, config, DataConfig(), processes, console, origin)
+    setup = RunSetup(*of_run, splitter=splitter, stop=stop)
     identity = BaseIdentity(*[""] * 4).as_record()
     record = {"settings": {}, **identity, "versions": {}, "device": "cpu"}
     trackers = Trackers(config, folder.path)
     data, nothing = SimpleNamespace(total_steps=len(windows)), None
     run = Run(setup, data, folder, trackers, record, nothing, nothing, nothing)
-    run.save = lambda loop, last=False: saved.append(loop.steps) is None
+    run.save = lambda guard, state, last=False: saved.append(state["step"]) is None
     loop = Loop(run, guard, planting)
     MOMENTS[:] = [loop]
     error = None
@@ -182,7 +184,7 @@ def looped(
         "steps": loop.steps,
         "tokens": loop.tokens,
         "micro_batches": loop.micro_batches,
-        "refused": dict(loop.refusals.by_kind),
+        "refused": dict(loop.refused),
         "state": state_of(loop),
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "status": getattr(error, "exit_status", None),

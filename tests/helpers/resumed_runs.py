@@ -97,8 +97,11 @@ class Runs:
         form = NPTConfig(**{**self.adapter, **changed.pop("adapter", {})})
         npt.attach(self.model, form, seed=changed.get("seed", 0))
         data, teacher = changed.pop("data", self.data)(), changed.pop("teacher", None)
-        any_base = changed.pop("any_base", False)
         data_settings = {"max_length": 12, **self.data_settings, **changed.pop("data_settings", {})}
+        if self.replay is not None:
+            file = self.place / "replay.jsonl"
+            file.write_text("".join(json.dumps(record) + "\n" for record in self.replay()))
+            data_settings["replay_dataset"] = str(file)
         out = None if folder is None else str(self.place / folder)
         usual = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "smoke_test": False}
         usual |= {"max_consecutive_bad": 50, "output_dir": out}
@@ -110,10 +113,8 @@ class Runs:
             TrainConfig(**settings),
             data_config=DataConfig(**data_settings),
             eval_data=records(1, seed=7) if self.eval_data is None else self.eval_data,
-            replay_data=None if self.replay is None else self.replay(),
             console=Console(file=self.said, width=300),
             teacher=teacher,
-            any_base=any_base,
         )
         return acting(trainer if self.report else without_report(trainer), act)
 

@@ -93,6 +93,6 @@ def stop(trainer: Trainer, late: bool = False) -> Path:
     ):
         trainer.train()
     assert caught.value.exit_status == 3
-    (bundle,) = (trainer.folder_path / "postmortem").iterdir()
+    (bundle,) = (trainer.setup.origin.folder / "postmortem").iterdir()
     assert str(bundle) in str(caught.value)
     return bundle

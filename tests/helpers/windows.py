@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from npt.distill.step import add_batch, forward_backward, student_guard
+from faults.bench import add_batch
+from npt.distill.step import student_guard, summed
 from npt.guard.outcome import MicroBatch
 from npt.guard.update import GuardedUpdate
 from npt.guard.window import GradientWindow
@@ -32,7 +33,7 @@ class StudentStep:
         self.window, self.update = self.guard.window, self.guard.update
 
     def forward_backward(self, batch: Any) -> Any:
-        return forward_backward(self.model, lambda *rest: self.strategy(*rest), batch, self.config)
+        return summed(self.model, lambda *rest: self.strategy(*rest), batch, self.config)
 
     def add(self, batch: Any, check: bool = True) -> None:
         vocab_size = self.model.config.vocab_size if check else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import runpy
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -51,20 +51,31 @@ def test_its_outputs_are_those_of_any_machine(path) -> None:
     assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
 
 
+SHORTER = {
+    "tokens=16384": "tokens=1024",
+    "max_samples=64": "max_samples=2",
+    "max_samples=32": "max_samples=2",
+    "texts[1:60:3]": "texts[1:16:3]",
+    "(32, 16, 8, 4, 2, 1)": "(32, 1)",
+    "STEPS, MICRO_BATCHES, BATCH, LENGTH = 30,": "STEPS, MICRO_BATCHES, BATCH, LENGTH = 14,",
+}
+"""Sizes of a notebook's runs, and those of the test."""
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_it_runs(path, monkeypatch) -> None:
-    for name in ("nbclient", "nbformat", "ipykernel"):
-        pytest.importorskip(name, reason=f"NO {name}: install the extra test")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = runpy.run_path(str(ROOT / "notebooks" / "execute.py"))["executed"](path, timeout=800)
-    before = outputs(json.loads(path.read_text(encoding="utf-8")))
-    after = outputs(json.loads(json.dumps(found)))
-    # what is printed on end comes in one piece or several
-    kinds = [
-        [kind for kind, _ in groupby(output["output_type"] for output in each)]
-        for each in (before, after)
-    ]
-    assert kinds[0] == kinds[1]
-    assert not [output for output in after if MACHINE.search(texts(output))]
+def test_its_code_runs_and_leaves_no_file(path, tmp_path) -> None:
+    """In small sizes, by a plain Python: notebooks/execute.py is what keeps the outputs."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+    assert any(size in code for size in SHORTER)
+    for size, shorter in SHORTER.items():
+        code = code.replace(size, shorter)
+    work, log = tmp_path / "work", tmp_path / "log"
+    work.mkdir()
+
+    def run() -> None:
+        os.chdir(work)
+        exec(compile(code, path.name, "exec"), {"__name__": "__main__"})
+
+    assert Forked(run, log, {"MPLBACKEND": "agg"}).wait() == 0, log.read_text()
+    assert not list(work.iterdir())

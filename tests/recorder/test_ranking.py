@@ -121,13 +121,14 @@ def test_the_clean_embedded_model_has_no_explosion() -> None:
 def test_an_explosion_is_seen_before_fp16_overflows() -> None:
     model, batch = tiny(None, use_fp16=True)
     warned = overflowed = None
-    for doubling in range(1, 20):
+    for growth in range(1, 20):
         with torch.no_grad():
-            model.model.layers[4].mlp.down_proj.weight.mul_(2)
+            model.model.layers[4].mlp.down_proj.weight.mul_(8)
         record = forward(model, batch)
-        if overflowed is None and record.bad:
-            overflowed = doubling
+        if record.bad:
+            overflowed = growth
+            break
         if warned is None and explosions(record):
-            warned = doubling
+            warned = growth
             assert explosions(record)[0].after.name == "model.layers.4.mlp.down_proj out"
     assert warned is not None and overflowed is not None and warned < overflowed

@@ -72,7 +72,7 @@ ELEMENTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     elements=st.lists(ELEMENTS, max_size=40),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
@@ -124,7 +124,7 @@ def test_odd_tensors_have_statistics(take, values) -> None:
 @BOTH
 def test_many_elements_far_from_zero_keep_their_spread(take) -> None:
     # in one fp32 pass the squares' difference would be all rounding here
-    values = 1000.0 + torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
+    values = 1000.0 + torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
     found = dict(zip(FIELDS, take(values).tolist(), strict=True))
     exact = values.double()
     # an fp32 element near 1000 is rounded by 3e-5

@@ -1,4 +1,4 @@
-"""A browser for the tests that look at pages."""
+"""A browser for the tests that look at pages, and charts for those that look into them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from browser import Browser, find
+
+from npt.report import charts
+
+LINES = charts.lines  # before any test has it patched
 
 
 @pytest.fixture(scope="module")
@@ -19,15 +23,6 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def drawn() -> None:
-    """Asked for by tests that look into charts where `plain_charts` is used."""
-
-
-@pytest.fixture
-def plain_charts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give charts their words and no content, which takes most of their time."""
-    if "drawn" not in request.fixturenames:
-        from matplotlib.figure import Figure
-
-        empty = '<svg xmlns="http://www.w3.org/2000/svg"><g/></svg>'
-        monkeypatch.setattr(Figure, "savefig", lambda self, stream, **more: stream.write(empty))
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts with their content, for a test of a module in which others need none."""
+    monkeypatch.setattr(charts, "lines", LINES)

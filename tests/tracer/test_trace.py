@@ -387,15 +387,11 @@ def padded(side: str) -> dict[str, Tensor]:
 )
 def test_a_sound_llama_gives_no_alarm(attention, dtype, checkpointing) -> None:
     model = llama(attention, dtype, checkpointing)
-    for side in PADDING:
-        batch = padded(side)
-        assert npt.trace(model, batch) is None
-        assert npt.trace(model, batch, limit=1e6) is None
-        assert npt.trace(model, run=lambda batch=batch: model(**batch, labels=IDS)) is None
-        assert (
-            npt.trace(model, {"input_ids": IDS}, run=lambda batch=batch: model(**batch, labels=IDS))
-            is None
-        )
+    batch = padded("left")
+    assert npt.trace(model, batch) is None
+    assert npt.trace(model, padded("right"), limit=1e6) is None
+    assert npt.trace(model, run=lambda: model(IDS, labels=IDS)) is None
+    assert npt.trace(model, {"input_ids": IDS}, run=lambda: model(**batch, labels=IDS)) is None
 
 
 LOWEST = torch.finfo(torch.float32).min
@@ -535,8 +531,8 @@ def test_a_bad_element_of_a_weight_is_named_with_module_and_index(name) -> None:
     model = MODELS[name]() if name in MODELS else llama(name.split()[1])
     generator = torch.Generator().manual_seed(1)
     for weight, parameter in model.named_parameters():
-        if ".0." in weight:
-            continue  # of the same kind as those of layer 1
+        if ".0." in weight or (".h." in weight and weight.endswith("bias")):
+            continue  # of the same kind as those of layer 1, and as its weights
         index = tuple(int(torch.randint(n, (1,), generator=generator)) for n in parameter.shape)
         if "embed" in weight or "wte" in weight:
             index = (int(IDS[1, 4]), index[1])  # of a table a row that is read
@@ -555,15 +551,14 @@ def test_a_bad_element_of_a_weight_is_named_with_module_and_index(name) -> None:
     assert npt.trace(model, {"input_ids": IDS}) is None
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_bad_number_out_of_any_module_is_named_with_its_token(attention) -> None:
-    model = llama(attention)
+def test_a_bad_number_out_of_any_module_is_named_with_its_token() -> None:
+    model = llama("sdpa")
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) or name.endswith(("rotary_emb", "mlp", "self_attn")):
             continue
         # modules of the same kind as others
         alike = "layers.0" in name or name.endswith(("k_proj", "up_proj"))
-        if name in ("", "model") or alike or (attention == "eager" and "self_attn" not in name):
+        if name in ("", "model") or alike:
             continue
 
         def spoil(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def test_a_ruined_run_warns_once_and_ends_in_red(here) -> None:
 
 
 def test_a_healthy_run_says_nothing_of_it(here) -> None:
-    result = here.run("run", max_steps=12, eval_steps=4)
+    result = here.run("run", max_steps=6, eval_steps=3)
     assert not events(result.folder, "warning") and result.diverged == ()
     assert status(RunRecord(result.folder))[0] == "good"
 
@@ -46,7 +46,7 @@ def test_a_student_of_completions_is_judged_by_them(load_model, tmp_path) -> Non
     here = Runs(load_model(), tmp_path, lambda: PAIRS, eval_data=PAIRS[:4])
     learning = {
         "strategy": "end_to_end", "hidden_weight": 0.0, "logit_kl_weight": 1.0,
-        "logit_loss": "cross_entropy", "learning_rate": 0.02, "max_steps": 30, "eval_steps": 15,
+        "logit_loss": "cross_entropy", "learning_rate": 0.02, "max_steps": 20, "eval_steps": 10,
     }  # fmt: skip
     result = here.run("run", **learning)
     fidelity = result.fidelity

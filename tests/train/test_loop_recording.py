@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
-from npt.distill import step as step_module
 from npt.distill.step import student_guard
 from npt.errors import TooManyRefusalsError
 from npt.recorder.record import Record
@@ -74,9 +73,8 @@ def poison(model: nn.Module) -> None:
 # --- what is written and said
 
 
-@pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_chosen_steps_are_files_lines_and_pictures(here, drawn, strategy) -> None:
-    result = here.run("run", trace_steps="1,3-4,/6", strategy=strategy)
+def test_chosen_steps_are_files_lines_and_pictures(here, drawn) -> None:
+    result = here.run("run", trace_steps="1,3-4,/6")
     trace, found = result.folder / "trace", recorded(result.folder)
     assert result.steps == 6 and list(found) == [1, 3, 4, 6] and drawn == [[1, 3, 4, 6]]
     assert all(record.micro_batch == 0 and len(record.rows) > 100 for record in found.values())
@@ -103,7 +101,7 @@ def test_if_the_first_micro_batch_fails_the_second_is_recorded(here, monkeypatch
     def fault(batch: Batch, vocabulary: int) -> str | None:
         return "token id out of range" if next(numbers) == 2 else None
 
-    monkeypatch.setattr(step_module, "find_fault", fault)
+    monkeypatch.setattr("npt.train.loop.find_fault", fault)
     result = here.run("run", trace_steps="1,2", gradient_accumulation_steps=2)
     assert result.refused == 1 and result.steps == 3
     places = {step: record.micro_batch for step, record in recorded(result.folder).items()}
@@ -168,11 +166,11 @@ def test_a_recorder_that_fails_is_said_and_the_run_is_the_same(here, monkeypatch
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
-    here.run("plain", max_steps=4)
+    here.run("plain", max_steps=3)
     for number, failing in enumerate(("__enter__", "record"), start=1):
         with monkeypatch.context() as patched:
             patched.setattr(Recorder, failing, broken)
-            here.run(failing, trace_steps="2-3", max_steps=4)
+            here.run(failing, trace_steps="2-3", max_steps=3)
         for step in (2, 3):
             line = f"step {step} could not be recorded: OSError: no space left on device"
             assert here.said.getvalue().count(line) == number

@@ -177,12 +177,13 @@ OTHERS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
 }
 
 
-@pytest.mark.parametrize(  # every teacher with every kind of rows, the strategies in turns
+@pytest.mark.parametrize(  # every teacher with half the kinds of rows, the strategies in turns
     ("other", "rows", "strategy"),
     [
         (other, rows, sorted(STRATEGIES)[(i + j) % 3])
         for i, other in enumerate(OTHERS)
         for j, rows in enumerate(BATCHES)
+        if (i + j) % 2
     ],
 )
 def test_a_teacher_with_other_attention_teaches_its_own_outputs(
@@ -192,8 +193,9 @@ def test_a_teacher_with_other_attention_teaches_its_own_outputs(
     assert_taught(model, teacher, BATCHES[rows], strategy)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("strategy", "attn"), [("local", "sdpa"), ("propagated", "eager"), ("end_to_end", "sdpa")]
+)
 def test_a_student_in_fp16_learns_from_a_teacher_in_fp32(folder, strategy, attn) -> None:
     model, _ = npt.load_base(
         str(folder("llama")), use_fp16=True, device="cpu", attn_implementation=attn

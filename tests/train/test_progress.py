@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 
 from npt.console import say
-from npt.train.observers import StepMetrics
+from npt.train.metrics import StepMetrics
 
 METRICS = {"loss": 0.123456, "grad_norm": 1.5, "lr": 3e-4, "tokens_per_second": 12345.6}
 
 
 def metrics_of(load_model: Any, total: int | None, first: int = 0) -> StepMetrics:
-    setup = SimpleNamespace(model=load_model(), first_step=first)
-    return StepMetrics(SimpleNamespace(setup=setup, total_steps=total))
+    setup = SimpleNamespace(model=load_model(), origin=SimpleNamespace(step=first))
+    return StepMetrics(setup, total)
 
 
 @pytest.mark.parametrize("width", [200, 40])
@@ -43,6 +43,6 @@ def test_a_run_that_goes_on_has_no_steps_of_its_own_before_it(
 ) -> None:
     """Ten of a hundred steps took ten seconds, whoever made the fifty before them."""
     clock = iter([0.0, 10.0])
-    monkeypatch.setattr("npt.train.observers.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("npt.train.metrics.time.perf_counter", lambda: next(clock))
     metrics = metrics_of(load_model, total, first=50)
     assert metrics.progress({**METRICS, "step": 60, "refused_total": 0}).endswith(left)

@@ -21,7 +21,7 @@ from npt.data.packing import pack
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import PrecisionError, SmokeTestError
-from npt.train.preparation import smoke_test
+from npt.train.start import smoke_test
 
 # Anomaly detection prints where a NaN came from; here the NaN are planted.
 pytestmark = pytest.mark.filterwarnings("ignore:Error detected in")
@@ -47,11 +47,15 @@ def spoil_adapter(model: nn.Module, value: float) -> None:
         model.model.layers[3].npt.A[0, 0] = value
 
 
-@strategies
 @pytest.mark.parametrize(
-    "form", [{}, {"modulation": "multiplicative"}, {"modulation": "additive", "targets": ("gate",)}]
+    ("name", "form", "quantization"),
+    [
+        ("local", {}, "nf4"),
+        ("end_to_end", {}, None),
+        ("local", {"modulation": "multiplicative"}, None),
+        ("end_to_end", {"modulation": "additive", "targets": ("gate",)}, "nf4"),
+    ],
 )
-@pytest.mark.parametrize("quantization", ["nf4", None])
 def test_a_clean_start_passes_and_says_so_in_one_line(
     load_model, batch, name, form, quantization
 ) -> None:
@@ -62,8 +66,7 @@ def test_a_clean_start_passes_and_says_so_in_one_line(
     assert "\n" not in verdict
 
 
-@strategies
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("name", "side"), [("local", "left"), ("end_to_end", "right")])
 def test_packed_rows_pass(load_model, name, side) -> None:
     rows = pack([Sample(str(i), tuple(range(5 + i, 9 + 2 * i))) for i in range(5)], 16)
     packed = collate(rows, 2, side=side, length=17)

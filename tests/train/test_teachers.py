@@ -37,7 +37,7 @@ def taught(here: Runs, folder: str, precision: str, source: Any, **changed: Any)
 def test_a_kept_residual_learns_from_the_unquantised_base(here, llama_folder, precision) -> None:
     adapter = {"rank": 8, "residual": "keep", "layers": "all"}
     result = taught(
-        here, "run", precision, llama_folder, adapter=adapter, max_steps=40, num_epochs=20
+        here, "run", precision, llama_folder, adapter=adapter, max_steps=24, num_epochs=20
     ).train()
     metrics = [line["loss_nmse"] for line in lines(result.folder, "metrics")]
     assert sum(metrics[-8:]) < 0.9 * sum(metrics[:8])  # means of an epoch each
@@ -87,7 +87,7 @@ def test_a_run_that_stops_is_replayed_with_its_strategy_and_its_teacher(
     assert "state" in str(result)
 
 
-@pytest.mark.parametrize("own", ["eager", "sdpa"])
+@pytest.mark.parametrize("own", ["eager"])
 def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_folder, own) -> None:
     data = [*records(3), {"id": "outside", "input_ids": [5, 999, 7]}]
     teacher = load_teacher(str(llama_folder), "fp32", device="cpu", attn_implementation=own)

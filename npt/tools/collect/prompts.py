@@ -5,17 +5,19 @@ with a loss mask, tokenised and ordered as training would.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import COMPLETION, PROMPT, Encoder, RecordCounts, filled, prompt_column
+from npt.data.encoding import COMPLETION, PROMPT, Encoder, filled, prompt_column
 from npt.data.samples import Samples
 from npt.data.source import Record
 from npt.errors import DataError
 
 _AS_PROMPT = DataConfig(prompt_column=PROMPT, completion_column=COMPLETION)
 _ANY_ANSWER = "x"
+_UNCUT = 2**31 - 1  # the greatest --max_length
 
 
 def read_prompts(
@@ -45,16 +47,15 @@ def prompt_record(
         column = prompt_column({COMPLETION: _ANY_ANSWER, **record}, config)
         if column is not None:
             record, config = _with_any_answer(number, record, column), _AS_PROMPT
-    for encoded in Encoder(tokenizer, config).encode([(number, record)], RecordCounts()):
-        ids, prompt = encoded.ids, encoded.prompt
-        if encoded.labels is not None:
-            targets = (i for i, label in enumerate(encoded.labels) if label != IGNORE_INDEX)
-            prompt = next(targets, 0) or None
-        if prompt is not None:
-            ids = ids[:prompt][-length:]
-        elif ids[-1:] == [tokenizer.eos_token_id]:
+    whole = replace(config, max_length=_UNCUT)
+    for sample in Encoder(tokenizer, whole).samples(number, record):
+        ids, labels = list(sample.input_ids), sample.labels or ()
+        masked = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
+        if masked or config is _AS_PROMPT:
+            ids = ids[:masked][-length:]
+        elif ids[-1] == tokenizer.eos_token_id:
             ids = ids[:-1]
-        return {"id": encoded.name, "input_ids": ids}
+        return {"id": sample.id.removesuffix("@0"), "input_ids": ids}
     return {"id": str(number), "input_ids": []}
 
 

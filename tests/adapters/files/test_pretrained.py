@@ -90,8 +90,14 @@ OWN = {
 """How a user may load a base with transformers."""
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("case", OWN)
+@pytest.mark.parametrize(
+    ("case", "stored"),
+    [
+        *((case, torch.bfloat16) for case in OWN),
+        ("as the checkpoint is stored", torch.float32),
+        ("nf4", torch.float32),
+    ],
+)
 def test_a_base_of_the_users_own_is_loaded_as_he_did(tmp_path, case, stored):
     folder = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype=stored).save_pretrained(folder)

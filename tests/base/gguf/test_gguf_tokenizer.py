@@ -20,7 +20,7 @@ TEXTS = (
 
 
 def read(path, **how):
-    return tokenizer_of(GGUFFile(write_gguf(path, **how)))
+    return tokenizer_of(GGUFFile(write_gguf(path, made_model(vocab_size=2048), **how)))
 
 
 def pieces(tokenizer, text: str) -> list[str]:
@@ -89,8 +89,8 @@ def test_text_is_split_by_the_pattern_that_is_named(pre, text, wanted, tmp_path)
 
 def test_a_piece_in_the_vocabulary_needs_no_merges_in_llama_3(tmp_path) -> None:
     """Its tokenizer takes such a piece as it is."""
-    token = vocabulary()["tokens"].index("the")
-    merges = {"tokenizer.ggml.merges": [vocabulary()["merges"][0]]}
+    token = vocabulary(2048)["tokens"].index("the")
+    merges = {"tokenizer.ggml.merges": [vocabulary(2048)["merges"][0]]}
     for pre, wanted in (("llama-bpe", True), ("gpt-2", False)):
         found = read(tmp_path / f"{pre}.gguf", pre=pre, metadata=merges)
         assert (found("the").input_ids == [0, token]) == wanted

@@ -102,7 +102,7 @@ def test_the_figures_are_those_of_the_two_models_themselves(model, tokenizer, fa
     assert found["recall"]["student"]["gain"] != 0
 
 
-@pytest.mark.parametrize("max_kl", [1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("max_kl", [1e-4, 1e-2])
 def test_alpha_is_the_largest_that_keeps_the_bound(model, tokenizer, fact, max_kl):
     before = Baseline(model, fact, samples(8, 2))
     modulation = npt.modulation_of(model, fact.alone)

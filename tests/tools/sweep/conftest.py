@@ -12,6 +12,7 @@ import pytest
 
 from npt.tools.sweep.run import Bases
 from npt.tools.sweep.spec import Trial, design_of
+from npt.tools.sweep.storage import Storage
 
 
 @pytest.fixture(scope="session")
@@ -64,3 +65,11 @@ def trial(small: dict[str, Any]) -> Callable[..., Trial]:
         return found
 
     return make
+
+
+@pytest.fixture(scope="session")
+def empty_study(tmp_path_factory) -> Path:
+    """A database with the tables of a study, which take longer to make than a copy."""
+    path = tmp_path_factory.mktemp("tables") / "study.db"
+    Storage(f"sqlite:///{path}", "none")
+    return path

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
+import shutil
 import signal
 import sqlite3
 import sys
@@ -114,7 +115,7 @@ def test_a_folder_of_something_else_is_left_alone(spec, tmp_path, capsys) -> Non
 
 @pytest.mark.parametrize("killed_at", ["write_json", "write_bytes"])
 def test_a_study_killed_as_it_began_continues_in_its_folder(
-    spec, tmp_path, monkeypatch, killed_at
+    spec, tmp_path, empty_study, monkeypatch, killed_at
 ) -> None:
     import npt.tools.sweep.study as module
 
@@ -127,6 +128,8 @@ def test_a_study_killed_as_it_began_continues_in_its_folder(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, killed_at, kill)
+        folder.mkdir()
+        shutil.copy(empty_study, folder / "study.db")
         Storage(module.storage_url(folder, None), design.name)
         with pytest.raises(KeyboardInterrupt):
             module.open_folder(folder, spec, design, None, {})
@@ -218,6 +221,7 @@ def test_a_killed_study_continues_and_repeats_nothing(
     content = yaml.safe_load(spec.read_text())
     content["parts"]["forms"]["grid"]["learning_rate"] = [1e-3, 1e-1]
     content["parts"]["forms"]["seeds"] = [0]
+    content["settings"]["max_steps"] = 3
     spec.write_text(yaml.safe_dump(content))
     folder = tmp_path / "study"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a killed run's folder stays

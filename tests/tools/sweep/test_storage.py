@@ -5,6 +5,7 @@ killed, none repeated.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -52,9 +53,9 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture
-def file(tmp_path) -> str:
+def file(tmp_path, empty_study: Path) -> str:
     """A file as the database, for what Optuna and not the database decides."""
-    return f"sqlite:///{tmp_path / 'study.db'}"
+    return f"sqlite:///{shutil.copy(empty_study, tmp_path / 'study.db')}"
 
 
 @pytest.fixture(params=["file", "server"])
@@ -99,7 +100,7 @@ def claimed(url: str, **settings: Any) -> tuple[Storage, Design, Claim]:
 
 
 def test_several_processes_do_every_trial_once(url: str, tmp_path) -> None:
-    log, count = tmp_path / "log", 6
+    log, count = tmp_path / "log", 4
     processes = [worker(url, count, log) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     taken = [line.split()[0] for line in log.read_text().splitlines()]
@@ -110,16 +111,16 @@ def test_several_processes_do_every_trial_once(url: str, tmp_path) -> None:
     assert rows.keys() == design.by_key.keys() and all(row["kl"] == 0.5 for row in rows.values())
 
 
-def test_the_trial_of_a_killed_worker_alone_is_run_again(url: str, tmp_path) -> None:
+def test_the_trial_of_a_killed_worker_alone_is_run_again(file: str, tmp_path) -> None:
     log, count = tmp_path / "log", 2
-    hanging = worker(url, count, log, "hang")
+    hanging = worker(file, count, log, "hang")
     (lost,) = (line.split()[0] for line in wait_for(log, 1))
     hanging.send_signal(signal.SIGKILL)
     hanging.wait()
-    assert worker(url, count, log).wait() == 0
+    assert worker(file, count, log).wait() == 0
     taken = Counter(line.split()[0] for line in log.read_text().splitlines())
     assert taken.pop(lost) == 2 and set(taken.values()) == {1} and len(taken) == count - 1
-    assert Storage(url, "work").progress(trials(count).by_key).finished == count
+    assert Storage(file, "work").progress(trials(count).by_key).finished == count
 
 
 def test_filling_a_study_twice_adds_what_is_new_alone_and_trials_keep_their_order(
@@ -133,9 +134,9 @@ def test_filling_a_study_twice_adds_what_is_new_alone_and_trials_keep_their_orde
     assert [claim and claim.key for claim in claims] == [*larger.by_key, None]
 
 
-def test_two_studies_share_a_database_and_no_trial(url: str) -> None:
+def test_two_studies_share_a_database_and_no_trial(file: str) -> None:
     design = trials(2)
-    one, other = Storage(url, "one"), Storage(url, "other")
+    one, other = Storage(file, "one"), Storage(file, "other")
     one.enqueue(design.trials)
     assert one.progress(design.by_key).waiting == 2 and other.claim(design.by_key) is None
 
@@ -181,9 +182,9 @@ def test_a_trial_of_silent_workers_fails_until_started_anew(file: str) -> None:
         assert row["outcome"] == "failed" and "was not heard of" in row["reason"]
 
 
-def test_of_attempts_that_were_added_at_once_one_is_run(url: str) -> None:
+def test_of_attempts_that_were_added_at_once_one_is_run(file: str) -> None:
     design = trials(1)
-    one, other = Storage(url, "work"), Storage(url, "work")
+    one, other = Storage(file, "work"), Storage(file, "work")
     for storage in (one, other):
         storage._wait(design.trials[0])
     claim = one.claim(design.by_key)
@@ -241,8 +242,8 @@ def test_the_result_of_a_worker_that_was_thought_lost_does_not_count(url: str) -
     assert slow.progress(design.by_key).finished == 1
 
 
-def test_a_worker_that_sends_heartbeats_keeps_its_trial(url: str) -> None:
-    (own, design, claim), other = claimed(url, beat=0.05), Storage(url, "work")
+def test_a_worker_that_sends_heartbeats_keeps_its_trial(file: str) -> None:
+    (own, design, claim), other = claimed(file, beat=0.05), Storage(file, "work")
     fall_silent(own)
     with own.alive(claim):
         time.sleep(0.3)

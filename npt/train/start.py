@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,12 +21,13 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.config import TrainConfig
 from npt.data.batch import Batch, batches, find_fault
 from npt.distill.local import BatchSums
-from npt.distill.step import MicroBatchSplitter, free_memory, oom_message
+from npt.distill.step import MicroBatchSplitter, forward_backward, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import SmokeTestError
-from npt.random_state import kept_random_state, micro_batch_draws
-from npt.train.run_data import RunData, makes_start
-from npt.train.run_setup import RunSetup
+from npt.random_state import kept_random_state
+from npt.runs.resume import plain_settings
+from npt.train.data import RunData, makes_start
+from npt.train.setup import RunSetup
 from npt.versions import versions
 
 if TYPE_CHECKING:
@@ -43,18 +45,17 @@ rounding."""
 
 
 def fitting(
-    setup: RunSetup, act: Callable[[], T], splitter: MicroBatchSplitter, batch: Batch, name: str
+    model: PreTrainedModel, act: Callable[[], T], splitter: MicroBatchSplitter, batch: Batch
 ) -> T:
-    """Return the result of `act`, begun again with fewer samples at once until it fits.
+    """Return the result of an act, begun again with fewer samples at once until it fits.
 
     NoMemoryError if one sample is too much.
 
     Args:
-        setup: of the run.
+        model: that computes.
         act: computes in parts of `splitter`, which is shrunk.
         splitter: of this act.
         batch: the largest that is computed.
-        name: of the act, in messages.
     """
     while True:
         try:
@@ -62,12 +63,10 @@ def fitting(
         except (RuntimeError, MemoryError) as error:
             message = oom_message(error)
             # processes that share a base would be out of step
-            if message is None or is_sharded(setup.model):
+            if message is None or is_sharded(model):
                 raise
-        free_memory()
-        samples = splitter.shrink(batch, message)
-        lack = f"{name}: out of memory with {samples} samples at once ({message})"
-        setup.say(f"{lack}; it is begun again with {splitter.samples}")
+        free_memory()  # after the handler, in which the error keeps the graph alive
+        splitter.shrink(batch, message)
 
 
 def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
@@ -82,13 +81,9 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
     from npt.calibration.calibrate import calibrate
     from npt.calibration.report import print_calibration
 
-    if setup.teacher is not None:
-        setup.say(
-            "the start is fitted to the student's own base; training then takes the unquantised"
-            " teacher"
-        )
     # its graph goes through the whole teacher: an OOM here says nothing about a micro-batch
-    splitter = MicroBatchSplitter(min(config.batch_size, setup.splitter.samples))
+    size, report = setup.splitter.samples, partial(setup.say_lack, "the calibration")
+    splitter = MicroBatchSplitter(min(config.batch_size, size), report)
 
     def solve() -> Calibration:
         return calibrate(
@@ -101,27 +96,27 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
             console=setup.console,
         )
 
-    calibration = fitting(setup, solve, splitter, data.first_batch(), "the calibration")
+    calibration = fitting(model, solve, splitter, data.first_batch())
     print_calibration(calibration, setup.console)
     if data.start.begun:
-        begun = f"the {data.start.begun} samples that the start was fitted to"
-        setup.say(f"training begins after {begun}")
+        setup.say(
+            f"training begins after the {data.start.begun} samples that the start was fitted to"
+        )
     else:
         setup.say(
             "there are too few samples to leave out those that the start was fitted to, so the"
             " first losses are of tokens that it has seen"
         )
-    if processes.size == 1:
-        return calibration
-    # each has solved one, rounded by its own kernels: all take the main one's
-    ranks = processes.first(lambda: attached_config(model).ranks)
-    form = replace(attached_config(model), ranks=None if ranks is None else tuple(ranks))
-    parameters, tensors = adapter_parameters(model), {}
-    for name, shape in adapter_shapes(model, form).items():
-        zeros = torch.zeros(shape, device=setup.device)
-        tensor = parameters[name].detach().clone() if processes.main else zeros
-        tensors[name] = processes.sum_(tensor)
-    set_adapters(model, form, tensors)
+    if processes.size > 1:
+        # each has solved one, rounded by its own kernels: all take the main one's
+        ranks = processes.first(lambda: attached_config(model).ranks)
+        form = replace(attached_config(model), ranks=None if ranks is None else tuple(ranks))
+        parameters, tensors = adapter_parameters(model), {}
+        for name, shape in adapter_shapes(model, form).items():
+            zeros = torch.zeros(shape, device=setup.device)
+            tensor = parameters[name].detach().clone() if processes.main else zeros
+            tensors[name] = processes.sum_(tensor)
+        set_adapters(model, form, tensors)
     return calibration
 
 
@@ -129,7 +124,8 @@ def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
     """Return a function that measures the student as it is, with no more samples at once than in
     training.
     """
-    splitter, samples = MicroBatchSplitter(setup.config.batch_size), data.eval_samples
+    report, samples = partial(setup.say_lack, "an evaluation"), data.eval_samples
+    splitter = MicroBatchSplitter(setup.config.batch_size, report)
     reference: list[Reference] = []  # a separate teacher's outputs
 
     def measure() -> Fidelity:
@@ -150,7 +146,7 @@ def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
     def evaluated() -> Fidelity:
         splitter.samples = min(splitter.samples, setup.splitter.samples)
         largest = next(batches(samples, splitter.samples))
-        return fitting(setup, measure, splitter, largest, "an evaluation")
+        return fitting(setup.model, measure, splitter, largest)
 
     return evaluated
 
@@ -160,8 +156,9 @@ def run_record(
 ) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
     model = setup.model
+    form = plain_settings(asdict(attached_config(model)))  # with the ranks of the start
     return {
-        "settings": setup.all_settings(),
+        "settings": {**setup.settings, **form},
         "layers": [index for index, _ in npt_layers(model)],
         "trainable_parameters": sum(p.numel() for p in adapter_parameters(model).values()),
         "seed": setup.config.seed,
@@ -180,7 +177,11 @@ def run_record(
 
 @kept_random_state()
 def smoke_test(
-    model: PreTrainedModel, batch: Batch, strategy: Strategy, config: TrainConfig
+    model: PreTrainedModel,
+    batch: Batch,
+    strategy: Strategy,
+    config: TrainConfig,
+    splitter: MicroBatchSplitter | None = None,
 ) -> str:
     """Prove that one batch trains, before a long run; return the verdict as one line.
 
@@ -194,13 +195,8 @@ def smoke_test(
         raise _failure(f"the first batch cannot be used: {fault}; check the data and the tokenizer")
     parameters = adapter_parameters(model)
     snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    batch = batch.to(next(model.parameters()).device)
-
-    def compute() -> BatchSums:
-        # the same random numbers each time: a base that draws would have another loss for those
-        with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
-            return strategy(model, batch, config)
-
+    # it draws the same random numbers each time: with others a base would have another loss
+    compute = partial(forward_backward, model, strategy, batch, config, splitter)
     optimizer = torch.optim.AdamW(parameters.values(), lr=DESCENT_RATE, weight_decay=0.0)
     optimizer.zero_grad()
     try:
@@ -267,7 +263,10 @@ def _check_gradients(model: PreTrainedModel) -> None:
             if name not in silent:
                 raise _failure(f"{name} gets no gradient; it would never be trained")
         elif not bool(torch.isfinite(parameter.grad).all()):
-            raise _failure(f"the gradient of {name} is not finite; start with --safe_mode")
+            raise _failure(
+                f"the gradient of {name} is not finite; lower --additive_scale, or start with"
+                " --safe_mode"
+            )
     for name, parameter in model.named_parameters():
         if name not in adapters and (parameter.requires_grad or parameter.grad is not None):
             raise _failure(

@@ -1,5 +1,9 @@
 """The data of a run: sources, held-out samples, where training begins, and its windows.
 
+A run has one source, or with another mixed in against forgetting two. The end of the first is an
+epoch's end; the other is repeated. Which source a sample is of is drawn from the seed and the
+sample's number (npt/data/samples.py).
+
 A calibrated start is fitted to the first samples of the first epoch, and training begins after
 them: its first losses would else be those of tokens that were fitted, half of what later ones are.
 If too little would be left, training begins with them all the same.
@@ -10,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from transformers import LlamaForCausalLM
@@ -18,24 +22,99 @@ from transformers import LlamaForCausalLM
 from npt.adapters.attach import at_random_start
 from npt.adapters.converted import attached_config, npt_layers
 from npt.adapters.fit import format_layers
-from npt.base.identity import BaseIdentity
-from npt.config import MAX_STEPS
+from npt.config import MAX_STEPS, DataConfig
 from npt.data.batch import Batch, Sample
-from npt.data.encoding import RecordCounts, no_sample
-from npt.data.loader import Loader, Position, Window, windows
-from npt.data.samples import Samples, within
-from npt.data.source import Record
+from npt.data.encoding import filled, no_sample
+from npt.data.samples import Loader, Position, Samples, Window, windows, within
+from npt.data.source import READERS, Record, check_source, is_local, open_source, own_heldout
 from npt.errors import ConfigError, DataError, kind_of
 from npt.evaluation.heldout import evaluation_samples
+from npt.runs.checkpoint import Checkpoint
 from npt.runs.resume import check_same_data, data_fingerprint
-from npt.train.run_setup import RunSetup, check_replay
-from npt.train.sources import FIRST, REPLAY, open_sources
+from npt.train.setup import RunSetup
 
 RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})
 """Settings that change how many samples a window has."""
 
 LEFT_OUT = 0.1
 """Share of the training data that is left out, at most, because the start was fitted to it."""
+
+FIRST, REPLAY = "data", "replay data"
+"""The sources of a run, as messages name them."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set of a run.
+
+    Attributes:
+        label: in messages.
+        share: of all samples.
+        config: how it is read.
+        records: empty until it is opened.
+        held_out: records of its own that nobody trains on.
+    """
+
+    label: str
+    share: float
+    config: DataConfig
+    records: Iterable[Record] = ()
+    held_out: Iterable[Record] | None = None
+
+
+def sources_of(config: DataConfig) -> tuple[Source, ...]:
+    """Return the sources that settings name, unopened."""
+    plain, other = replace(config, replay_dataset=None, replay_ratio=None), config.replay_dataset
+    if other is None:
+        return (Source(FIRST, 1.0, plain),)
+    here = other in READERS or is_local(other)
+    split = "train" if here else config.dataset_split
+    second = replace(
+        plain, dataset_name=other, dataset_config=None, dataset_split=split, num_samples=None
+    )
+    share = config.replay_share
+    return Source(FIRST, 1 - share, plain), Source(REPLAY, share, second)
+
+
+def check_sources(config: DataConfig) -> None:
+    """Check every source as `check_source` does."""
+    for source in sources_of(config):
+        check_source(source.config)
+
+
+def open_sources(config: DataConfig, data: Iterable[Record] | None = None) -> list[Source]:
+    """Open the sources of a run, each with columns that it has; `data` are records to take instead
+    of the first.
+    """
+    first, *others = sources_of(config)
+    if data is None:
+        records = open_source(first.config)
+        opened = [replace(first, records=records, held_out=own_heldout(first.config))]
+    else:
+        # a generator can be read once only
+        kept = data if iter(data) is not data or config.streaming else list(data)
+        opened = [replace(first, records=kept)]
+    for other in others:
+        records = open_source(other.config)
+        columns = fitting_columns(other.config, records)
+        opened.append(replace(other, records=records, config=columns))
+    return opened
+
+
+def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
+    """Return a run's settings without columns that the first record of a source lacks."""
+    usual = DataConfig.text_column
+    if config.prompt_column is None and config.text_column == usual:
+        return config
+    first = next(iter(records), None)
+    if not isinstance(first, Mapping):
+        return config
+    first = filled(first)
+    if config.prompt_column is not None and config.prompt_column not in first:
+        config = replace(config, prompt_column=None, completion_column=None)
+    if config.text_column not in first and usual in first:
+        config = replace(config, text_column=usual)
+    return config
 
 
 class RunData:
@@ -45,7 +124,6 @@ class RunData:
         setup: of the run.
         data: records, as the Trainer takes them.
         eval_data: held-out records, if any are given.
-        replay_data: records to mix in.
 
     Attributes:
         eval_samples: for evaluations.
@@ -62,14 +140,12 @@ class RunData:
         setup: RunSetup,
         data: Iterable[Record] | None,
         eval_data: Iterable[Record] | None = None,
-        replay_data: Iterable[Record] | None = None,
     ):
         self._setup = setup
-        check_replay(setup.data_config, replay_data is not None)
         if isinstance(data, Mapping):
             names = ", ".join(map(str, data))
             raise DataError(f"the data are {kind_of(data)} with {names}; pass one of its entries")
-        self.sources = open_sources(setup.data_config, data, replay_data)
+        self.sources = open_sources(setup.data_config, data)
         self._check_stream(eval_data)
         leave_out = self._hold_out(eval_data)
         self.loader = self._make_loader(leave_out)
@@ -83,15 +159,16 @@ class RunData:
         self.counted_from = {"steps": 0, "micro_batches": 0}
         self.start_samples: list[Sample] = []
         self.start = Position()
-        if setup.checkpoint is not None:
-            check_same_data(setup.checkpoint.record["data"], self.identity)
-            self.counted_from = self._last_resize()
-            self.start = setup.checkpoint.position
+        if (checkpoint := setup.origin.checkpoint) is not None:
+            check_same_data(checkpoint.record["data"], self.identity)
+            self.counted_from = self._last_resize(checkpoint)
+            self.start = checkpoint.position
         elif makes_start(setup.model):
             self.start_samples, after = self._first_samples()
             if self._leaves_enough(after):
                 self.start = after
         self.total_steps = self.count_steps(self.start.begun)
+        self.loader.samples.count_anew()
         self._coming = self.loader.batches(self.start)
 
     def windows(self) -> Generator[Window]:
@@ -105,12 +182,7 @@ class RunData:
         if first is None:
             raise no_sample(self.loader.samples.counts)
         self._coming = itertools.chain([first], self._coming)
-        return first.batch
-
-    def agree(self, base: BaseIdentity) -> None:
-        """Refuse processes whose model, settings or data differ."""
-        facts = {"steps": self.total_steps, "evaluation samples": len(self.eval_samples)}
-        self._setup.agree(base, {**self.identity, **facts})
+        return first[0]
 
     def note(self) -> str:
         """Return a line on what is trained, for how long, and the data of its evaluations."""
@@ -140,19 +212,13 @@ class RunData:
 
     def _check_stream(self, eval_data: Iterable[Record] | None) -> None:
         """Refuse to read a generator twice."""
-        c, records = self._setup.config, self.sources[0].records
-        needs = {
-            f"--num_epochs is {c.num_epochs}": c.num_epochs > 1,
-            "without eval_data a run holds out some of its data": eval_data is None,
-            "--init calibrated reads training data before the run does": makes_start(
-                self._setup.model
-            ),
-        }
-        for need, present in needs.items():
-            if present and iter(records) is records:
-                raise ConfigError(
-                    f"{need}, but a streamed generator can be read once only; pass a list"
-                )
+        records, epochs = self.sources[0].records, self._setup.config.num_epochs
+        again = epochs > 1 or eval_data is None or makes_start(self._setup.model)
+        if again and iter(records) is records:
+            raise ConfigError(
+                "a streamed generator can be read once only; pass a list, or eval_data, one epoch"
+                " and --init random"
+            )
 
     def _hold_out(self, eval_data: Iterable[Record] | None) -> list[bool]:
         """Choose evaluation samples; return of which sources training must leave some out."""
@@ -184,8 +250,7 @@ class RunData:
         loader = Loader(
             every[0],
             config.batch_size,
-            epochs=config.num_epochs,
-            endless=config.max_steps is not None,
+            epochs=config.num_epochs if config.max_steps is None else math.inf,
             replay=every[1] if len(every) > 1 else None,
             share=self.sources[-1].share,
             seed=config.seed,
@@ -200,15 +265,13 @@ class RunData:
         first: list[Sample] = []
         position, left = Position(), self._setup.config.calibration_tokens
         # replayed data are there against forgetting; the start need not fit them
-        for (sample,), after in Loader(self.loader.samples, 1).groups(position, 1):
-            begun = position.begun + (after.place != position.place)
-            position = replace(after, drawn=0, begun=begun)
+        for sample, place in self.loader.samples.walk():
+            position = Position(place, begun=position.begun + 1)
             for usable in within([sample], self._setup.model.config.vocab_size):
                 first.append(usable)
                 left -= len(usable.input_ids)
             if left < 2:  # as calibration stops
                 break
-        self.loader.samples.counts = RecordCounts()  # none of the run's is read yet
         return first, position
 
     def _leaves_enough(self, after: Position) -> bool:
@@ -217,13 +280,12 @@ class RunData:
         """
         samples, batch_size = self.loader.samples, self._setup.config.batch_size
         if not samples.sized or self._setup.config.max_steps is not None:
-            return next(samples.walk(0, after.place, counts=RecordCounts()), None) is not None
+            return next(samples.walk(after.place), None) is not None
         later = (self.count_steps(after.begun) or 0) * self._setup.window_size
         return after.begun <= LEFT_OUT * (after.begun + later * batch_size)
 
-    def _last_resize(self) -> dict[str, int]:
-        checkpoint, changed = self._setup.checkpoint, self._setup.changed
-        assert checkpoint is not None
+    def _last_resize(self, checkpoint: Checkpoint) -> dict[str, int]:
+        changed = self._setup.changed
         if not RESIZING & set(changed):
             return dict(checkpoint.record["counted_from"])
         tried = checkpoint.record["micro_batches"]

@@ -1,22 +1,21 @@
-"""The parts of a run, checked before it: model, settings, processes, what it resumes."""
+"""The parts of a run, checked before it: model, settings, processes, where it begins."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_shapes, at_random_start, set_adapters
+from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_attached, is_sharded
 from npt.adapters.fit import check_length
 from npt.base.attention import attention_name, repeats_exactly
-from npt.base.identity import BaseIdentity, base_hash
+from npt.base.identity import base_hash
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.console import say
@@ -25,9 +24,7 @@ from npt.distill.step import MicroBatchSplitter, check_unfrozen
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError
 from npt.guard.update import EXACT
-from npt.runs.checkpoint import Checkpoint, read_checkpoint
-from npt.runs.resume import Resumed, changed_settings, find_resumed, plain_settings
-from npt.runs.run_folder import check_free, default_folder
+from npt.runs.resume import Origin, changed_settings, find_origin, plain_settings
 from npt.runs.signals import StopOnSignal
 from npt.versions import versions
 
@@ -37,15 +34,14 @@ MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset")
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Model, settings and processes of a run, checked.
+    """Model, settings and processes of a run.
 
     Attributes:
-        splitter: of micro-batches into parts that fit into memory.
-        settings: further ones, for `run.json`.
-        folder: of the run, which is not made yet.
-        resumed: where the run continues, None for a new one.
+        origin: where it begins.
+        settings: all of them, as JSON gives them back.
         changed: settings that the resumed run had otherwise, with both values.
         date: that the chat template writes; None without one.
+        splitter: of micro-batches into parts that fit into memory.
         stop: set by a signal.
     """
 
@@ -56,33 +52,12 @@ class RunSetup:
     data_config: DataConfig
     processes: ProcessGroup
     console: Console
-    splitter: MicroBatchSplitter
-    settings: Mapping[str, Any]
-    folder: Path = Path()
-    resumed: Resumed | None = None
+    origin: Origin
+    settings: Mapping[str, Any] = field(default_factory=dict)
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     date: str | None = None
+    splitter: MicroBatchSplitter = field(default_factory=lambda: MicroBatchSplitter(1))
     stop: StopOnSignal = field(default_factory=StopOnSignal)
-
-    @property
-    def adapter_config(self) -> NPTConfig:
-        """The adapters' form, with the ranks that a start was given."""
-        return attached_config(self.model)
-
-    @property
-    def checkpoint(self) -> Checkpoint | None:
-        """The one that the run continues from."""
-        return None if self.resumed is None else self.resumed.checkpoint
-
-    @property
-    def resume_at(self) -> int | None:
-        """The step at which the run continues in its own folder; None in a new one."""
-        return self.resumed.step if self.resumed is not None and self.resumed.goes_on else None
-
-    @property
-    def first_step(self) -> int:
-        """The steps that the resumed run has made."""
-        return 0 if self.resumed is None else self.resumed.step
 
     @property
     def device(self) -> torch.device:
@@ -101,101 +76,73 @@ class RunSetup:
     def say(self, line: str) -> None:
         say(self.console, line)
 
-    def all_settings(self) -> dict[str, Any]:
-        """Return every setting, as `run.json` keeps them."""
-        settings = dict(self.settings)
-        for part in (self.adapter_config, self.data_config, self.config):
-            settings |= asdict(part)
-        if quantization_of(self.model) is not None:
-            settings["compute_dtype"] = _name_of(declared_dtype(self.model)) or "other"
-        attention = {"attn_implementation": attention_name(self.model)}
-        return {**settings, **attention, "processes": self.processes.size}
+    def say_lack(self, act: str, samples: int, now: int, message: str) -> None:
+        """Print that an act has run out of memory and is begun again with fewer samples."""
+        lack = f"{act}: out of memory with {samples} samples at once ({message})"
+        self.say(f"{lack}; it is begun again with {now}")
 
-    def shared_settings(self) -> dict[str, Any]:
-        """Return what every process of a run must have alike, known before its data."""
-        from npt.data.chat import has_template
-
-        plain = plain_settings(self.all_settings())
-        settings = {f"--{name}": value for name, value in plain.items() if name not in MAY_DIFFER}
-        return {**settings, "a chat template": has_template(self.tokenizer)}
-
-    def agree(self, base: BaseIdentity, facts: Mapping[str, Any]) -> None:
-        """Refuse processes that would not do the same; `facts` are further values to compare."""
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Refuse processes whose adapters, devices, versions or `facts` differ."""
         if self.processes.size == 1:
             return
         tensors = adapter_parameters(self.model).values()
         adapters = sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in tensors)).hexdigest()
+        checkpoint = self.origin.checkpoint
         self.processes.agree(
             {
-                **self.shared_settings(),
-                "a base of hash": base.strict,
-                "adapters of hash": adapters,
                 **facts,
-                "a checkpoint of step": None if self.checkpoint is None else self.checkpoint.step,
+                "adapters of hash": adapters,
+                "a checkpoint of step": None if checkpoint is None else checkpoint.step,
                 "a device of kind": self.device.type,
                 **{f"version of {name}": version for name, version in versions().items()},
             }
         )
 
 
-def checked(setup: RunSetup) -> RunSetup:
-    """Check model, settings and processes, and find what is resumed.
+def make_setup(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    teacher: PreTrainedModel | None,
+    config: TrainConfig,
+    data_config: DataConfig,
+    processes: ProcessGroup,
+    console: Console,
+    further: Mapping[str, Any],
+) -> RunSetup:
+    """Check model, settings and processes of a run, and find where it begins.
 
-    The adapters get the ranks of the checkpoint.
+    The adapters get the ranks of the checkpoint that is resumed, the chat template its date.
     """
     from npt.data.chat import date_of, fix_date, has_template
 
-    model, config, processes = setup.model, setup.config, setup.processes
-    check_model(model, config, setup.data_config, processes.size)
-    setup = replace(setup, settings={**setup.settings, **teacher_record(model, setup.teacher)})
+    check_model(model, config, data_config, processes.size)
+    settings = {**further, **teacher_record(model, teacher), "processes": processes.size}
+    for part in (attached_config(model), data_config, config):
+        settings |= asdict(part)
+    if quantization_of(model) is not None:
+        settings["compute_dtype"] = _name_of(declared_dtype(model)) or "other"
+    settings = plain_settings({**settings, "attn_implementation": attention_name(model)})
     # before an exchange that only some settings bring: it would be paired with another one
-    processes.agree(setup.shared_settings())
-    resumed = None if config.resume is None else _find_resumed(config, processes)
-    setup = replace(setup, resumed=resumed)
-    checkpoint, changed, date = setup.checkpoint, {}, None
-    if checkpoint is None and setup.adapter_config.init == "calibrated" and at_random_start(model):
-        from npt.calibration.calibrate import check_calibration
-
-        check_calibration(setup.adapter_config)
-    folder = resumed.folder if resumed is not None else None
-    folder = Path(processes.first(lambda: str(folder or _new_folder(config))))
-    if checkpoint is not None:
-        recorded, form = checkpoint.record["settings"], setup.adapter_config
-        date = checkpoint.record.get("date")
+    alike = {f"--{name}": value for name, value in settings.items() if name not in MAY_DIFFER}
+    processes.agree({**alike, "a chat template": has_template(tokenizer)})
+    origin = find_origin(config.resume, config.output_dir, processes)
+    changed: dict[str, tuple[Any, Any]] = {}
+    form, date = attached_config(model), None
+    if origin.checkpoint is not None:
+        recorded, date = origin.checkpoint.record["settings"], origin.checkpoint.record.get("date")
         if form.spends_ranks and recorded.get("ranks") is not None:
             form = replace(form, ranks=tuple(recorded["ranks"]))  # the checkpoint has their numbers
-        changed = changed_settings(recorded, setup.all_settings() | asdict(form))
-        if form != setup.adapter_config:
+        settings |= plain_settings(asdict(form))
+        changed = changed_settings(recorded, settings)
+        if form != attached_config(model):
             shapes = adapter_shapes(model, form).items()
             set_adapters(model, form, {name: torch.zeros(shape) for name, shape in shapes})
     # a chat template writes the date of the run's start, on every process and after a resume
-    if has_template(setup.tokenizer):
-        fix_date(setup.tokenizer, processes.first(lambda: date or date_of(setup.tokenizer)))
-        date = date_of(setup.tokenizer)
-    return replace(setup, folder=folder, changed=changed, date=date)
-
-
-def _find_resumed(config: TrainConfig, processes: ProcessGroup) -> Resumed:
-    """Find the run to resume. The main process looks; the others read what it found."""
-    resumed: Resumed | None = None
-
-    def find() -> tuple[str, str | None, bool]:
-        nonlocal resumed
-        resumed = find_resumed(str(config.resume), config.output_dir)
-        checkpoint = resumed.checkpoint
-        path = None if checkpoint is None else str(checkpoint.folder)
-        return str(resumed.folder), path, resumed.goes_on
-
-    folder, path, goes_on = processes.first(find)
-    if resumed is not None:
-        return resumed
-    return Resumed(Path(folder), None if path is None else read_checkpoint(Path(path)), goes_on)
-
-
-def _new_folder(config: TrainConfig) -> Path:
-    folder = Path(config.output_dir) if config.output_dir else default_folder()
-    check_free(folder)
-    return folder
+    if has_template(tokenizer):
+        fix_date(tokenizer, processes.first(lambda: date or date_of(tokenizer)))
+        date = date_of(tokenizer)
+    parts = (model, tokenizer, teacher, config, data_config, processes, console, origin)
+    return RunSetup(*parts, settings, changed, date, MicroBatchSplitter(config.batch_size))
 
 
 def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool = False) -> None:
@@ -216,14 +163,6 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
         raise DataError(
             f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated"
             " on; train on 'train'"
-        )
-
-
-def check_replay(data: DataConfig, has_records: bool = False) -> None:
-    """Refuse a ratio without a data set to replay, named by `data` or given as records."""
-    if data.replay_ratio is not None and data.replay_dataset is None and not has_records:
-        raise ConfigError(
-            f"--replay_ratio is {data.replay_ratio} without --replay_dataset; name the data set"
         )
 
 
@@ -249,10 +188,6 @@ def check_model(
         raise ConfigError(
             f"--strategy {config.strategy} does not support a sharded base; use --strategy local"
         )
-    if config.use_wandb or config.use_tensorboard:
-        from npt.runs.trackers import check_trackers
-
-        check_trackers(config)
     check_length(data.max_length, model.config)
     samples = config.gradient_accumulation_steps * processes * config.batch_size
     if samples * data.max_length >= EXACT:

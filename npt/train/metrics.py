@@ -1,0 +1,93 @@
+"""The figures of a run's steps, for `metrics.jsonl` and the console."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from npt.adapters.converted import npt_layers
+from npt.distill.local import REPORTED
+from npt.guard.outcome import Outcome
+from npt.train.setup import RunSetup
+
+
+class StepMetrics:
+    """Makes the lines of `metrics.jsonl`, and those on the console.
+
+    Args:
+        setup: of the run.
+        total_steps: of the run, None if unknown.
+
+    Attributes:
+        logged_tokens: up to the last line.
+    """
+
+    def __init__(self, setup: RunSetup, total_steps: int | None):
+        self._setup, self._total_steps, self.logged_tokens = setup, total_steps, 0
+        self._layers = [index for index, _ in npt_layers(setup.model)]
+        self._started = self._since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what is done in this context, which is not training, out of the time between
+        lines.
+        """
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - began
+
+    def line(
+        self, outcome: Outcome, step: int, tokens: int, refused: Counter[str]
+    ) -> dict[str, Any]:
+        """Return means per valid token over the survivors of all processes; the loss on the logits
+        is a mean per predicted token. `tokens` and `refused` of the run include this step's.
+        """
+        config, named = self._setup.config, len(REPORTED)
+        # From the reports, which came with the record: the survivors' own tensors may wait in a
+        # queue of newer windows.
+        reported = [sum(report[i] for report in outcome.reports) for i in range(named)]
+        layers = torch.tensor([report[named:] for report in outcome.reports], dtype=torch.float32)
+        nmses = layers.sum(dim=0).tolist() if outcome.reports else [0.0] * len(self._layers)
+        sums = self._setup.processes.sums([*reported, *nmses])
+        total = dict(zip(REPORTED, sums, strict=False))
+        now = time.perf_counter()
+        metrics = {
+            "step": step,
+            "loss": total["loss"] / outcome.tokens,
+            "loss_reg": total["reg"] / outcome.tokens,
+            "grad_norm": outcome.grad_norm,
+            "lr": outcome.rate,
+            "tokens": tokens,
+            "tokens_per_second": (tokens - self.logged_tokens) / (now - self._since),
+            "refused_total": refused.total(),
+            **{f"refused.{kind}": count for kind, count in sorted(refused.items())},
+        }
+        self._since, self.logged_tokens = now, tokens
+        if config.logit_kl_weight:
+            mean = total["logit"] / total["scored"] if total["scored"] else math.nan
+            metrics[f"loss_{config.logit_loss}"] = mean
+        if config.hidden_weight:  # hidden states were compared
+            metrics["loss_nmse"] = total["nmse"] / outcome.tokens
+            means = (torch.tensor(sums[named:]) / outcome.tokens).tolist()
+            names = [f"layers.{index}.nmse" for index in self._layers]
+            metrics |= dict(zip(names, means, strict=True))
+        return metrics
+
+    def progress(self, metrics: Mapping[str, Any]) -> str:
+        """Return a logged step as a line for the console, with the time that is left."""
+        step, total, of, left = metrics["step"], self._total_steps, "", ""
+        if total is not None:
+            passed, made = time.perf_counter() - self._started, step - self._setup.origin.step
+            seconds = int(passed / max(1, made) * (total - step))
+            of, left = f"/{total}", f"  {seconds // 60}:{seconds % 60:02d} left"
+        figures = f"loss {metrics['loss']:.5f}  grad {metrics['grad_norm']:.3g}"
+        rates = f"lr {metrics['lr']:.2e}  {metrics['tokens_per_second']:,.0f} tokens/s"
+        return f"step {step}{of}  {figures}  {rates}  refused {metrics['refused_total']}{left}"
