@@ -52,7 +52,7 @@ BAD_VALUES = [
     (DataConfig, "num_samples", (0, -1), "it must be at least 1"),
     (DataConfig, "replay_ratio", (0.0, 1.0, NAN, INF), "it must be above 0 and below 1"),
     (TrainConfig, "strategy", ("global",), "choose from local, propagated, end_to_end"),
-    (TrainConfig, "loss", ("mae",), "choose from nmse, nmse_update, direction, mse"),
+    (TrainConfig, "loss", ("mae",), "choose from nmse, nmse_update, direction"),
     (TrainConfig, "logit_loss", ("tv",), "choose from kl, reverse_kl, cross_entropy"),
     (TrainConfig, "scheduler_type", ("step",), "choose from cosine, linear, constant"),
     (TrainConfig, "warmup_steps", (-1,), "it must be at least 0"),
@@ -117,7 +117,7 @@ TOGETHER = [
     (TrainConfig, {"logit_kl_weight": 0.5}, "without --strategy end_to_end"),
     (TrainConfig, {"hidden_weight": 0, "strategy": "propagated"}, "--logit_kl_weight are both 0"),
     (TrainConfig, {"hidden_weight": 0, **WHOLE}, "--logit_kl_weight are both 0"),
-    (TrainConfig, {"loss": "mse", "hidden_weight": 0, **LOGITS}, "a --hidden_weight above 0"),
+    (TrainConfig, {"loss": "direction", "hidden_weight": 0, **LOGITS}, "a --hidden_weight above 0"),
     (TrainConfig, {"gradient_checkpointing": True}, "without --strategy end_to_end"),
 ]
 

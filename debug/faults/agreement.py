@@ -21,7 +21,7 @@ from npt.adapters.stream import open_stream
 from npt.config import STRATEGIES, DataConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.data.samples import cut
-from npt.distill.hidden_losses import hidden_loss
+from npt.distill.hidden_losses import HIDDEN_LOSSES
 from npt.distill.strategies import drive
 from npt.evaluation.greedy import continue_greedily
 from random_base import random_base
@@ -86,9 +86,8 @@ def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tenso
         with adapter_mode(model, "student"):
             out = stream.clean(layer(hidden, **context))
         if isinstance(layer, NPTLayer):
-            losses.append(
-                hidden_loss(config, stream.rows(out), stream.rows(after), stream.rows(taught))
-            )
+            rows = [stream.rows(states) for states in (out, after, taught)]
+            losses.append(HIDDEN_LOSSES[config.loss](*rows).sum())
         taught = after
         hidden = {"local": after, "propagated": out.detach(), "end_to_end": out}[config.strategy]
     return torch.stack(losses).sum() / len(losses)

@@ -314,7 +314,7 @@ def scaled(factor: float) -> Fault:
         for name, old in before.items():
             grad = _gradient(student, name)
             grad.mul_(factor) if old is None else grad.sub_(old).mul_(factor).add_(old)
-        return replace(sums, loss=sums.loss * factor)
+        return sums._replace(loss=sums.loss * factor)
 
     return filled(fill)
 
@@ -339,7 +339,7 @@ def extra_loss(term: Extra, tokens: int | None = None, alone: bool = False) -> F
         loss = term(student, batch)
         loss.backward()
         total = loss.detach() if alone else sums.loss + loss.detach()
-        return replace(sums, loss=total, tokens=sums.tokens if tokens is None else tokens)
+        return sums._replace(loss=total, tokens=sums.tokens if tokens is None else tokens)
 
     return filled(fill)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import (
@@ -173,16 +173,15 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == adapter_shapes(model, config)
     assert replace(config, ranks=None) == replace(record.config, ranks=None)
-    if config != record.config:
-        layers = npt_layers(model)
-        sizes = model.config.hidden_size, model.config.intermediate_size
-        forms = config_by_layer(config, tuple(index for index, _ in layers))
-        with torch.inference_mode(False):
-            resized = [NPTAdapter(form, *sizes) for form in forms.values()]
-        for (_, layer), adapter in zip(layers, resized, strict=True):
-            layer.npt.resize(adapter)
-    with torch.no_grad():
+    layers = dict(npt_layers(model))
+    for index, form in config_by_layer(config, tuple(layers)).items():
+        layers[index].npt.config = form
+    with torch.inference_mode(False), torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
+            if parameter.shape != shapes[name]:
+                owner, _, own = name.rpartition(".")
+                parameter = nn.Parameter(parameter.new_empty(shapes[name]), parameter.requires_grad)
+                model.get_submodule(owner).register_parameter(own, parameter)
             parameter.copy_(tensors[name])
     record.config, record.random_start = config, False
 

@@ -23,7 +23,7 @@ modulated product (F or D).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -136,7 +136,8 @@ class NPTAdapter(nn.Module):
         self.mode: Mode = "student"
         self.observer: Observer | None = None
         self.recode: Callable[[Tensor], Tensor] | None = None
-        sizes = {"ffn": ffn_size, "hidden": hidden_size}
+        sizes, rank = {"ffn": ffn_size, "hidden": hidden_size}, config.rank
+        widths = {target: sizes[TARGETS[target].width] for target in config.targets}
 
         def normal(rows: int, columns: int, std: float) -> nn.Parameter:
             if std == 0:
@@ -144,19 +145,15 @@ class NPTAdapter(nn.Module):
             values = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
             return nn.Parameter(std * values)
 
-        def by_target(targets: Iterable[str], std: Callable[[str], float]) -> nn.ParameterDict:
-            widths = {target: sizes[TARGETS[target].width] for target in targets}
-            return nn.ParameterDict({t: normal(o, config.rank, std(t)) for t, o in widths.items()})
-
         def std_b(target: str) -> float:
             # With the attention residual kept the student must equal its base at the start; with
             # attention in the stream the products' shifts only add to what it brings.
             zero = config.residual == "keep" or (STREAM in config.targets and target != STREAM)
             return 0.0 if zero else STD_B
 
-        self.A = normal(config.rank, hidden_size, STD_A)
-        self.B = by_target(config.shifted, std_b)
-        self.M = by_target(config.multiplied, lambda target: 0.0)
+        self.A = normal(rank, hidden_size, STD_A)
+        self.B = nn.ParameterDict({t: normal(widths[t], rank, std_b(t)) for t in config.shifted})
+        self.M = nn.ParameterDict({t: normal(widths[t], rank, 0.0) for t in config.multiplied})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NPTAdapter:
         """Move with the model but keep every number: casts are meant for the base."""
@@ -166,15 +163,6 @@ class NPTAdapter(nn.Module):
             return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         return super()._apply(moved, recurse)
-
-    def resize(self, other: NPTAdapter) -> None:
-        """Take the sizes and numbers of another adapter, which is used up; the module stays."""
-        self.config = other.config
-        frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
-        device = self.A.device
-        self.A, self.B, self.M = other.to(device).A, other.B, other.M
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name not in frozen)
 
     def show(self, **stages: Tensor | None) -> None:
         """Show the observer stages that were just computed for the first time."""
@@ -281,39 +269,42 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
         hidden: h, [..., D].
         attention: a, [..., D], of the same tokens.
     """
-    adapter, mlp = layer.npt, layer.mlp
+    adapter = layer.npt
     z = None if adapter.mode == "floor" else adapter.code(attention)
     stream = student_stream(layer, hidden, attention, z)
+    down, terms = student_mlp(layer, layer.post_attention_layernorm(stream), z)
+    output = stream + down
+    adapter.show(o=output)
+    return output, terms
+
+
+def student_mlp(
+    layer: NPTLayer, x: Tensor, code: Tensor | None, *, aside: bool = False
+) -> tuple[Tensor, Terms]:
+    """Return down' [..., D] from x [..., D], and the terms of its three products.
+
+    code: z; None to modulate nothing. aside: see `NPTAdapter.apply_to`.
+    """
+    adapter, mlp = layer.npt, layer.mlp
     terms: list[tuple[Tensor | None, Tensor | None]] = []
 
+    def modulated(target: str, y: Tensor, stage: str) -> Tensor:
+        y, m, s = adapter.apply_to(target, y, code, aside=aside)
+        terms.append((m, s))
+        adapter.show(**{f"m_{target}": m, f"s_{target}": s, stage: y})
+        return y
+
     def modulated_mlp(x: Tensor) -> Tensor:
-        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-        product, of_both = modulated_product(layer, gate, up, z)
-        adapter.show(product=product)
-        down, m, s = adapter.apply_to("down", mlp.down_proj(product), z)
-        terms[:] = [*of_both, (m, s)]
-        return down
+        gate = modulated("gate", mlp.gate_proj(x), "gate")
+        up = modulated("up", mlp.up_proj(x), "up")
+        activation = mlp.act_fn(gate)
+        product = activation * up
+        adapter.show(activation=activation, product=product)
+        return modulated("down", mlp.down_proj(product), "mlp")
 
     name = f"layer {layer.self_attn.layer_idx}'s mlp"
-    down = call_around(mlp, name, modulated_mlp, layer.post_attention_layernorm(stream))
-    output = stream + down
-    adapter.show(m_down=terms[-1][0], s_down=terms[-1][1], mlp=down, o=output)
-    return output, [] if z is None else terms
-
-
-def modulated_product(
-    layer: NPTLayer, gate: Tensor, up: Tensor, code: Tensor | None, *, aside: bool = False
-) -> tuple[Tensor, Terms]:
-    """Return the input of down_proj, and the terms of gate and up, from gate's and up's products
-    [..., F]. code: z; None to modulate nothing. aside: see `NPTAdapter.apply_to`.
-    """
-    show = layer.npt.show
-    gate, gate_m, gate_s = layer.npt.apply_to("gate", gate, code, aside=aside)
-    up, up_m, up_s = layer.npt.apply_to("up", up, code, aside=aside)
-    show(m_gate=gate_m, s_gate=gate_s, gate=gate, m_up=up_m, s_up=up_s, up=up)
-    activation = layer.mlp.act_fn(gate)
-    show(activation=activation)
-    return activation * up, [(gate_m, gate_s), (up_m, up_s)]
+    down = call_around(mlp, name, modulated_mlp, x)
+    return down, [] if code is None else terms
 
 
 GATHER = "_npt_gather"

@@ -59,7 +59,7 @@ class Stream:
         """Return the stream after these layers."""
         hidden = self.hidden
         for layer in layers:
-            hidden = self.after(layer, hidden)
+            hidden = self.clean(layer(hidden, **self.context_of(layer)))
         return replace(self, hidden=hidden)
 
     def rows(self, states: Tensor) -> Tensor:

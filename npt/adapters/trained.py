@@ -1,39 +1,40 @@
-"""The output of a converted layer in training: the student's, the teacher's, and the energy.
+"""The forward of a converted layer in training: the student's output, the teacher's, the energy.
 
-The formula is that of npt/adapters/layer.py, fused: frozen products and modulation are computed by
-hand, forward and backward, so that no more is computed and kept than necessary. gate and up need no
-backward unless what they read has one, by h or by the target `stream`; a packed weight is
-dequantised once for teacher and student, and down_proj's once for forward and backward where the
-one follows the other; the layers of a pass use one piece of memory after the other.
+The formula is that of npt/adapters/layer.py, fused: frozen products and modulation,
+
+    p = silu(gate') * up',   y' = m * y + s   for y = gate, up, down
+
+are computed by hand, forward and backward. Automatic differentiation of the plain form keeps some
+fifteen tensors of the size of the MLP's products, and walks through memory once for each. Here
+gate, up, down and z are kept and nothing else: m, s and all that follows from them are made again
+in backward, in blocks of rows that are small enough to stay in a processor's cache. gate and up
+need no backward unless what they read has one, by h or by the target `stream`, and a packed weight
+is dequantised once for teacher and student. The results are those of the plain form, to rounding.
 
 A layer in another precision than the policy's (npt/base/precision.py), with another activation than
 SiLU, a LoRA around a weight, or hooks that may change a value takes the plain form, which calls
 every module as it is and is the tests' yardstick.
+
+Shapes: N tokens, D hidden, F ffn, R rank, O width of a product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
-from npt.adapters.fused import (
-    Form,
-    LowRank,
-    Modulated,
-    is_unfused,
-    product_backward,
-    product_forward,
-)
 from npt.adapters.layer import (
     NPTLayer,
-    modulated_product,
     modulation_energy,
+    student_mlp,
     student_output,
     student_stream,
 )
@@ -45,73 +46,70 @@ from npt.base.linear import (
     multiply_backward,
     product_weight,
 )
-from npt.config import STREAM
+from npt.config import STREAM, NPTConfig
+
+BLOCK = {"cpu": 1 << 19, "cuda": 1 << 23}
+"""Elements of a block by type of device. On a CPU a handful of them fits the last cache, with rows
+enough for low-rank products to be worth their call; on a GPU the time of a kernel is that of its
+memory traffic."""
+
+_PRODUCTS = ("gate", "up", "down")
+
+_PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
 
-class Workspace:
-    """Memory that layers use one after the other: each must end its backward before the next."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self.uses = 0
-
-    def rows(self, count: int, width: int, like: Tensor) -> Tensor:
-        """Return [count, width], uninitialised; what was handed out before is void."""
-        self.uses += 1
-        key = like.device, like.dtype
-        if key not in self._kept or self._kept[key].numel() < count * width:
-            self._kept.pop(key, None)  # before the larger one is made
-            self._kept[key] = torch.empty(count * width, device=like.device, dtype=like.dtype)
-        return self._kept[key][: count * width].view(count, width)
-
-
-def stacked_outputs(
-    layer: NPTLayer,
-    hidden: Tensor,
-    attention: Tensor,
-    regularised: bool = True,
-    space: Workspace | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return teacher's and student's output of one converted layer from the same h and a.
-
-    Args:
-        layer: a converted layer.
-        hidden: h, [N, D], without graph.
-        attention: a, [N, D], without graph.
-        regularised: the energy is differentiated.
-        space: shared by layers whose backward comes before the next one's forward; None if graphs
-            live longer.
-
-    Returns:
-        t [N, D] without graph, o [N, D], and the energy of the modulation [N], None if nothing is
-        modulated.
-    """
-    taught = hidden + attention
-    if is_fusable(layer, hidden):
-        output, energy, of_teacher = _fused(layer, hidden, attention, regularised, space, taught)
-        target = taught + of_teacher
-    else:
-        with torch.no_grad():
-            target = taught + layer.mlp(layer.post_attention_layernorm(taught))
-        output, energy = _plain(layer, hidden, attention, regularised)
-    layer.npt.show(t=target)
-    return target, output, energy
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Compute converted layers operation by operation within the context, to look at each."""
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
 
 
 def trained_output(
-    layer: NPTLayer,
-    hidden: Tensor,
-    attention: Tensor,
-    regularised: bool = True,
-    space: Workspace | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the student's output of one converted layer and the energy of its modulation.
+    layer: NPTLayer, hidden: Tensor, attention: Tensor, *, teach: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the student's output of one converted layer, its energy, and the teacher's output.
 
-    Args as of `stacked_outputs`, but h and a may have a graph.
+    Args:
+        layer: a converted layer.
+        hidden: h, [N, D].
+        attention: a, [N, D].
+        teach: compute the teacher's output from the same h and a, which then have no graph, and
+            backward follows before the next layer's forward.
+
+    Returns:
+        o [N, D]; the energy of the modulation [N]; and, if asked for, t [N, D] without graph.
     """
-    if layer.npt.mode == "floor" or not is_fusable(layer, hidden):
-        return _plain(layer, hidden, attention, regularised)
-    return _fused(layer, hidden, attention, regularised, space)[:2]
+    adapter = layer.npt
+    taught = hidden + attention if teach else None
+    if adapter.mode == "floor" or not is_fusable(layer, hidden):
+        with torch.no_grad():
+            if taught is not None:
+                taught = taught + layer.mlp(layer.post_attention_layernorm(taught))
+        output, terms = student_output(layer, hidden, attention)
+        energy = modulation_energy(terms)
+        if energy is None:
+            energy = torch.zeros(len(hidden), dtype=adapter.A.dtype, device=hidden.device)
+    else:
+        z = adapter.code(attention)
+        stream = student_stream(layer, hidden, attention, z)
+        read, x = _mlp_input(layer, stream, taught)
+        weights = [weight for target in _PRODUCTS for weight in adapter.weights_of(target)]
+        down, of_teacher, energy = _MLP.apply(
+            z, read, layer.mlp, x, teach, adapter.config, *weights
+        )
+        if adapter.observer is not None or any(map(has_forward_hooks, _parts(layer.mlp))):
+            down, energy = _shown(layer, read, z, down, energy)
+        output = stream + down
+        adapter.show(o=output)
+        if taught is not None:
+            taught = taught + of_teacher
+    if taught is not None:
+        adapter.show(t=taught)
+    return output, energy, taught
 
 
 def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
@@ -120,69 +118,23 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
     It must compute in fp32 (4-bit products in fp32 or bf16), with SiLU, in plain linear layers, and
     nobody may change a value on the way.
     """
-    mlp = layer.mlp
-    parts = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    config, parts = layer.npt.config, _parts(layer.mlp)
+    _, activation, *linears = parts
     return (
-        not is_unfused()
-        and layer.npt.config.mult_form == "sigmoid"
+        not _PLAIN.get()
+        and config.mult_form == "sigmoid"
         and hidden.dtype == layer.npt.A.dtype == torch.float32
         and not torch.is_autocast_enabled(hidden.device.type)
-        and type(mlp.act_fn) in (nn.SiLU, SiLUActivation)
-        # a hook on it is called when stages are shown
-        and (layer.npt.observer is not None or not has_forward_hooks(mlp.act_fn))
-        and all(map(is_plain_linear, parts))
-        and all(
-            effective_dtype(part) == "float32"
-            or (isinstance(part, bnb.nn.Linear4bit) and effective_dtype(part) == "bfloat16")
-            for part in parts
-        )
-        and not any(may_change(module) for module in (mlp, mlp.act_fn, *parts))
-        and {STREAM, "gate", "up", "down"}.issuperset(layer.npt.config.targets)
+        and type(activation) in (nn.SiLU, SiLUActivation)
+        and all(map(is_plain_linear, linears))
+        and {"float32", "bfloat16"}.issuperset(map(effective_dtype, linears))
+        and not any(map(may_change, parts))
+        and {STREAM, *_PRODUCTS}.issuperset(config.targets)
     )
 
 
-def _plain(
-    layer: NPTLayer, hidden: Tensor, attention: Tensor, regularised: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the same as `trained_output`, by the modules as they are."""
-    output, terms = student_output(layer, hidden, attention)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
-        return output, modulation_energy(terms)
-
-
-def _fused(
-    layer: NPTLayer,
-    hidden: Tensor,
-    attention: Tensor,
-    regularised: bool,
-    space: Workspace | None,
-    taught: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return o [N, D], the energy [N] of all products, None if none is modulated, and the teacher's
-    MLP [N, D] from its stream, if that is given.
-    """
-    adapter = layer.npt
-    form = Form(adapter.config.mult_bound, adapter.config.additive_scale, regularised)
-    z = adapter.code(attention)
-    stream = student_stream(layer, hidden, attention, z)
-    read, x = _mlp_input(layer, stream, taught)
-    weights = (*adapter.weights_of("gate"), *adapter.weights_of("up"))
-    # If neither is modulated, a backward through the MLP would bring z nothing but zeros.
-    code = z if any(w is not None for w in weights) else z.detach()
-    shown = None if adapter.observer is None else _Shown(layer, read, z)
-    others = layer.mlp, x, taught is not None, form, space, shown
-    down, of_teacher, energy = _MLP.apply(code, *weights, read, *others)
-    changed = down
-    if adapter.config.targets == (STREAM,):
-        energy = None
-    if "down" in adapter.config.targets:
-        changed, of_down = Modulated.apply(down, z, *adapter.weights_of("down"), form)
-        energy = energy + of_down
-    if shown is not None:
-        changed, energy = shown.tie(changed, energy, regularised)
-    output = stream + changed
-    adapter.show(o=output)
-    return output, energy, of_teacher
+def _parts(mlp: Any) -> tuple[nn.Module, ...]:
+    return mlp, mlp.act_fn, mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
 
 def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -196,44 +148,21 @@ def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[
     return (both if both.requires_grad else x)[: len(stream)], x.detach()
 
 
-class _Shown:
-    """The plain form's stages of an observed layer's MLP, computed once more from copies. What the
-    layer gives, and every gradient that counts, has the bits that it has without an observer.
+def _shown(
+    layer: NPTLayer, read: Tensor, z: Tensor, down: Tensor, energy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the MLP of a layer that somebody looks at once more, from copies and in the plain
+    form, for its hooks and its observer.
+
+    Returns down' [N, D] and the energy [N] as they are; their gradients also go through what was
+    shown. The adapter's own gradients keep their bits.
     """
-
-    def __init__(self, layer: NPTLayer, read: Tensor, z: Tensor):
-        self._layer, self._read, self._z = layer, read, z.detach()
-
-    def show_product(self) -> None:
-        """Show the stages up to down_proj's input."""
-        mlp, x = self._layer.mlp, self._read.detach().requires_grad_(self._read.requires_grad)
-        with torch.enable_grad():
-            gate, up = _product(mlp.gate_proj, x), _product(mlp.up_proj, x)
-            self._inputs, self._terms = modulated_product(
-                self._layer, gate, up, self._z, aside=True
-            )
-        self._layer.npt.show(product=self._inputs)
-
-    def tie(
-        self, changed: Tensor, energy: Tensor | None, regularised: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Show the stages after down_proj; return down' [N, D] and the energy [N] as training has
-        them, with gradients that go through what was shown, too.
-        """
-        adapter, down_proj = self._layer.npt, self._layer.mlp.down_proj
-        down, m, s = adapter.apply_to(
-            "down", _product(down_proj, self._inputs), self._z, aside=True
-        )
-        changed = _Twin.apply(changed, down)
-        if energy is not None:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
-                energy = _Twin.apply(energy, modulation_energy([*self._terms, (m, s)]))
-        adapter.show(m_down=m, s_down=s, mlp=changed)
-        return changed, energy
-
-
-def _product(module: nn.Module, x: Tensor) -> Tensor:
-    return multiply(module, product_weight(module, x.dtype), x)
+    x = read.detach().requires_grad_(read.requires_grad)
+    with torch.enable_grad():
+        plain, terms = student_mlp(layer, x, z.detach(), aside=True)
+        shown = modulation_energy(terms)
+        energy = energy if shown is None else _Twin.apply(energy, shown)
+        return _Twin.apply(down, plain), energy
 
 
 class _Twin(torch.autograd.Function):
@@ -250,78 +179,251 @@ class _Twin(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """x through gate, up, modulation, SiLU and down, the teacher's rows next to the student's.
+    """The modulated MLP of the student and, if `teach`, the MLP of its teacher.
 
-    The rows x are the student's, or these, the teacher's and these once more: gate takes the first
-    two of the three, up the last two. Of four pieces of memory [N, F] the outer two are the
-    student's gate and up, which backward reads; the inner two are the teacher's gate and up, which
-    become down's inputs of student and teacher. In backward the first of these becomes the gradient
-    of the student's; without a workspace, where the graph may live long, it gets memory of its own.
+    `apply(z, read, mlp, x, teach, config, *weights)` returns down' [N, D], the teacher's output and
+    the energy [N]. z is [N, R], `read` the student's x [N, D] with its graph; weights are M and B
+    of gate, up and down. The rows x are the student's; with a teacher its N rows follow, and then
+    the student's again.
+
+    Then gate multiplies the first 2 N rows, up the last. Of four pieces of memory [N, F] the outer
+    two are the student's gate and up, which backward reads; the inner two are the teacher's gate
+    and up, which become down's inputs of student and teacher. In backward the first of these
+    becomes the gradient of the student's.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *weights, _, mlp, x, with_teacher, form, space, shown = others
-        n, pieces, width = len(z), 4 if with_teacher else 3, mlp.gate_proj.out_features
-        if space is None and pieces == 3:
-            gate, product, up = (x.new_empty(n, width) for _ in range(3))
-            taught, inputs = [], product
+        _, mlp, x, teach, config, *weights = others
+        n, width = len(z), mlp.gate_proj.out_features
+        if teach:
+            memory = x.new_empty(4, n, width)
+            gate, product, taught, up = memory
+            of_gate, inputs, of_up = (memory[i : i + 2].flatten(0, 1) for i in range(3))
         else:
-            size = pieces * n, width
-            memory = x.new_empty(size) if space is None else space.rows(*size, x)
-            gate, product, *taught, up = memory.split(n) if n else [memory] * pieces
-            inputs = memory[n : (pieces - 1) * n]
-        products = (mlp.gate_proj, x, gate), (mlp.up_proj, x, up)
-        if with_teacher:
-            of_gate, of_up = memory[: 2 * n], memory[2 * n :]
-            products = (mlp.gate_proj, x[: 2 * n], of_gate), (mlp.up_proj, x[n:], of_up)
-        for module, rows, out in products:
-            if has_forward_hooks(module):
-                out.copy_(module(rows))
-            else:
-                multiply(module, product_weight(module, x.dtype), rows, out)
-        if with_teacher:
-            taught[0].mul_(F.silu(product, inplace=True))
-        energy = product_forward(gate, up, LowRank(z, weights, form), product)
-        if shown is not None:
-            shown.show_product()
+            gate, product, up = (x.new_empty(n, width) for _ in range(3))
+            of_gate, inputs, of_up = gate, product, up
+        for module, rows, out in (
+            (mlp.gate_proj, x[: len(of_gate)], of_gate),
+            (mlp.up_proj, x[len(x) - len(of_up) :], of_up),
+        ):
+            multiply(module, product_weight(module, x.dtype), rows, out)
+        if teach:
+            taught.mul_(F.silu(product, inplace=True))
+        energy = product_forward(gate, up, LowRank(z, weights[:4], config), product)
         weight = product_weight(mlp.down_proj, x.dtype)
-        hooked = has_forward_hooks(mlp.down_proj)
-        down = mlp.down_proj(inputs) if hooked else multiply(mlp.down_proj, weight, inputs)
-        ctx.mlp, ctx.space, ctx.form = mlp, space, form
-        ctx.use, ctx.weight = (None, None) if space is None else (space.uses, weight)
-        # Where every layer's graph lives until the end, dense weights would fill the memory.
-        ctx.goes_on = ctx.needs_input_grad[5]  # to x, by what is read
-        saved = None if space is not None or ctx.goes_on else weight
-        ctx.save_for_backward(gate, up, None if space is None else product, saved, z, *weights)
-        student, teacher = down.split([n, len(inputs) - n])
-        ctx.mark_non_differentiable(*([teacher] if form.regularised else [teacher, energy]))
-        return student, teacher, energy
+        down, teacher = multiply(mlp.down_proj, weight, inputs).split([n, len(inputs) - n])
+        own, low = None, LowRank(z, weights[4:], config)
+        if low.changes(0):
+            own = down
+            down, of_down = modulated_forward(own, low)
+            energy = energy + of_down
+        ctx.mlp, ctx.config, ctx.width = mlp, config, down.shape[-1]
+        ctx.goes_on = ctx.needs_input_grad[1]  # to x, by what is read
+        # Where every layer's graph lives until the end, dense weights would fill the memory. What
+        # is not saved can be freed early in backward, but would outlive gradient checkpointing.
+        ctx.freed = (own, weight, product) if teach else None
+        saved = () if teach else (own, None if ctx.goes_on else weight, None)
+        ctx.save_for_backward(gate, up, z, *weights, *saved)
+        ctx.set_materialize_grads(False)  # an energy that no loss reads has none
+        ctx.mark_non_differentiable(teacher)
+        return down, teacher, energy
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad: Tensor, _: Tensor, grad_energy: Tensor
+        ctx: Any, grad: Tensor | None, _: None, grad_energy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        space, mlp = ctx.space, ctx.mlp
-        assert space is None or space.uses == ctx.use, (
-            "another layer has used this layer's memory before its backward"
-        )
-        gate, up, product, saved, z, *weights = ctx.saved_tensors
-        weight = ctx.weight if saved is None else saved
-        if weight is None:
-            weight = product_weight(mlp.down_proj, gate.dtype)
-        of_product = multiply_backward(mlp.down_proj, weight, grad, out=product)
-        ctx.weight = weight = None  # not held through what follows
-        low = LowRank(z, weights, ctx.form, grad_energy)
-        grad_x = None
-        if not ctx.goes_on:
-            product_backward(of_product, gate, up, low)
-        else:
-            of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-            product_backward(of_product, gate, up, low, of_gate, of_up)
+        mlp, goes_on = ctx.mlp, ctx.goes_on
+        gate, up, z, *others = ctx.saved_tensors
+        weights, (own, weight, product) = others[:6], ctx.freed or others[6:]
+        ctx.freed = None
+        if grad is None:
+            grad = z.new_zeros(len(z), ctx.width)
+        of_mlp, of_down = (LowRank(z, part, ctx.config) for part in (weights[:4], weights[4:]))
+        of_mlp.begin_backward(grad_energy)
+        of_down.begin_backward(grad_energy)
+        grad_x, deeper = None, goes_on or of_mlp.changes(0) or of_mlp.changes(1)
+        if of_down.changes(0):
+            of_y = torch.empty_like(grad) if deeper else None
+            modulated_backward(grad, own, of_down, of_y)
+            grad = grad if of_y is None else of_y
+        del own
+        if deeper:
+            if weight is None:
+                weight = product_weight(mlp.down_proj, gate.dtype)
+            of_product = multiply_backward(mlp.down_proj, weight, grad, out=product)
+            del weight  # not held through what follows
+            of_both = [torch.empty_like(y) for y in (gate, up) if goes_on]
+            product_backward(of_product, gate, up, of_mlp, *of_both)
             del of_product
-            parts = (mlp.gate_proj, of_gate), (mlp.up_proj, of_up)
-            of_x = (multiply_backward(m, product_weight(m, g.dtype), g) for m, g in parts)
-            grad_x = next(of_x).add_(next(of_x))
-        return low.grad_z, *low.grad_weights, grad_x, *[None] * 6
+            for module, of_y in zip((mlp.gate_proj, mlp.up_proj), of_both, strict=False):
+                part = multiply_backward(module, product_weight(module, of_y.dtype), of_y)
+                grad_x = part if grad_x is None else grad_x.add_(part)
+        grads = *of_mlp.grad_weights, *of_down.grad_weights
+        return of_mlp.grad_z + of_down.grad_z, grad_x, None, None, None, None, *grads
+
+
+class LowRank:
+    """The modulation of some products in blocks of rows, and the gradients of z, M and B.
+
+    With c = sigmoid(M z) - 1/2, m = 1 + 2 beta c: exactly 1 at M z = 0, and off by no more than the
+    rounding of m itself. On a CPU sigmoid is several times as fast as tanh(M z / 2), which is 2 c.
+
+    Args:
+        z: [N, R].
+        weights: M and B [O, R] of each product in turn, None if absent.
+        config: the form of the arithmetic.
+
+    Attributes:
+        grad_z, grad_weights: in backward, sums over the blocks so far.
+    """
+
+    def __init__(self, z: Tensor, weights: Sequence[Tensor | None], config: NPTConfig):
+        self.z, self.weights, self.mults = z, weights, weights[::2]
+        self.alpha, self.slope = config.additive_scale, 2.0 * config.mult_bound
+        self.adds = [None if add is None else self.alpha * add for add in weights[1::2]]
+        self._rooms: list[Tensor] = []
+
+    def changes(self, product: int) -> bool:
+        """Return whether the form modulates a product."""
+        return self.mults[product] is not None or self.adds[product] is not None
+
+    def blocks(self, like: Tensor) -> Iterator[slice]:
+        """Yield the rows of an [N, O] tensor in blocks, of a length by O, R and the device alone.
+
+        A block has no fewer rows than R: low-rank products of fewer would spend their time on
+        reading M and B. All blocks share memory, which is free after the last.
+        """
+        size = BLOCK.get(like.device.type, BLOCK["cuda"])
+        length = max(1, self.z.shape[-1], size // max(1, like.shape[-1]))
+        self._rooms = [
+            like[:0] if w is None else torch.empty_like(like[:length]) for w in self.weights
+        ]
+        for start in range(0, len(like), length):
+            yield slice(start, start + length)
+        self._rooms = []
+
+    def c(self, product: int, rows: slice, energy: Tensor | None = None) -> Tensor | None:
+        """Return c of these rows of a product, None without M. The mean over channels of (m - 1)^2
+        is added to the energy [N].
+        """
+        mult = self.mults[product]
+        if mult is None:
+            return None
+        codes, room = self.z[rows], self._rooms[2 * product]
+        c = torch.mm(codes, mult.t(), out=room[: len(codes)]).sigmoid_().sub_(0.5)
+        if energy is not None:
+            norm = torch.linalg.vector_norm(c, dim=-1)
+            energy[rows] += norm.square_().mul_(self.slope * self.slope / c.shape[-1])
+        return c
+
+    def modulated(self, product: int, rows: slice, y: Tensor, c: Tensor | None) -> Tensor:
+        """Return m y + s of these rows of a product [N, O]; y's own rows if it is not modulated."""
+        part, add = y[rows], self.adds[product]
+        if add is None:
+            return part if c is None else torch.addcmul(part, c, part, value=self.slope)
+        room = self._rooms[2 * product + 1]
+        moved = torch.addmm(part, self.z[rows], add.t(), out=room[: len(part)])
+        return moved if c is None else moved.addcmul_(c, part, value=self.slope)
+
+    def additive_energy(self) -> Tensor:
+        """Return the mean over channels of s^2, summed over products: [N].
+
+        |s|^2 = z'(alpha^2 B'B) z, so s is not needed.
+        """
+        energy = self.z.new_zeros(len(self.z))
+        for add in self.adds:
+            if add is not None:
+                squares = ((self.z @ (add.t() @ add)) * self.z).sum(dim=-1)
+                energy += squares.clamp_min_(0.0) / len(add)
+        return energy
+
+    def begin_backward(self, grad_energy: Tensor | None) -> None:
+        """Begin with the gradients of the additive energy, from that [N] of the energy, if any."""
+        self.grad_z, self._grad_energy = torch.zeros_like(self.z), grad_energy
+        self.grad_weights = [None if w is None else torch.zeros_like(w) for w in self.weights]
+        for add, into in zip(self.adds, self.grad_weights[1::2], strict=True):
+            if grad_energy is not None and add is not None and into is not None:
+                weighted = (2.0 / len(add) * grad_energy).unsqueeze(-1) * self.z
+                self.grad_z.addmm_(weighted, add.t() @ add)
+                into.addmm_(add, weighted.t() @ self.z, alpha=self.alpha)
+
+    def add_gradients(
+        self,
+        product: int,
+        rows: slice,
+        grad: Tensor,
+        y: Tensor,
+        c: Tensor | None,
+        grad_y: Tensor | None,
+    ) -> None:
+        """Add a block's gradients, from that of m y + s; write those of y to `grad_y` [N, O]."""
+        part, codes, grad_z = y[rows], self.z[rows], self.grad_z[rows]
+        mult, add = self.mults[product], self.adds[product]
+        into_mult, into_add = self.grad_weights[2 * product : 2 * product + 2]
+        if grad_y is not None:
+            into_y = grad_y[rows].copy_(grad)
+            if c is not None:
+                into_y.addcmul_(c, grad, value=self.slope)
+        if c is not None and mult is not None and into_mult is not None:
+            # over -2 beta, as sigmoid (1 - sigmoid) = 1/4 - c^2
+            if self._grad_energy is None:
+                of_u = c.square_().sub_(0.25).mul_(grad).mul_(part)
+            else:
+                weight = 2.0 * self._grad_energy[rows].unsqueeze(-1) / part.shape[-1]
+                of_u = torch.addcmul(weight * (self.slope * c), grad, part)
+                of_u.mul_(c.square_().sub_(0.25))
+            into_mult.addmm_(of_u.t(), codes, alpha=-self.slope)
+            grad_z.addmm_(of_u, mult, alpha=-self.slope)
+        if add is not None and into_add is not None:
+            into_add.addmm_(grad.t(), codes, alpha=self.alpha)
+            grad_z.addmm_(grad, add)
+
+
+def product_forward(gate: Tensor, up: Tensor, low: LowRank, out: Tensor) -> Tensor:
+    """Write p = silu(gate') * up' [N, F] to `out`; return the energy [N] of both products.
+
+    gate and up [N, F] are kept for backward. low: of their M and B.
+    """
+    energy = low.additive_energy()
+    for rows in low.blocks(gate):
+        gate_out = low.modulated(0, rows, gate, low.c(0, rows, energy))
+        up_out = low.modulated(1, rows, up, low.c(1, rows, energy))
+        torch.mul(F.silu(gate_out, inplace=low.changes(0)), up_out, out=out[rows])
+    return energy
+
+
+def product_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    low: LowRank,
+    grad_gate: Tensor | None = None,
+    grad_up: Tensor | None = None,
+) -> None:
+    """Add to the gradients of `low` those of p's modulation; write gate's and up's if given."""
+    for rows in low.blocks(gate):
+        part = grad[rows]
+        gate_c, up_c = low.c(0, rows), low.c(1, rows)
+        gate_out = low.modulated(0, rows, gate, gate_c)
+        up_out = low.modulated(1, rows, up, up_c)
+        grad_of_up = F.silu(gate_out).mul_(part)
+        grad_of_gate = up_out.mul_(part) if low.changes(1) else part * up_out
+        grad_of_gate = torch.ops.aten.silu_backward(grad_of_gate, gate_out)
+        low.add_gradients(0, rows, grad_of_gate, gate, gate_c, grad_gate)
+        low.add_gradients(1, rows, grad_of_up, up, up_c, grad_up)
+
+
+def modulated_forward(y: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
+    """Return m y + s [N, O] of one product, and its energy [N]."""
+    out, energy = torch.empty_like(y), low.additive_energy()
+    for rows in low.blocks(y):
+        out[rows] = low.modulated(0, rows, y, low.c(0, rows, energy))
+    return out, energy
+
+
+def modulated_backward(grad: Tensor, y: Tensor, low: LowRank, grad_y: Tensor | None) -> None:
+    """Add to the gradients of `low` those of m y + s; write y's if given."""
+    for rows in low.blocks(y):
+        low.add_gradients(0, rows, grad[rows], y, low.c(0, rows), grad_y)

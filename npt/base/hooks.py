@@ -24,9 +24,9 @@ hidden states were asked for."""
 def only_looks(hook: H) -> H:
     """Mark a module's hook that changes nothing, neither by its result nor in place.
 
-    In training it is called on gate_proj, up_proj, down_proj, attention and norms. One on a
-    converted layer or its MLP is not, since there is no such call; one on the activation makes the
-    layer take the plain path.
+    In training it is called for the student on a converted layer's MLP and its parts, and for
+    teacher and student at once on attention and norms. One on the layer itself is not, since there
+    is no such call.
     """
     setattr(hook, _LOOKS, True)
     return hook

@@ -17,8 +17,6 @@ C = TypeVar("C", bound=type[nn.Module])
 
 _KINDS: set[type[nn.Module]] = {nn.Linear, bnb.nn.Linear4bit}
 
-_KEPT = "_fp32_weight_kept"
-
 
 def linear_kind(cls: C) -> C:
     """Declare that modules of exactly this class compute what `multiply` does."""
@@ -37,35 +35,31 @@ class UpcastEmbedding(nn.Embedding):
 class UpcastLinear(nn.Linear):
     """A linear layer stored in 16 bit that multiplies in fp32; see `cast_once`."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(torch.float32)
-        return F.linear(input.to(torch.float32), self._fp32_weight(), bias)
+    kept: Tensor | None = None
 
-    def _fp32_weight(self) -> Tensor:
-        kept = self.__dict__.get(_KEPT)
-        if kept is None or self.weight.requires_grad:
-            return self.weight.to(torch.float32)
-        if not kept:
-            kept.append(self.weight.to(torch.float32))
-        return kept[0]
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight.to(torch.float32) if self.kept is None else self.kept
+        bias = None if self.bias is None else self.bias.to(torch.float32)
+        return F.linear(input.to(torch.float32), weight, bias)
 
 
 @contextmanager
 def cast_once(*modules: nn.Module) -> Iterator[None]:
-    """Keep the fp32 weight that each `UpcastLinear` makes at its first product in the context.
+    """Keep the fp32 weight of each `UpcastLinear` within the context.
 
     Without it every product casts: of a head of V 128k and D 4,096 that is 3 GB read and written
     for each chunk of logits and each generated token. The bits are the same and contexts nest.
     Weights must not be written meanwhile; a trained one is cast anew, as its gradient needs.
     """
-    kept = {m for m in modules if isinstance(m, UpcastLinear) and _KEPT not in vars(m)}
-    for module in kept:
-        vars(module)[_KEPT] = []
+    upcast = {m for m in modules if isinstance(m, UpcastLinear) and m.kept is None}
+    frozen = [module for module in upcast if not module.weight.requires_grad]
+    for module in frozen:
+        module.kept = module.weight.detach().to(torch.float32)
     try:
         yield
     finally:
-        for module in kept:
-            del vars(module)[_KEPT]
+        for module in frozen:
+            del module.kept
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from npt.errors import ConfigError
 
 STRATEGIES = ["local", "propagated", "end_to_end"]
 """`register_strategy` adds to them."""
-LOSSES = ["nmse", "nmse_update", "direction", "mse"]
+LOSSES = ["nmse", "nmse_update", "direction"]
 """`register_loss` adds to them."""
 LOGIT_LOSSES = ("kl", "reverse_kl", "cross_entropy")
 SCHEDULES = ("cosine", "linear", "constant")

@@ -1,7 +1,7 @@
 """Losses of hidden states: how far a converted layer's output o is from the teacher's t.
 
-Pure functions of the valid tokens' rows, [N, D] each, that return one value per token, [N];
-`hidden_loss` sums them, and the window divides once. Per token:
+Pure functions of the valid tokens' rows, [N, D] each, that return one value per token, [N]. A
+strategy sums them, and the window divides once. Per token:
 
     nmse         ||o - t||^2 / ||t||^2
                  1 for o = 0. Small everywhere if a layer adds little to a large state
@@ -10,8 +10,6 @@ Pure functions of the valid tokens' rows, [N, D] each, that return one value per
                  to which the layer adds next to nothing drowns the others
     direction    mean over D of (o/||o|| - t/||t||)^2
                  0 to 4/D. Blind to the length of o: it sees the angle alone
-    mse          mean over D of (o - t)^2
-                 in the states' own units. A few tokens of huge norm drown the others
 
 `direction` is the unit-vector MSE that NPT was first trained with, here for comparison: a student
 can bring it to 0 with states of any length, which the next layer then mixes at the wrong ratio.
@@ -27,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from npt.config import LOSSES, TrainConfig
+from npt.config import LOSSES
 
 SQUARED_NORM_FLOOR = 1e-12
 """A smaller squared norm counts as this if it divides: a state of zeros must give a finite loss.
@@ -53,17 +51,10 @@ def direction(student: Tensor, teacher: Tensor) -> Tensor:
     return (_unit(student) - _unit(teacher.detach())).square().mean(dim=-1)
 
 
-def mse(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the mean over D of (o - t)^2."""
-    error = at_least_fp32(student) - at_least_fp32(teacher.detach())
-    return error.square().mean(dim=-1)
-
-
 HIDDEN_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "nmse": lambda o, t, h: nmse_per_token(o, t),
     "nmse_update": nmse_per_token,
     "direction": lambda o, t, h: direction(o, t),
-    "mse": lambda o, t, h: mse(o, t),
 }
 """The losses that `--loss` names: [N] of o, t, and h (None unless the loss reads it)."""
 
@@ -88,15 +79,6 @@ def register_loss(
     LOSSES.append(name)
     if reads_input:
         READS_INPUT.add(name)
-
-
-def hidden_loss(
-    config: TrainConfig, student: Tensor, teacher: Tensor, hidden: Tensor | None
-) -> Tensor:
-    """Return the loss that `config.loss` names of o, t and (for `READS_INPUT`) h, [N, D] each,
-    summed over the tokens.
-    """
-    return HIDDEN_LOSSES[config.loss](student, teacher, hidden).sum()
 
 
 def _unit(states: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ own configuration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,19 +19,18 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapters_disabled, decoder_layers, is_sharded, npt_layers
 from npt.adapters.layer import NPTLayer, attention_output, whole
 from npt.adapters.stream import Stream, open_stream
-from npt.adapters.trained import Workspace, stacked_outputs, trained_output
+from npt.adapters.trained import trained_output
 from npt.base.hooks import call_around, may_change
 from npt.config import TrainConfig
 from npt.data.batch import Batch
-from npt.distill.hidden_losses import hidden_loss, nmse_per_token
+from npt.distill.hidden_losses import HIDDEN_LOSSES, nmse_per_token
 from npt.errors import NotSupportedError
 
 REPORTED = ("loss", "nmse", "reg", "logit", "scored")
 """The sums that a report begins with."""
 
 
-@dataclass(frozen=True)
-class BatchSums:
+class BatchSums(NamedTuple):
     """Sums over the valid tokens of one micro-batch: device tensors without graph.
 
     Attributes:
@@ -76,15 +75,56 @@ def local(
     batch: Batch,
     config: TrainConfig,
     teacher: PreTrainedModel | None = None,
+    *,
+    own_stream: bool = False,
 ) -> BatchSums:
     """Feed each converted layer the teacher's h; backpropagate its loss at once and free its graph.
 
     One pass over the layers up to the last converted one, no lm_head. Attention is computed once
     per layer and shared: the teacher's output needs it, the student's modulation is made of it.
     Padding never enters an MLP: valid rows are gathered before it and scattered after it. With a
-    `teacher` of its own the student's base shares nothing but h.
+    `teacher` of its own the student's base shares nothing but h. `own_stream`: see `propagated`.
     """
-    return _layer_by_layer(model, batch, config, teacher, own_stream=False)
+    layers, converted = decoder_layers(model), npt_layers(model)
+    guide_layers = layers if teacher is None else decoder_layers(teacher)
+    sums: list[LayerSums] = []
+    with torch.no_grad(), adapters_disabled(model):
+        stream, guide, first = begin(model, teacher, batch)
+        for index, layer in enumerate(layers[first : converted[-1][0] + 1], first):
+            taught = guide.hidden
+            if not own_stream:
+                taught = taught.to(stream.hidden.dtype)
+                stream = replace(stream, hidden=taught)
+            # one attention for both; a layer that hooks may change is run for the teacher as it is
+            shared = isinstance(layer, NPTLayer) and not own_stream and teacher is None
+            shared = shared and not may_change(layer)
+            if not shared:
+                guide = guide.through([guide_layers[index]])
+            if not isinstance(layer, NPTLayer):
+                if own_stream:
+                    stream = stream.through([layer])
+                continue
+            with whole(layer), torch.enable_grad():
+                h = stream.rows(taught)
+                if shared:
+                    with torch.no_grad():
+                        attention = attention_output(layer, taught, **stream.context_of(layer))
+                    attention = stream.rows(attention)
+                    output, energy, target = trained_output(layer, h, attention, teach=True)
+                    del attention
+                else:
+                    states, energy = student_states(layer, stream, stream.hidden, graph=False)
+                    output, target = stream.rows(states), stream.rows(guide.hidden)
+                    if own_stream:
+                        stream = replace(stream, hidden=states.detach())
+                    del states
+                of_layer = layer_sums(config, len(converted), output, target, h, energy)
+                of_layer.loss.backward()
+                if shared and target is not None:
+                    guide = replace(guide, hidden=stream.scatter(target))
+            sums.append(of_layer._replace(loss=of_layer.loss.detach()))
+            del taught, h, target, output, energy, of_layer  # before the next layer's work
+    return batch_sums(config, batch, sums)
 
 
 def propagated(
@@ -102,60 +142,7 @@ def propagated(
         NotSupportedError: the base is sharded.
     """
     refuse_sharded(model)
-    return _layer_by_layer(model, batch, config, teacher, own_stream=True)
-
-
-def _layer_by_layer(
-    model: PreTrainedModel,
-    batch: Batch,
-    config: TrainConfig,
-    teacher: PreTrainedModel | None,
-    own_stream: bool,
-) -> BatchSums:
-    layers, converted = decoder_layers(model), npt_layers(model)
-    guide_layers = layers if teacher is None else decoder_layers(teacher)
-    regularised, space = config.regularization_lambda > 0, Workspace()
-    sums: list[LayerSums] = []
-    with torch.no_grad(), adapters_disabled(model):
-        stream, guide, first = begin(model, teacher, batch)
-        for index, layer in enumerate(layers[first : converted[-1][0] + 1], first):
-            taught_input = guide.hidden
-            if not own_stream:
-                stream = replace(stream, hidden=taught_input.to(stream.hidden.dtype))
-            # one attention for both; a layer that hooks may change is run for the teacher as it is
-            shared = isinstance(layer, NPTLayer) and not own_stream and teacher is None
-            shared = shared and not may_change(layer)
-            if not shared:
-                guide = guide.through([guide_layers[index]])
-            if not isinstance(layer, NPTLayer):
-                if own_stream:
-                    stream = stream.through([layer])
-                continue
-            h = stream.rows(taught_input if own_stream else stream.hidden)
-            with whole(layer):
-                if shared:
-                    context = stream.context_of(layer)
-                    attention = stream.rows(attention_output(layer, stream.hidden, **context))
-                with torch.enable_grad():
-                    if shared:
-                        target, output, energy = stacked_outputs(
-                            layer, h, attention, regularised, space
-                        )
-                        del attention
-                    else:
-                        target = stream.rows(guide.hidden)
-                        output, energy = student_rows(
-                            layer, stream, stream.hidden, regularised, space, graph=False
-                        )
-                    of_layer = layer_sums(config, len(converted), output, target, h, energy)
-                    of_layer.loss.backward()
-            sums.append(of_layer._replace(loss=of_layer.loss.detach()))
-            if shared:
-                guide = replace(guide, hidden=stream.scatter(target))
-            elif own_stream:
-                stream = replace(stream, hidden=stream.scatter(output.detach()))
-            del h, target, output, energy, of_layer, taught_input  # before the next layer's work
-    return batch_sums(config, batch, sums)
+    return local(model, batch, config, teacher, own_stream=True)
 
 
 def refuse_sharded(model: PreTrainedModel) -> None:
@@ -182,40 +169,30 @@ def begin(
     return stream, stream, first
 
 
-def student_rows(
-    layer: NPTLayer,
-    stream: Stream,
-    hidden: Tensor,
-    regularised: bool,
-    space: Workspace | None = None,
-    *,
-    graph: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """Return a layer's student output [N, D] and the energy of its modulation [N], from the
-    student's h [B, T, D] and its stream.
+def student_states(
+    layer: NPTLayer, stream: Stream, hidden: Tensor, *, graph: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the student's states after a layer [B, T, D] and the energy of its modulation [N],
+    from the student's h [B, T, D] and its stream.
 
-    `graph`: gradients go through the attention into h, else no further than the adapter. The other
-    arguments are those of `trained_output`.
+    `graph`: gradients go through the attention into h, else no further than the adapter.
     """
+    energies: list[Tensor] = []
 
-    def student(hidden: Tensor, **context: Any) -> tuple[Tensor, Tensor | None]:
+    def student(hidden: Tensor, **context: Any) -> Tensor:
         with torch.set_grad_enabled(graph):
             attention = attention_output(layer, hidden, **context)
-        return trained_output(
-            layer, stream.rows(hidden), stream.rows(attention), regularised, space
-        )
-
-    context, energies = stream.context_of(layer), []
-    if not may_change(layer):
-        return student(hidden, **context)
-
-    def scattered(hidden: Tensor, **context: Any) -> Tensor:
-        rows, energy = student(hidden, **context)
+        output, energy, _ = trained_output(layer, stream.rows(hidden), stream.rows(attention))
         energies.append(energy)
-        return stream.scatter(rows)
+        return stream.scatter(output)
 
-    name = f"layer {layer.self_attn.layer_idx}"
-    return stream.rows(call_around(layer, name, scattered, hidden, **context)), energies[0]
+    context = stream.context_of(layer)
+    if may_change(layer):
+        name = f"layer {layer.self_attn.layer_idx}"
+        states = call_around(layer, name, student, hidden, **context)
+    else:
+        states = student(hidden, **context)
+    return states, energies[0]
 
 
 def layer_sums(
@@ -224,25 +201,23 @@ def layer_sums(
     student: Tensor,
     target: Tensor | None,
     hidden: Tensor | None,
-    energy: Tensor | None,
+    energy: Tensor,
 ) -> LayerSums:
     """Return the sums of one of `count` converted layers, which share the loss evenly.
 
     `student`, `target` and `hidden` are o, t and the teacher's h, [N, D]; without a target the loss
-    is the energy [N] alone, and without an energy nothing is modulated.
+    is the energy [N] alone.
     """
     if target is None:
-        dtype = torch.promote_types(student.dtype, torch.float32)
-        distance = nmse = student.new_zeros((), dtype=dtype)
+        distance = nmse = energy.new_zeros(())
     else:
-        distance = hidden_loss(config, student, target, hidden)
-        if config.loss == "nmse":
-            nmse = distance.detach()
-        else:
+        nmse = distance = HIDDEN_LOSSES[config.loss](student, target, hidden).sum()
+        if config.loss != "nmse":
             nmse = nmse_per_token(student.detach(), target).sum()
-    reg = torch.zeros_like(distance) if energy is None else energy.sum()
-    loss = (config.hidden_weight * distance + config.regularization_lambda * reg) / count
-    return LayerSums(loss, nmse, reg.detach())
+    reg, loss = energy.sum(), config.hidden_weight * distance
+    if config.regularization_lambda:
+        loss = loss + config.regularization_lambda * reg
+    return LayerSums(loss / count, nmse.detach(), reg.detach())
 
 
 def batch_sums(

@@ -94,7 +94,7 @@ def through_head(
         teacher_head: the teacher's lm_head, if it has one of its own.
     """
     of_states = teacher.is_floating_point()
-    guide = head if teacher_head is None else teacher_head
+    guide = head if teacher_head is None or not of_states else teacher_head
 
     def chunk_sum(student: Tensor, teacher: Tensor) -> Tensor:
         logits = head(student)

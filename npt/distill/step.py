@@ -23,7 +23,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -48,13 +48,7 @@ ADAM_BETAS = (0.9, 0.999)
 
 
 def student_guard(
-    model: PreTrainedModel,
-    config: TrainConfig,
-    rates: Sequence[float],
-    *,
-    processes: ProcessGroup | None = None,
-    late: bool | None = None,
-    **settings: Any,
+    model: PreTrainedModel, config: TrainConfig, rates: Sequence[float], **settings: Any
 ) -> Guard:
     """Return a guard that steps a student's adapters by AdamW.
 
@@ -62,9 +56,8 @@ def student_guard(
         model: with adapters attached; ConfigError if one is frozen.
         config: of the run.
         rates: learning rate of each applied step; the last one stays.
-        processes: share each window; default this one alone.
-        late: as in `Guard`.
-        settings: more of `GuardSettings`; refusals in a row end nothing unless `max_refused` says.
+        settings: more of `Guard`; this process shares its windows with none unless `processes`
+            says, and refusals in a row end nothing unless `max_refused` does.
     """
     parameters = adapter_parameters(model)
     check_unfrozen(parameters)
@@ -75,18 +68,14 @@ def student_guard(
         weight_decay=config.weight_decay,
         fused=True,
     )
-    settings.setdefault("max_grad_norm", config.max_grad_norm)
-    settings.setdefault("spike_sigmas", SIGMAS if config.skip_spikes else None)
-    settings.setdefault("max_refused", float("inf"))
-    return Guard(
-        model,
-        optimizer,
-        processes=ProcessGroup() if processes is None else processes,
-        rates=rates,
-        draws=Seeded(config.seed),
-        late=late,
-        **settings,
-    )
+    defaults = {
+        "max_grad_norm": config.max_grad_norm,
+        "spike_sigmas": SIGMAS if config.skip_spikes else None,
+        "max_refused": float("inf"),
+        "processes": ProcessGroup(),
+        "draws": Seeded(config.seed),
+    }
+    return Guard(model, optimizer, rates=rates, **(defaults | settings))
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
@@ -176,7 +165,7 @@ def summed(
                 for part in [batch] if splitter is None else splitter.parts(batch):
                     with nullcontext() if observe is None else observe(part):
                         sums.append(strategy(model, part.to(device), config))
-            return added(sums)
+            return BatchSums(*[reduce(add, parts) for parts in zip(*sums, strict=True)])
         except (RuntimeError, MemoryError) as error:
             message = oom_message(error)
             # one that stopped inside a layer of a shared base would be out of step
@@ -188,12 +177,6 @@ def summed(
             if parameter.grad is not None:
                 parameter.grad.zero_()
         draws = micro_batch_draws(config.seed, batch.sample_ids, batch.offset)
-
-
-def added(parts: Sequence[BatchSums]) -> BatchSums:
-    """Return the sums of a micro-batch from those of its parts."""
-    names = [field.name for field in fields(BatchSums)]
-    return BatchSums(**{name: reduce(add, [getattr(p, name) for p in parts]) for name in names})
 
 
 def oom_message(error: RuntimeError | MemoryError) -> str | None:

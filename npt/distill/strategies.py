@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from npt.distill.local import (
     local,
     propagated,
     refuse_sharded,
-    student_rows,
+    student_states,
 )
 from npt.distill.logit_losses import row_loss, through_head
 
@@ -73,7 +74,7 @@ def end_to_end(
                 targets[index] = guide.hidden
     hidden = stream.hidden
     sums: list[LayerSums] = []
-    compute: Callable[..., Any] = recomputed if config.gradient_checkpointing else _computed
+    compute: Callable[..., Any] = recomputed if config.gradient_checkpointing else call
     with adapter_mode(model, "student"):
         for index, layer in enumerate(layers[first:depth], first):
             if not isinstance(layer, NPTLayer):
@@ -121,10 +122,6 @@ def drive(
     return STRATEGIES[config.strategy](model, batch, config, teacher)
 
 
-def _computed(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
 def _converted(
     layer: NPTLayer,
     stream: Stream,
@@ -137,9 +134,9 @@ def _converted(
     """Return the student's states after one of `count` converted layers, and the layer's sums, from
     the student's h, the teacher's output and the teacher's h: all [B, T, D].
     """
-    student, energy = student_rows(layer, stream, hidden, config.regularization_lambda > 0)
+    hidden, energy = student_states(layer, stream, hidden)
     t, h = (None if states is None else stream.rows(states) for states in (target, taught_input))
-    return stream.scatter(student), layer_sums(config, count, student, t, h, energy)
+    return hidden, layer_sums(config, count, stream.rows(hidden), t, h, energy)
 
 
 def _logit_loss(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from npt.adapters.fused import BLOCK
+from npt.adapters.trained import BLOCK
 from npt.base.device import default_device
 from npt.base.load import COMPUTE
 from npt.config import STREAM, BaseConfig, NPTConfig, TrainConfig
@@ -196,7 +196,7 @@ class Workload:
         attention += s.heads * self.length if self.eager else 0
         compared, down = config.hidden_weight > 0, "down" in targets
         added = (1 + 2 * compared + down) * d + max(ranks.values())
-        # Each term of the modulation takes a block of rows (npt/adapters/fused.py). Another form
+        # Each term of the modulation takes a block of rows (npt/adapters/trained.py). Another form
         # than the default and a base that computes in 16 bit are run operation by operation.
         size = FP32 if self.quantization else self.stored.itemsize
         rows, whole = BLOCK.get(self.device.type, BLOCK["cuda"]) // ff, 0
@@ -206,7 +206,7 @@ class Workload:
         plain, converted = n * (attention + 3 * ff), n * (attention + added + 2 * ff) + whole
         scratch = (2 + low) * block + down * n * d
         dense = d * ff * self.compute_dtype.itemsize // FP32 if self.quantization else 0
-        if config.strategy != "end_to_end":  # the layers share four [N, F], which stay
+        if config.strategy != "end_to_end":  # one layer at a time, of four [N, F]
             apart = 2 * (STREAM in targets) + 0.5 * (self.compute_dtype.itemsize < FP32)
             states = 6 * d + 3 * (s.query_width + s.key_width)
             kept, layer = 0, int(n * ((4 + apart) * ff + states)) + scratch + dense + whole

@@ -36,8 +36,8 @@ and of an NPT layer:
 A tensor that several modules name has a row under each name. Later calls of a module in the same
 pass are numbered, `out#2`: the student's under the end_to_end strategy, or a recomputation under
 the gradient checkpointing of a model's own (that of `--gradient_checkpointing` is not looked at
-twice). Under the local strategy teacher and student go through the MLP's products as one stack of
-rows. A gradient has the stage of its value; `out@2` is the second backward through it.
+twice). Under the local strategy the MLP's rows are the student's. A gradient has the stage of its
+value; `out@2` is the second backward through it.
 
 Padded positions are left out of every tensor that starts with the batch and time of the mask: of
 `valid`, else of the two-dimensional `attention_mask` that the model itself is called with.

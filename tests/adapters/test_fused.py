@@ -12,9 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from npt.adapters import fused
-from npt.adapters.fused import Form, LowRank, Modulated, product_backward, product_forward
+from npt.adapters import trained
 from npt.adapters.layer import modulate, modulation_energy
+from npt.adapters.trained import (
+    LowRank,
+    modulated_backward,
+    modulated_forward,
+    product_backward,
+    product_forward,
+)
 from npt.config import NPTConfig
 
 Weights = tuple[Tensor | None, Tensor | None]
@@ -28,55 +34,63 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32, size: flo
     return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-class Product(torch.autograd.Function):
-    """The part of `_MLP` between its frozen products, by itself."""
+def form_of(mult_bound: float, additive_scale: float) -> NPTConfig:
+    return NPTConfig(mult_bound=mult_bound, additive_scale=additive_scale)
+
+
+class ByHand(torch.autograd.Function):
+    """The modulation of one product, or of gate and up with what follows: parts of `_MLP`."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, z: Tensor, *others: Any) -> Any:
-        *weights, form = others
-        out = torch.empty_like(gate)
-        energy = product_forward(gate, up, LowRank(z, weights, form), out)
-        ctx.form = form
-        ctx.save_for_backward(gate, up, z, *weights)
-        if not form.regularised:
-            ctx.mark_non_differentiable(energy)
+    def forward(ctx: Any, form: NPTConfig, z: Tensor, count: int, *tensors: Any) -> Any:
+        products, weights = tensors[:count], tensors[count:]
+        low = LowRank(z, weights, form)
+        if count == 1:
+            out, energy = modulated_forward(*products, low)
+        else:
+            out = torch.empty_like(products[0])
+            energy = product_forward(*products, low, out)
+        ctx.form, ctx.count = form, count
+        ctx.save_for_backward(z, *tensors)
+        ctx.set_materialize_grads(False)
         return out, energy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_energy: Tensor) -> Any:
-        gate, up, z, *weights = ctx.saved_tensors
-        low = LowRank(z, weights, ctx.form, grad_energy)
-        grads = [torch.empty_like(gate), torch.empty_like(up)]
-        product_backward(grad, gate, up, low, *grads)
-        return *grads, low.grad_z, *low.grad_weights, None
+    def backward(ctx: Any, grad: Tensor, grad_energy: Tensor | None) -> Any:
+        z, *tensors = ctx.saved_tensors
+        products, weights = tensors[: ctx.count], tensors[ctx.count :]
+        low = LowRank(z, weights, ctx.form)
+        low.begin_backward(grad_energy)
+        grads = [torch.empty_like(product) for product in products]
+        act = modulated_backward if ctx.count == 1 else product_backward
+        act(grad, *products, low, *grads)
+        return None, low.grad_z, None, *grads, *low.grad_weights
 
 
 def modulated_product(
-    gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: Form
+    gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: NPTConfig
 ) -> tuple[Tensor, Tensor]:
-    return Product.apply(gate, up, z, *gate_weights, *up_weights, form)  # type: ignore[return-value]
-
-
-def config_of(form: Form) -> NPTConfig:
-    return NPTConfig(mult_bound=form.mult_bound, additive_scale=form.additive_scale)
+    return ByHand.apply(form, z, 2, gate, up, *gate_weights, *up_weights)  # type: ignore[return-value]
 
 
 def plain_product(
-    gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: Form
+    gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: NPTConfig
 ) -> tuple[Tensor, Tensor]:
     """As automatic differentiation would have it."""
-    gate, *gate_terms = modulate(gate, z, *gate_weights, config_of(form))
-    up, *up_terms = modulate(up, z, *up_weights, config_of(form))
+    gate, *gate_terms = modulate(gate, z, *gate_weights, form)
+    up, *up_terms = modulate(up, z, *up_weights, form)
     energy = modulation_energy([tuple(gate_terms), tuple(up_terms)])
     return F.silu(gate) * up, torch.zeros(len(z), dtype=z.dtype) if energy is None else energy
 
 
-def modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor]:
-    return Modulated.apply(y, z, *weights, form)
+def modulated(y: Tensor, z: Tensor, weights: Weights, form: NPTConfig) -> tuple[Tensor, Tensor]:
+    return ByHand.apply(form, z, 1, y, *weights)  # type: ignore[return-value]
 
 
-def plain_modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor]:
-    y, *terms = modulate(y, z, *weights, config_of(form))
+def plain_modulated(
+    y: Tensor, z: Tensor, weights: Weights, form: NPTConfig
+) -> tuple[Tensor, Tensor]:
+    y, *terms = modulate(y, z, *weights, form)
     energy = modulation_energy([tuple(terms)])
     return y, torch.zeros(len(z), dtype=z.dtype) if energy is None else energy
 
@@ -92,14 +106,14 @@ def weights_of(
 
 
 def gradients(
-    function: Any, inputs: list[Tensor | None], form: Form, seed: int = 0
+    function: Any, inputs: list[Tensor | None], form: NPTConfig, regularised: bool, seed: int = 0
 ) -> tuple[Tensor, ...]:
     """Result, energy, and the gradient of every tensor that asks for one, of a loss that depends on
     both.
     """
     out, energy = function(inputs[0], *_grouped(inputs), form)
     loss = (out * normal(seed, *out.shape, dtype=out.dtype)).sum()
-    if form.regularised:
+    if regularised:
         loss = loss + (energy * normal(seed + 1, *energy.shape, dtype=out.dtype)).sum()
     asked = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
     found = (
@@ -136,13 +150,14 @@ sizes = {
     "width": st.integers(1, 12),
     "rank": st.integers(1, 4),
 }
-forms = st.builds(Form, st.floats(0.05, 0.95), st.floats(0.01, 2.0), st.booleans())
+forms = st.builds(form_of, st.floats(0.05, 0.95), st.floats(0.01, 2.0))
 
 
 @settings(deadline=None, max_examples=100)
 @given(
     **sizes,
     form=forms,
+    regularised=st.booleans(),
     mult=st.booleans(),
     add=st.booleans(),
     block=st.integers(1, 40),
@@ -150,7 +165,7 @@ forms = st.builds(Form, st.floats(0.05, 0.95), st.floats(0.01, 2.0), st.booleans
     both=st.booleans(),
 )
 def test_products_are_the_plain_forms_in_any_blocks(
-    seed, rows, width, rank, form, mult, add, block, of_products, both
+    seed, rows, width, rank, form, regularised, mult, add, block, of_products, both
 ):
     """gate and up together, or one product by itself."""
     products = [normal(seed + i, rows, width).requires_grad_(of_products) for i in range(1 + both)]
@@ -158,9 +173,9 @@ def test_products_are_the_plain_forms_in_any_blocks(
     inputs = [*products, z.requires_grad_(), *weights[: 2 + 2 * both]]
     by_hand, plain = (modulated_product, plain_product) if both else (modulated, plain_modulated)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(fused.BLOCK, "cpu", block)
-        computed = gradients(by_hand, inputs, form)
-    assert_same(computed, gradients(plain, inputs, form))
+        patched.setitem(trained.BLOCK, "cpu", block)
+        computed = gradients(by_hand, inputs, form, regularised)
+    assert_same(computed, gradients(plain, inputs, form, regularised))
 
 
 @pytest.mark.parametrize("scale", [1e3, 1e15, 1e30])
@@ -170,7 +185,7 @@ def test_gradients_of_a_saturated_multiplier_are_those_of_its_bound(scale):
         torch.tensor([[scale], [-scale], [1.0], [0.0]]).requires_grad_(),
     )
     mult = (torch.sign(normal(1, 6, 1)) * scale).requires_grad_()
-    out, _ = modulated(y, z, (mult, None), Form(0.5, 0.1))
+    out, _ = modulated(y, z, (mult, None), form_of(0.5, 0.1))
     out.sum().backward()
     assert all(torch.isfinite(g).all() for g in (y.grad, z.grad, mult.grad))
     assert set(y.grad.unique().tolist()) <= {0.5, 1.0, 1.5}
@@ -185,8 +200,8 @@ def test_a_bad_number_anywhere_comes_out(value, where):
     ]
     with torch.no_grad():
         inputs[where].view(-1)[1] = value
-    found = gradients(modulated_product, inputs, Form(0.5, 0.3, True))
-    expected = gradients(plain_product, inputs, Form(0.5, 0.3, True))
+    found = gradients(modulated_product, inputs, form_of(0.5, 0.3), True)
+    expected = gradients(plain_product, inputs, form_of(0.5, 0.3), True)
     for one, other in zip(found, expected, strict=True):
         assert bool(torch.isfinite(one).all()) == bool(torch.isfinite(other).all())
     assert not all(torch.isfinite(part).all() for part in found)
@@ -209,7 +224,7 @@ def saved_by(act: Any) -> list[Tensor]:
 def test_nothing_is_kept_but_products_code_and_weights():
     gate, up, z = normal(0, 30, 40), normal(1, 30, 40), normal(2, 30, 3).requires_grad_()
     weights = weights_of(3, 40, True, True, 5)
-    form = Form(0.5, 0.1, True)
+    form = form_of(0.5, 0.1)
     kept = saved_by(
         lambda: modulated_product(gate, up, z, tuple(weights[:2]), tuple(weights[2:]), form)
     )
@@ -218,10 +233,6 @@ def test_nothing_is_kept_but_products_code_and_weights():
         lambda: plain_product(gate, up, z, tuple(weights[:2]), tuple(weights[2:]), form)
     )
     assert sum(t.numel() for t in plain if t.shape == gate.shape) > 10 * gate.numel()
-    _, energy = modulated_product(
-        gate, up, z, tuple(weights[:2]), tuple(weights[2:]), Form(0.5, 0.1, False)
-    )
-    assert not energy.requires_grad
 
 
 def test_inputs_are_not_written_to_and_any_strides_will_do():
@@ -229,8 +240,12 @@ def test_inputs_are_not_written_to_and_any_strides_will_do():
     gate, up, z = base[:, ::2], base.t()[:5, :6].t(), normal(1, 2, 6).t().requires_grad_()
     weights = [w for w in weights_of(2, 5, True, True, 3) if w is not None]
     before = [t.detach().clone() for t in (base, z, *weights)]
-    out, _ = modulated_product(gate, up, z, tuple(weights[:2]), tuple(weights[2:]), Form(0.5, 0.3))
+    out, _ = modulated_product(
+        gate, up, z, tuple(weights[:2]), tuple(weights[2:]), form_of(0.5, 0.3)
+    )
     out.sum().backward()  # the gradient that comes in is one number, expanded
-    expected, _ = plain_product(gate, up, z, tuple(weights[:2]), tuple(weights[2:]), Form(0.5, 0.3))
+    expected, _ = plain_product(
+        gate, up, z, tuple(weights[:2]), tuple(weights[2:]), form_of(0.5, 0.3)
+    )
     assert_close(out, expected)  # default tolerance of fp32
     assert all(torch.equal(t.detach(), b) for t, b in zip((base, z, *weights), before, strict=True))

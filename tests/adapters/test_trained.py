@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npt
-from npt.adapters import fused, trained
+from npt.adapters import trained
 from npt.adapters.converted import adapter_parameters, decoder_layers
-from npt.adapters.fused import unfused
-from npt.adapters.trained import Workspace, is_fusable, stacked_outputs, trained_output
+from npt.adapters.trained import is_fusable, trained_output, unfused
 from npt.base.hooks import only_looks
 from npt.base.linear import quantized_linears
 from npt.base.rows import set_rows
@@ -59,31 +58,26 @@ def student(load_model: Any, form: NPTConfig = FORMS[0], quantization: str | Non
     return model
 
 
-def run(
-    outputs: Any,
-    layer: Any,
-    regularised: bool = True,
-    space: Workspace | None = None,
-    graph: bool = False,
-) -> list[Tensor]:
+def run(layer: Any, regularised: bool = True, teach: bool = False, graph: bool = False) -> list:
     """Return outputs and gradients of the adapter, and of h and a if these have a graph."""
     hidden, attention = (normal(seed, N, D).requires_grad_(graph) for seed in (0, 1))
     for parameter in layer.npt.parameters():
         parameter.grad = None
-    *states, energy = outputs(layer, hidden, attention, regularised, space)
-    loss = (states[-1] * normal(2, N, D)).sum()
-    if regularised and energy is not None:
+    output, energy, target = trained_output(layer, hidden, attention, teach=teach)
+    loss = (output * normal(2, N, D)).sum()
+    if regularised:
         loss = loss + (energy * normal(3, N)).sum()
     loss.backward()
     grads = [p.grad for p in layer.npt.parameters()] + (
         [hidden.grad, attention.grad] if graph else []
     )
-    return [part.detach() for part in (*states, energy, *grads) if part is not None]
+    return [part.detach() for part in (target, output, energy, *grads) if part is not None]
 
 
-CASES = [(stacked_outputs, False), (trained_output, False), (trained_output, True)]
 every_case = pytest.mark.parametrize(
-    ("outputs", "graph"), CASES, ids=["with its teacher", "alone", "in a graph"]
+    ("teach", "graph"),
+    [(True, False), (False, False), (False, True)],
+    ids=["with its teacher", "alone", "in a graph"],
 )
 
 
@@ -98,12 +92,11 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 @every_case
 @every_form
 @pytest.mark.parametrize(("quantization", "regularised"), [("nf4", True), (None, False)])
-def test_it_is_the_plain_form(load_model, form, quantization, outputs, graph, regularised):
+def test_it_is_the_plain_form(load_model, form, quantization, teach, graph, regularised):
     layer = decoder_layers(student(load_model, form, quantization))[1]
-    space = None if graph else Workspace()
-    found = run(outputs, layer, regularised, space, graph)
+    found = run(layer, regularised, teach, graph)
     with unfused():
-        assert_same(found, run(outputs, layer, regularised, space, graph))
+        assert_same(found, run(layer, regularised, teach, graph))
 
 
 def with_rows(mlp: Any) -> None:
@@ -120,14 +113,14 @@ def with_biases(mlp: Any) -> None:
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("change", [with_rows, with_biases])
 def test_rows_and_biases_of_the_frozen_weights_are_part_of_it(
-    load_model, outputs, graph, quantization, change
+    load_model, teach, graph, quantization, change
 ):
     layer = decoder_layers(student(load_model, quantization=quantization))[1]
-    without = run(outputs, layer, graph=graph)
+    without = run(layer, True, teach, graph)
     change(layer.mlp)
-    found = run(outputs, layer, graph=graph)
+    found = run(layer, True, teach, graph)
     with unfused():
-        assert_same(found, run(outputs, layer, graph=graph))
+        assert_same(found, run(layer, True, teach, graph))
     assert not torch.allclose(found[0], without[0], atol=0.1)
 
 
@@ -156,19 +149,17 @@ class Watching(nn.Module):
 
 @every_case
 @every_form
-def test_an_observer_changes_no_bit_and_sees_the_plain_forms_stages(
-    load_model, form, outputs, graph
-):
-    regularised = outputs is stacked_outputs or graph
+def test_an_observer_changes_no_bit_and_sees_the_plain_forms_stages(load_model, form, teach, graph):
+    regularised = teach or graph
     layer = decoder_layers(student(load_model, form))[1]
-    unseen = run(outputs, layer, regularised, graph=graph)
+    unseen = run(layer, regularised, teach, graph)
     seen = Watching(layer)
-    found = run(outputs, layer, regularised, graph=graph)
+    found = run(layer, regularised, teach, graph)
     assert all(torch.equal(one, other) for one, other in zip(found, unseen, strict=True))
     other_layer = decoder_layers(student(load_model, form))[1]
     plain = Watching(other_layer)
     with unfused():
-        run(outputs, other_layer, regularised, graph=graph)
+        run(other_layer, regularised, teach, graph)
     assert list(seen.stages) == list(plain.stages)
     assert seen.gradients.keys() >= plain.gradients.keys() - {"a"}
     for name, stage in plain.stages.items():
@@ -177,19 +168,18 @@ def test_an_observer_changes_no_bit_and_sees_the_plain_forms_stages(
             assert_same([seen.stages[name].detach()], [stage.detach()])  # type: ignore[union-attr]
     for name in plain.gradients.keys() & seen.gradients.keys():
         assert_same([seen.gradients[name]], [plain.gradients[name]])
-    # which the plain form calls whole, for the teacher
-    assert seen.called.keys() == plain.called.keys() - {"mlp"}
+    assert seen.called.keys() == plain.called.keys()
 
 
 @every_case
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj", "act_fn"])
-def test_a_hook_that_changes_a_product_changes_the_result(load_model, outputs, graph, part):
+def test_a_hook_that_changes_a_product_changes_the_result(load_model, teach, graph, part):
     layer = decoder_layers(student(load_model))[1]
-    before = run(outputs, layer, graph=graph)
+    before = run(layer, True, teach, graph)
     getattr(layer.mlp, part).register_forward_hook(lambda _, __, output: 1.5 * output)
-    found = run(outputs, layer, graph=graph)
+    found = run(layer, True, teach, graph)
     with unfused():
-        assert_same(found, run(outputs, layer, graph=graph))
+        assert_same(found, run(layer, True, teach, graph))
     assert not torch.allclose(found[0], before[0], atol=1e-2)
 
 
@@ -208,50 +198,25 @@ def test_only_silu_in_fp32_outside_of_autocast_is_computed_by_hand(load_model):
     assert not is_fusable(layer, x)
 
 
-class TestWorkspace:
-    def test_layers_use_the_same_memory_one_after_the_other(self, load_model):
-        model = student(load_model)
-        space, alone = Workspace(), []
-        for layer in decoder_layers(model):
-            alone.append(run(stacked_outputs, layer))
-        for layer, expected in zip(decoder_layers(model), alone, strict=True):
-            assert all(
-                torch.equal(a, b)
-                for a, b in zip(run(stacked_outputs, layer, space=space), expected, strict=True)
-            )
-        ((memory,),) = (space._kept.values(),)
-        assert memory.numel() == 4 * N * F
+@pytest.mark.parametrize("teach", [True, False])
+def test_a_graph_that_outlives_its_backward_holds_no_dense_weight(load_model, monkeypatch, teach):
+    made = []
 
-    def test_a_backward_after_the_next_layers_forward_is_refused(self, load_model):
-        layers, space = decoder_layers(student(load_model)), Workspace()
-        given = normal(0, N, D), normal(1, N, D), True, space
-        first = stacked_outputs(layers[0], *given)[1]
-        stacked_outputs(layers[1], *given)
-        with pytest.raises(AssertionError, match="memory"):
-            first.sum().backward()
+    def watched(module: Any, dtype: torch.dtype) -> Tensor:
+        weight = dense(module, dtype)
+        made.append(weakref.ref(weight))
+        return weight
 
-    @pytest.mark.parametrize("shared", [True, False])
-    def test_a_graph_that_outlives_its_backward_holds_no_dense_weight(
-        self, load_model, monkeypatch, shared
-    ):
-        made = []
-
-        def watched(module: Any, dtype: torch.dtype) -> Tensor:
-            weight = dense(module, dtype)
-            made.append(weakref.ref(weight))
-            return weight
-
-        dense = trained.product_weight
-        monkeypatch.setattr(trained, "product_weight", watched)
-        layer = decoder_layers(student(load_model))[0]
-        space = Workspace() if shared else None
-        output = stacked_outputs(layer, normal(0, N, D), normal(1, N, D), True, space)[1]
-        gc.collect()
-        # gate and up are gone, down waits for backward
-        assert [ref() is not None for ref in made] == [False, False, True]
-        output.sum().backward()
-        gc.collect()
-        assert made[2]() is None and output.requires_grad
+    dense = trained.product_weight
+    monkeypatch.setattr(trained, "product_weight", watched)
+    layer = decoder_layers(student(load_model))[0]
+    output, _, _ = trained_output(layer, normal(0, N, D), normal(1, N, D), teach=teach)
+    gc.collect()
+    # gate and up are gone, down waits for backward
+    assert [ref() is not None for ref in made] == [False, False, True]
+    output.sum().backward()
+    gc.collect()
+    assert made[2]() is None and output.requires_grad
 
 
 class Unpacked(TorchDispatchMode):
@@ -299,10 +264,10 @@ def test_a_packed_weight_is_dequantised_no_more_often_than_needed(
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        # gradients pass gate and up in every converted layer; down_proj's weight is kept where the
-        # next step is its backward
+        # gradients pass gate and up in every converted layer; down_proj's weight is kept with the
+        # teacher's rows, whose next step is its backward
         ("local", {1: (1, 2, 2, 1), 2: (1, 2, 2, 1)}),
-        ("propagated", {1: (2, 3, 3, 2), 2: (2, 3, 3, 2)}),
+        ("propagated", {1: (2, 3, 3, 3), 2: (2, 3, 3, 3)}),
         ("end_to_end", {1: (2, 3, 3, 3), 2: (3, 3, 3, 3)}),
     ],
 )
@@ -323,19 +288,19 @@ def assert_unpacked(model: Any, batch: Any, config: TrainConfig, expected: Any) 
         assert found[index] == [*[attention] * 4, gate, up, down], f"layer {index}"
 
 
-@pytest.mark.parametrize("outputs", [stacked_outputs, trained_output])
+@pytest.mark.parametrize("teach", [True, False])
 @pytest.mark.parametrize("regularised", [True, False])
 def test_with_down_alone_nothing_goes_back_through_the_mlp(
-    load_model, monkeypatch, outputs, regularised
+    load_model, monkeypatch, teach, regularised
 ):
     layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="all", targets=("down",))))[
         1
     ]
-    expected = run(outputs, layer, regularised)
+    expected = run(layer, regularised, teach)
     back: list[str] = []
     for name in ("product_backward", "multiply_backward"):
         monkeypatch.setattr(trained, name, lambda *_, name=name, **__: back.append(name))
-    found = run(outputs, layer, regularised)
+    found = run(layer, regularised, teach)
     assert back == [] and all(
         torch.equal(one, other) for one, other in zip(found, expected, strict=True)
     )
@@ -353,7 +318,7 @@ def test_a_micro_batch_takes_no_more_memory_than_it_must(monkeypatch, strategy, 
     kept its rows, its blocks and the dense weight of down_proj no longer than it needs them.
     Keeping all of them until the graph is gone took 4 to 20% more.
     """
-    monkeypatch.setitem(fused.BLOCK, "cpu", 1 << 14)  # small next to a layer, as on a GPU
+    monkeypatch.setitem(trained.BLOCK, "cpu", 1 << 14)  # small next to a layer, as on a GPU
     model, _ = npt.load_base("tiny", quantization="nf4")
     form = NPTConfig(rank=16, layers="5,6,7", targets=("gate", "up", "down"))
     npt.attach(model, form, seed=0)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import npt
 from npt.adapters.attach import at_random_start
 from npt.adapters.converted import adapter_parameters, attached_config, decoder_layers, npt_layers
-from npt.adapters.trained import stacked_outputs
+from npt.adapters.trained import trained_output
 from npt.calibration import calibrate as module
 from npt.calibration.calibrate import balanced, check_calibration
 from npt.calibration.report import print_calibration
@@ -116,7 +116,7 @@ def test_at_every_direction_the_student_is_its_teacher(family, targets, tmp_path
         # not of the text that was fitted
         hidden, attention = torch.randn(2, 50, 64, generator=draw)
         with torch.no_grad():
-            t, o, _ = stacked_outputs(layer, hidden, attention)
+            o, _, t = trained_output(layer, hidden, attention, teach=True)
         assert float((o - t).norm() / t.norm()) < 1e-5
     near, floor = kl(model, tokenizer)
     assert near < 1e-7 < 1e-2 < floor

@@ -12,7 +12,7 @@ import runpy
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +334,7 @@ def test_a_failing_smoke_test_ends_4_and_writes_nothing(tmp_path, capsys, monkey
 
     def spoilt(*arguments: Any) -> Any:
         sums = local(*arguments)
-        return replace(sums, loss=sums.loss * torch.nan)
+        return sums._replace(loss=sums.loss * torch.nan)
 
     monkeypatch.setitem(STRATEGIES, "local", spoilt)
     assert run(tmp_path / "run") == 4

@@ -19,7 +19,7 @@ SHORT = flags(
 NEAR = {"init": "calibrated", "additive_scale": 1.0, "learning_rate": 5e-5}
 WHOLE = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
 BASE = {"model_name": "some/base"}
-OTHERWISE = {"learning_rate": 1e-5, "loss": "mse", "adapter_rank": 4, "num_epochs": 2}
+OTHERWISE = {"learning_rate": 1e-5, "loss": "direction", "adapter_rank": 4, "num_epochs": 2}
 CHOSEN: dict[str, tuple[dict, dict, str]] = {
     # flags, what is chosen or stays, and what is left to the fields' own defaults
     "solved": (BASE, {**NEAR, **WHOLE, "targets": "stream"}, "adapter_rank max_steps"),

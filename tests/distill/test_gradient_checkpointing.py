@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 import npt
 from npt.adapters.converted import adapter_parameters, decoder_layers
-from npt.adapters.fused import unfused
+from npt.adapters.trained import unfused
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive

@@ -18,6 +18,7 @@ from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.stream import open_stream
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, Sample
+from npt.distill import hidden_losses
 from npt.distill.local import BatchSums
 from npt.distill.strategies import drive
 
@@ -45,7 +46,6 @@ def form_id(config: NPTConfig) -> str:
 HIDDEN_LOSSES: dict[str, dict[str, Any]] = {
     "nmse_update": {"loss": "nmse_update"},
     "direction": {"loss": "direction"},
-    "mse": {"loss": "mse"},
 }
 LOGIT_LOSSES: dict[str, dict[str, Any]] = {
     "kl": {},
@@ -209,8 +209,6 @@ def token_loss(config: TrainConfig, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
         return (o - t).pow(2).sum() / (t - h).pow(2).sum()
     if config.loss == "direction":
         return 2 * (1 - cos) / len(o)
-    if config.loss == "mse":
-        return (o - t).pow(2).mean()
     return nmse
 
 
@@ -557,8 +555,8 @@ def test_without_a_hidden_weight_the_teacher_runs_for_logits_only(
     student, batch, monkeypatch, own, rounds
 ) -> None:
     """A loss against the text needs no teacher at all; none compares hidden states."""
-    monkeypatch.setattr(
-        "npt.distill.local.hidden_loss", lambda *_: pytest.fail("hidden states are compared")
+    monkeypatch.setitem(
+        hidden_losses.HIDDEN_LOSSES, "nmse", lambda *_: pytest.fail("hidden states are compared")
     )
     calls: list[int] = []
     for index in range(1, 4):

@@ -76,7 +76,7 @@ def test_a_loss_of_ones_own_trains(student) -> None:
         npt.TrainConfig(loss="log_cosh")
     config = run_page("loss.md")["config"]
     sums = forward_backward(student, drive, batch(), config)
-    plain = forward_backward(student, drive, batch(), npt.TrainConfig(loss="mse"))
+    plain = forward_backward(student, drive, batch(), npt.TrainConfig(loss="direction"))
     assert finite_gradients(student) and 0 < float(sums.loss) != float(plain.loss)
 
 
@@ -124,7 +124,7 @@ def test_a_family_of_ones_own_is_converted(tmp_path) -> None:
 @pytest.mark.parametrize(
     "register",
     [
-        lambda: hidden_losses.register_loss("mse", lambda o, t: o),
+        lambda: hidden_losses.register_loss("direction", lambda o, t: o),
         lambda: strategies.register_strategy("local", strategies.local),
         lambda: families.register_family("llama", nn.Module),
     ],

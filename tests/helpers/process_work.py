@@ -13,7 +13,6 @@ import signal
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +107,7 @@ def planting(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
     if what == "nan":
         parameter.grad[0, 0] = math.nan
     if what == "inf":
-        return replace(sums, loss=sums.loss * math.inf)
+        return sums._replace(loss=sums.loss * math.inf)
     if what == "weight":  # as if a bit had turned in this process's memory
         parameter.data[0, 0] += 0.25
     if what == "moment":

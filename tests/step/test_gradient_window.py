@@ -458,7 +458,6 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {},
     {"loss": "nmse_update"},
     {"loss": "direction"},
-    {"loss": "mse"},
     {"strategy": "end_to_end"},
     {"strategy": "end_to_end", "logit_kl_weight": 0.5},
     {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "reverse_kl"},

@@ -92,7 +92,7 @@ def test_no_strategy_waits(load_model, attention, strategy, form) -> None:
     step_without_waiting(model, form, strategy=strategy, regularization_lambda=0.1)
 
 
-@pytest.mark.parametrize("loss", ["nmse_update", "direction", "mse"])
+@pytest.mark.parametrize("loss", ["nmse_update", "direction"])
 def test_no_hidden_loss_waits(load_model, loss) -> None:
     model = load_model(None)
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))

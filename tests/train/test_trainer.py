@@ -302,9 +302,14 @@ def test_the_loss_is_a_mean_per_token_whatever_the_accumulation(build) -> None:
     "config",
     [
         {"loss": "nmse_update"},
-        {"loss": "mse"},
+        {"loss": "direction"},
         *[
-            {"loss": "mse", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
+            {
+                "loss": "direction",
+                "strategy": "end_to_end",
+                "logit_kl_weight": 0.5,
+                "logit_loss": loss,
+            }
             for loss in LOGIT_LOSSES
         ],
     ],

@@ -104,7 +104,7 @@ def test_draws_are_fixed_by_their_seed_and_lie_in_their_range(seed: int, count: 
     over = {
         "learning_rate": {"low": 1e-4, "high": 1e-1, "log": True},
         "adapter_rank": {"low": 4, "high": 16},
-        "loss": ["nmse", "mse"],
+        "loss": ["nmse", "direction"],
     }
     part = {"random": {"count": count, "seed": seed, "over": over}}
     found, again = design(a=part), design(a=part)

@@ -150,7 +150,7 @@ def test_the_progress_and_the_table_of_a_study_under_way(
 
 def test_a_trial_is_called_by_its_origin_and_what_varies_there() -> None:
     parts = {
-        "arms": {"arms": {"plain": {}}, "grid": {"loss": ["mse", "nmse"]}},
+        "arms": {"arms": {"plain": {}}, "grid": {"loss": ["direction", "nmse"]}},
         "drawn": {
             "seeds": [7],
             "random": {"count": 1, "over": {"learning_rate": [1e-3], "adapter_rank": [4]}},
@@ -158,7 +158,7 @@ def test_a_trial_is_called_by_its_origin_and_what_varies_there() -> None:
     }
     design = design_of({"settings": {"max_steps": 5}, "parts": parts}, "names.yaml")
     assert [str(trial) for trial in design.trials] == [
-        "arms, plain, loss mse, seed 0",
+        "arms, plain, loss direction, seed 0",
         "arms, plain, loss nmse, seed 0",
         "drawn, learning_rate 0.001, adapter_rank 4, seed 7",
     ]
