@@ -18,16 +18,16 @@ from npt.train.loop import Loop
 ROOT = Path(npt.__file__).parent.parent
 SOURCES = (".py", ".j2", ".css", ".js")
 
-LINES, CHARACTERS = 29_110, 1_210_000
+LINES, CHARACTERS = 28_080, 1_170_000
 """Of the package without the demo; 30,000 and 1,250,000 were the aim."""
 
 TEST_LINES = 42_600
 """45,000 was the aim."""
 
-IMPORTED = {"import npt.guard": 3_080, "from npt import Trainer": 14_120}
+IMPORTED = {"import npt.guard": 3_000, "from npt import Trainer": 13_200}
 """Lines of npt that a statement reads."""
 
-WAY = (23, 5_660, 12)
+WAY = (22, 5_300, 11)
 """Files, their lines, and the depth of calls on the way of a batch to its update."""
 AFTER_A_STEP = {"_account", "_evaluate_if_due", "say", "raise_together"}
 """Functions of the loop that are not on it: counting, logging."""
