@@ -91,7 +91,8 @@ def local(
     with torch.no_grad(), adapters_disabled(model):
         stream, guide, first = begin(model, teacher, batch)
         for index, layer in enumerate(layers[first : converted[-1][0] + 1], first):
-            taught = guide.hidden
+            # a hook of others may let the embeddings ask for a gradient
+            taught = guide.hidden.detach()
             if not own_stream:
                 taught = taught.to(stream.hidden.dtype)
                 stream = replace(stream, hidden=taught)

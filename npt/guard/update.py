@@ -43,9 +43,7 @@ class Holdings:
     def __init__(self, owners: Iterable[Any], without: Iterable[Any] = ()):
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id, each with its copy
         self._containers: list[tuple[Any, Any]] = []  # each with a shallow copy
-        self._seen = {id(each) for each in without}
-        for owner in owners:
-            self._follow_attributes(owner, in_state=False)
+        self._follow(owners, {id(each) for each in without})
         self._random = random_state()
 
     def of(self, value: Any) -> Any:
@@ -62,31 +60,36 @@ class Holdings:
             tensor.copy_(copy)
         set_random_state(self._random)
 
-    def _follow(self, value: Any, in_state: bool) -> None:
-        if id(value) in self._seen:
-            return
-        if isinstance(value, Tensor):
-            self._seen.add(id(value))
-            if value.requires_grad or not isinstance(value, nn.Parameter):
-                self._tensors[id(value)] = value, value.detach().clone()
-        elif isinstance(value, dict | list | tuple | set | deque):
-            self._seen.add(id(value))
-            if not isinstance(value, tuple):
-                self._containers.append((value, value.copy()))
-            for item in value.values() if isinstance(value, dict) else value:
-                self._follow(item, in_state)
-        elif isinstance(value, _TORCHS) or (
-            in_state and hasattr(value, "__dict__") and not callable(value)
-        ):
-            self._follow_attributes(value, in_state)
-
-    def _follow_attributes(self, value: Any, in_state: bool) -> None:
-        self._seen.add(id(value))
-        attributes = vars(value)
-        self._containers.append((attributes, attributes.copy()))
-        for name, item in attributes.items():
-            if not name.endswith("_hooks"):  # others' to add and remove
-                self._follow(item, in_state or name == "state")
+    def _follow(self, owners: Iterable[Any], seen: set[int]) -> None:
+        waiting = [(owner, False) for owner in owners]  # and whether it is part of a state
+        owned = {id(owner) for owner, _ in waiting}
+        while waiting:
+            value, in_state = waiting.pop()
+            if id(value) in seen:
+                continue
+            if isinstance(value, Tensor):
+                seen.add(id(value))
+                if value.requires_grad or not isinstance(value, nn.Parameter):
+                    self._tensors[id(value)] = value, value.detach().clone()
+            elif isinstance(value, dict | list | tuple | set | deque):
+                seen.add(id(value))
+                if not isinstance(value, tuple):
+                    self._containers.append((value, value.copy()))
+                items = value.values() if isinstance(value, dict) else value
+                waiting += [(item, in_state) for item in items]
+            elif (
+                id(value) in owned
+                or isinstance(value, _TORCHS)
+                or (in_state and hasattr(value, "__dict__") and not callable(value))
+            ):
+                seen.add(id(value))
+                attributes = vars(value)
+                self._containers.append((attributes, attributes.copy()))
+                waiting += [
+                    (item, in_state or name == "state")
+                    for name, item in attributes.items()
+                    if not name.endswith("_hooks")  # others' to add and remove
+                ]
 
 
 @dataclass

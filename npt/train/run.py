@@ -383,9 +383,8 @@ class Run:
         if report and self.setup.processes.main:
             with self._written(REPORT):
                 write_report(path)
-        self.setup.stop.at_once = True  # an upload may wait for a network
         with self._written("what Weights & Biases was to be sent"):
-            self.trackers.files(self.record)
+            self.trackers.files({**self.record, **self.record["settings"]})
         if lost := self.folder.lines_lost:
             self.warn(f"{lost} lines of {METRICS} and {EVENTS} could not be written below {path}")
 

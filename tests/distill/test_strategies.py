@@ -17,7 +17,7 @@ import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.stream import open_stream
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import IGNORE_INDEX, Batch, Sample
+from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors
 from npt.distill import hidden_losses
 from npt.distill.local import BatchSums
 from npt.distill.strategies import drive
@@ -409,6 +409,17 @@ def test_sums_carry_no_graph_and_the_same_batch_gives_the_same_bits(student, bat
         for key in ("loss", "nmse", "reg", "logit", "layer_nmse")
     )
     assert_identical(second, first)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_embeddings_that_ask_for_a_gradient_change_nothing(load_model, name) -> None:
+    """As PEFT and gradient checkpointing make them, by a hook that stays on the base."""
+    student, ids = load_model(), torch.arange(3, 19).view(2, 8)
+    batch = batch_from_tensors(ids, torch.ones_like(ids))
+    npt.attach(student, NPTConfig(rank=4, layers="all"))
+    plain = run(student, batch, config_for(name))
+    student.enable_input_require_grads()
+    assert_identical(run(student, batch, config_for(name)), plain)
 
 
 @pytest.mark.parametrize("name", NAMES)

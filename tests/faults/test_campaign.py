@@ -25,7 +25,6 @@ from npt.adapters import trained
 from npt.base import linear
 from npt.data import encoding
 from npt.distill import local
-from npt.distill import step as train_step
 from npt.evaluation import greedy
 from npt.guard import refusal
 from npt.guard.window import GradientWindow
@@ -102,7 +101,7 @@ def sound_twins():
 
 
 def test_a_fault_that_is_not_refused_is_missed(monkeypatch, sound_twins) -> None:
-    monkeypatch.setattr(train_step, "find_fault", lambda batch, vocabulary: None)
+    monkeypatch.setattr(bench, "find_fault", lambda batch, vocabulary: None)
     verdict = judged(at_once("data-label")).verdict
     assert not verdict.passed and not verdict.located
 
@@ -130,12 +129,12 @@ def test_a_refusal_that_leaves_a_trace_is_harm(trace, detail, monkeypatch, sound
 
 
 def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_twins) -> None:
-    honest = train_step.find_fault
+    honest = bench.find_fault
 
     def nervous(batch, vocabulary):
         return "a feeling" if batch.sample_ids[:1] == ("w2-m0-r0",) else honest(batch, vocabulary)
 
-    monkeypatch.setattr(train_step, "find_fault", nervous)
+    monkeypatch.setattr(bench, "find_fault", nervous)
     verdict = judged(case("data-label")).verdict
     # one in each reading mode
     assert (verdict.passed, verdict.located, verdict.false_alarms) == (False, False, 2)
@@ -279,7 +278,7 @@ def test_the_script_lists_every_case_with_its_truth(monkeypatch, capsys) -> None
 def test_the_script_runs_one_case_and_tells_by_its_exit_status(monkeypatch, capsys) -> None:
     assert script(monkeypatch, "--case", "data-label", "--json") == 0
     assert json.loads(capsys.readouterr().out)["passed"] == 1
-    monkeypatch.setattr(train_step, "find_fault", lambda batch, vocabulary: None)
+    monkeypatch.setattr(bench, "find_fault", lambda batch, vocabulary: None)
     assert script(monkeypatch, "--case", "data-label") == 1
     assert "FAILED" in capsys.readouterr().out
 
