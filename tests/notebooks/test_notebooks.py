@@ -55,6 +55,7 @@ SHORTER = {
     "tokens=16384": "tokens=1024",
     "max_samples=64": "max_samples=2",
     "max_samples=32": "max_samples=2",
+    "PROMPT, PIECE, PIECES = 64, 16, 24": "PROMPT, PIECE, PIECES = 64, 16, 4",
     "texts[1:60:3]": "texts[1:16:3]",
     "(32, 16, 8, 4, 2, 1)": "(32, 1)",
     "STEPS, MICRO_BATCHES, BATCH, LENGTH = 30,": "STEPS, MICRO_BATCHES, BATCH, LENGTH = 14,",
