@@ -68,5 +68,5 @@ def _sums(path: Path) -> dict[str, Any]:
 
 
 def _text(files: Any) -> str:
-    own = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    return json.dumps({"files": files, "sha256": own}, indent=2, sort_keys=True) + "\n"
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"files": files, "sha256": digest}, indent=2, sort_keys=True) + "\n"

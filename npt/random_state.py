@@ -36,11 +36,11 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Restore the random state after the context. Also a decorator."""
-    before = random_state()
+    state = random_state()
     try:
         yield
     finally:
-        set_random_state(before)
+        set_random_state(state)
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +126,9 @@ def test_verbs_and_settings_are_few() -> None:
         f for c in (BaseConfig, NPTConfig, DataConfig, TrainConfig) for f in dataclasses.fields(c)
     ]
     assert len(VERBS) <= VERBS_AT_MOST and len(settings) <= SETTINGS_AT_MOST
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    trees = [ast.parse(path.read_text("utf-8")) for path in files("npt") if path.suffix == ".py"]
+    names = Counter(n.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
+    assert [name for name, times in names.items() if times > 1] == []

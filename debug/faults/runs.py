@@ -35,7 +35,7 @@ from npt.files import to_json
 from npt.forensics.bundle import MOMENTS, WEIGHTS
 from npt.forensics.student import read_student
 from npt.guard.schedule import rate_table
-from npt.runs.resume import Origin
+from npt.runs.resume import RunOrigin
 from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
 from npt.tracer.watchdogs import tensor_fault
@@ -144,7 +144,7 @@ def looped(
             DataConfig(),
             processes,
             console,
-            Origin(folder.path),
+            RunOrigin(folder.path),
             splitter=splitter,
         )
         trackers = Trackers(config, folder.path)

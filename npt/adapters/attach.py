@@ -179,9 +179,9 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
     with torch.inference_mode(False), torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             if parameter.shape != shapes[name]:
-                owner, _, own = name.rpartition(".")
+                owner, _, leaf = name.rpartition(".")
                 parameter = nn.Parameter(parameter.new_empty(shapes[name]), parameter.requires_grad)
-                model.get_submodule(owner).register_parameter(own, parameter)
+                model.get_submodule(owner).register_parameter(leaf, parameter)
             parameter.copy_(tensors[name])
     record.config, record.random_start = config, False
 

@@ -91,7 +91,7 @@ def _mixed(value: int) -> int:
     return value ^ value >> 31
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """A place in a source: after `taken` samples of the block that begins at a record of an epoch;
     `before` samples of the epoch are in earlier blocks."""
 
@@ -101,7 +101,7 @@ class Place(NamedTuple):
     taken: int = 0
 
 
-START = Place()
+START = SourcePlace()
 
 
 class Samples:
@@ -155,26 +155,26 @@ class Samples:
 
     def epoch(self, number: int) -> Iterator[Sample]:
         """Yield the samples of an epoch, from 0."""
-        return (sample for sample, _ in self.walk(Place(number)))
+        return (sample for sample, _ in self.walk(SourcePlace(number)))
 
     def walk(
-        self, start: Place = START, end: float | None = None
-    ) -> Iterator[tuple[Sample, Place]]:
+        self, start: SourcePlace = START, end: float | None = None
+    ) -> Iterator[tuple[Sample, SourcePlace]]:
         """Yield samples from a place on, each with the place after it.
 
         Ends at epoch `end` (default: after one; math.inf for never), or after an empty epoch.
         """
         end = start.epoch + 1 if end is None else end
         while start.epoch < end:
-            empty = start == Place(start.epoch)
+            empty = start == SourcePlace(start.epoch)
             for step in self._rest_of_epoch(start):
                 empty = False
                 yield step
             if empty:
                 return
-            start = Place(start.epoch + 1)
+            start = SourcePlace(start.epoch + 1)
 
-    def _rest_of_epoch(self, start: Place) -> Iterator[tuple[Sample, Place]]:
+    def _rest_of_epoch(self, start: SourcePlace) -> Iterator[tuple[Sample, SourcePlace]]:
         most = sys.maxsize if self._config.num_samples is None else self._config.num_samples
         epoch, record, before, taken = start
         records, more = self._numbered(record), True
@@ -189,7 +189,7 @@ class Samples:
             rows = pack(block, self._config.max_length) if self._config.packing else block
             for number in permutation(len(rows), f"{self._seed}/{epoch}/{first}", taken):
                 taken += 1
-                yield rows[number], Place(epoch, first, before, taken)
+                yield rows[number], SourcePlace(epoch, first, before, taken)
             before, taken = before + len(block), 0
 
     def _cut(self, records: Iterable[tuple[int, Record]]) -> Iterator[Sample]:
@@ -222,8 +222,8 @@ class Position:
         begun: samples of the first epoch before the run's start.
     """
 
-    place: Place = START
-    replay: Place = START
+    place: SourcePlace = START
+    replay: SourcePlace = START
     drawn: int = 0
     begun: int = 0
 
@@ -237,8 +237,8 @@ class Position:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
         """Return the position that `as_dict` gave."""
-        place = Place(values["epoch"], *values["place"])
-        replay = Place(values["replay_epoch"], *values["replay_place"])
+        place = SourcePlace(values["epoch"], *values["place"])
+        replay = SourcePlace(values["replay_epoch"], *values["replay_place"])
         return cls(place, replay, values["drawn"], values.get("begun", 0))
 
 
@@ -300,12 +300,12 @@ class Loader:
 
     def _mixed(self, position: Position) -> Iterator[tuple[Sample, Position]]:
         """Yield the samples of both sources, each with the position after it."""
-        replay: Iterator[tuple[Sample, Place]] = iter(())
+        replay: Iterator[tuple[Sample, SourcePlace]] = iter(())
         if self.replay is not None:
             replay = self.replay.walk(position.replay, math.inf)
         for sample, place in self.samples.walk(position.place, self._epochs):
             if place.epoch != position.place.epoch:
-                position = replace(position, place=Place(place.epoch))
+                position = replace(position, place=SourcePlace(place.epoch))
             while self._is_replayed(position.drawn):
                 other, after = next(replay, (None, position.replay))
                 if other is None:

@@ -174,10 +174,13 @@ def read_postmortem(folder: str | Path) -> Postmortem:
     path = folder / POSTMORTEM
     require_file(path, "name a complete folder postmortem/step-XXXXXXXX", BundleError)
     record = read_json(path, BundleError)
-    if (version := record.get("version")) != VERSION:
+    # the first version called its number `format`
+    if (version := record.get("version", record.get("format"))) != VERSION:
+        stored = record.get("versions")
+        writer = stored.get("npt") if isinstance(stored, dict) else None
         raise BundleError(
             f"{path} is of version {shown(version)}, this npt reads {VERSION}; replay it with the"
-            " npt that wrote it"
+            f" npt that wrote it ({shown(writer)})"
         )
     check_entries(path, "", record, _ENTRIES, BundleError)
     verify_checkpoint(folder)
@@ -246,7 +249,7 @@ def _described(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _described(v, f"{name}.{key}", tensors) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_described(v, f"{name}.{place}", tensors) for place, v in enumerate(value)]
+        return [_described(v, f"{name}.{index}", tensors) for index, v in enumerate(value)]
     return _plain(value)
 
 

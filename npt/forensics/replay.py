@@ -327,7 +327,7 @@ class StoredState:
         for group in record["groups"]:
             names = [plain_name(name) for name in group["params"]]
             parameters.append({"params": [self.parameters[name] for name in names]})
-            places |= {name: len(places) + place for place, name in enumerate(names)}
+            places |= {name: len(places) + index for index, name in enumerate(names)}
             groups.append({**group, "params": [places[name] for name in names]})
         state: dict[int, dict[str, Any]] = {}
         for name, value in self.postmortem.moments.items():

@@ -51,9 +51,9 @@ def guarded_parameters(
             " the optimizer was made for"
         )
     for group, settings in enumerate(optimizer.param_groups):
-        for place, p in enumerate(settings["params"]):
+        for index, p in enumerate(settings["params"]):
             if p in stepped:
-                names.setdefault(p, f"parameter {place} of the optimizer's group {group}")
+                names.setdefault(p, f"parameter {index} of the optimizer's group {group}")
     sharded = next((name for p, name in names.items() if _is_sharded(p)), None)
     if sharded is not None:
         raise ConfigError(

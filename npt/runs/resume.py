@@ -41,7 +41,7 @@ _OF_ONE_START = ("resume", "output_dir")
 
 
 @dataclass(frozen=True)
-class Origin:
+class RunOrigin:
     """The folder and step at which a run begins; finding them has changed nothing.
 
     Attributes:
@@ -67,20 +67,20 @@ class Origin:
         return self.step if self.goes_on else None
 
 
-def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGroup) -> Origin:
+def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGroup) -> RunOrigin:
     """Return where a run begins: in a new folder, or at the checkpoint that `--resume` means:
     `auto` (the newest good one below `output_dir`), a run folder or a checkpoint.
 
     The main process looks, the others read what it found. ConfigError or CheckpointError if the
     folder cannot be used or there is nothing to resume.
     """
-    looked: list[Origin] = []
+    looked: list[RunOrigin] = []
 
     def look() -> tuple[str, str | None, bool]:
         if resume is None:
             folder = Path(output_dir) if output_dir else default_folder()
             check_free(folder)
-            origin = Origin(folder)
+            origin = RunOrigin(folder)
         else:
             origin = _resumed(resume, None if output_dir is None else Path(output_dir))
         looked.append(origin)
@@ -96,10 +96,10 @@ def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGr
         ) from error
     if looked:
         return looked[0]
-    return Origin(Path(folder), None if path is None else read_checkpoint(Path(path)), goes_on)
+    return RunOrigin(Path(folder), None if path is None else read_checkpoint(Path(path)), goes_on)
 
 
-def _resumed(resume: str, to: Path | None) -> Origin:
+def _resumed(resume: str, to: Path | None) -> RunOrigin:
     path, checkpoint = Path(resume).expanduser(), None
     if resume == AUTO:
         if to is None:
@@ -108,7 +108,7 @@ def _resumed(resume: str, to: Path | None) -> Origin:
             )
         if not to.is_dir() or not any(to.iterdir()):
             check_free(to)
-            return Origin(to, goes_on=True)
+            return RunOrigin(to, goes_on=True)
         if not is_run(to):
             raise ConfigError(
                 f"--output_dir {to} holds something other than a run; choose another folder"
@@ -136,14 +136,14 @@ def _resumed(resume: str, to: Path | None) -> Origin:
     else:
         check_free(folder)
     if checkpoint is not None or run is None:
-        return Origin(folder, read_checkpoint(path), goes_on)
+        return RunOrigin(folder, read_checkpoint(path), goes_on)
     chosen, broken = newest_good(run / CHECKPOINTS)
     if chosen is None and (broken or resume != AUTO):
         faults = "; ".join(broken.values()) or "there is none"
         raise CheckpointError(
             f"no checkpoint below {run} verifies: {faults}; start anew in another folder"
         )
-    return Origin(folder, chosen, goes_on, broken)
+    return RunOrigin(folder, chosen, goes_on, broken)
 
 
 def changed_settings(

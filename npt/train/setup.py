@@ -24,7 +24,7 @@ from npt.distill.step import MicroBatchSplitter, check_unfrozen
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError
 from npt.guard.update import EXACT
-from npt.runs.resume import Origin, changed_settings, find_origin, plain_settings
+from npt.runs.resume import RunOrigin, changed_settings, find_origin, plain_settings
 from npt.runs.signals import StopOnSignal
 from npt.versions import versions
 
@@ -52,7 +52,7 @@ class RunSetup:
     data_config: DataConfig
     processes: ProcessGroup
     console: Console
-    origin: Origin
+    origin: RunOrigin
     settings: Mapping[str, Any] = field(default_factory=dict)
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     date: str | None = None

@@ -75,13 +75,17 @@ def test_a_micro_batch_keeps_every_field() -> None:
     assert read.tokens == batch.tokens and torch.equal(read.valid_index, batch.valid_index)
 
 
-@pytest.mark.parametrize("version", [2, 3, "guard-1"])
-def test_a_bundle_of_another_version_is_refused_before_it_is_verified(bundle, version) -> None:
-    change_record(bundle, lambda said: said.update(version=version))
+@pytest.mark.parametrize("version", [1, 2, 3, "guard-1"])
+def test_a_bundle_of_an_earlier_version_names_its_npt(bundle, version) -> None:
+    """The first version called its number `format`, and had no manifest."""
+    change_record(bundle, lambda said: (said.pop("version"), said.pop("versions")))
+    key = "format" if version == 1 else "version"
+    change_record(bundle, lambda said: said.update({key: version}))
     start = f"is of version {version!r}, this npt reads 4; replay it with the npt that wrote it"
-    assert start in refused(bundle)
+    assert f"{start} (None)" in refused(bundle)
+    change_record(bundle, lambda said: said.update(versions={"npt": "0.1.0"}))
     (bundle / "manifest.json").unlink()
-    assert start in refused(bundle, False)
+    assert f"{start} ('0.1.0')" in refused(bundle, False)
 
 
 def test_a_bundle_is_no_checkpoint_to_resume_from(bundle) -> None:

@@ -37,7 +37,7 @@ from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
 from npt.guard.outcome import MicroBatch as Sums
 from npt.guard.schedule import rate_table
-from npt.runs.resume import Origin
+from npt.runs.resume import RunOrigin
 from npt.runs.run_folder import NullRunFolder, RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
@@ -160,7 +160,7 @@ def looped(
     model, rates = student(base), rate_table(1e-2, "linear", 0, 20)
     guard = student_guard(model, config, rates, processes=processes, late=late, trace=1)
     console, splitter = Console(file=io.StringIO()), MicroBatchSplitter(config.batch_size)
-    origin = Origin(folder.path)
+    origin = RunOrigin(folder.path)
     of_run = (model, NoTokenizer(), None, config, DataConfig(), processes, console, origin)
     setup = RunSetup(*of_run, splitter=splitter, stop=stop)
     identity = BaseIdentity(*[""] * 4).as_record()

@@ -272,8 +272,8 @@ def read_adapter(
             name = shown(record.get("base_model_name_or_path"))
             raise AdapterFileError(
                 f"{folder} was trained on another base ({name}): {difference}; load the same model"
-                " with the same quantisation, or pass --adapter with --any_base (check_base=False) to"
-                " use it on this one all the same"
+                " with the same quantisation, or pass --adapter with --any_base (check_base=False)"
+                " to use it on this one all the same"
             )
     if is_attached(model) and attached_config(model) != config:
         raise AdapterFileError(
