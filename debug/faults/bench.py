@@ -292,13 +292,8 @@ def add_batch(guard: Guard, batch: Batch, compute: Any, vocab_size: int | None) 
     if fault is not None:
         guard.refuse(fault, batch.sample_ids)
         return
-    ids, offset = batch.sample_ids, batch.offset
-
-    def again() -> BatchSums:
-        with guard.draws.drawing(ids, offset):
-            return compute(batch)
-
-    with guard.micro_batch(batch.tokens, ids, batch, again, offset=offset) as micro:
+    again, ids = partial(compute, batch), batch.sample_ids
+    with guard.micro_batch(batch.tokens, ids, batch, again, offset=batch.offset) as micro:
         sums = compute(batch)
         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
 

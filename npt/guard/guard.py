@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -146,8 +147,8 @@ class Guard:
             tokens: over which the loss was summed or averaged; default 1.
             ids: of its samples, for refusals and seeded draws.
             inputs: of the model; default those of its calls. Overwrite none before `step`.
-            run: computes the loss again, for `trace`; default the model's calls, which is enough
-                if the model returns its loss.
+            run: computes the loss again, for `trace`, and draws the same random numbers; default
+                the model's calls, which is enough if the model returns its loss.
             offset: of its samples in the data, for seeded draws: samples may come again.
         """
         self._follow()
@@ -156,7 +157,9 @@ class Guard:
         for trace in self._traces:
             trace.begin()
         self.window.gradients.begin()
-        stored = StoredMicroBatch(inputs, names, micro.tokens, random=self.draws.before, run=run)
+        stored = StoredMicroBatch(inputs, names, micro.tokens, random=self.draws.before)
+        if run is not None:
+            stored.run = partial(self._again, run, names, offset)
         try:
             with (
                 unsynchronised(self._model),
@@ -181,6 +184,10 @@ class Guard:
         flag = self.window.add(micro)
         for trace in self._traces:
             trace.settle(flag)
+
+    def _again(self, run: Callable[[], Any], ids: Sequence[str], offset: int) -> Any:
+        with self.draws.drawing(ids, offset):
+            return run()
 
     def refuse(self, detail: str, ids: Sequence[object] = ()) -> None:
         """Count a micro-batch that was found bad before anything was computed.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from npt.data.batch import Batch, find_fault
 from npt.data.samples import Position, Window
-from npt.distill.step import forward_backward, summed
+from npt.distill.step import summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
 from npt.guard.guard import Guard
@@ -93,7 +93,7 @@ class Loop:
                         guard.refuse(fault, batch.sample_ids)
                         continue
                     # what the tracer computes again, if it is refused
-                    again = partial(forward_backward, model, strategy, batch, config, splitter)
+                    again = partial(summed, model, strategy, batch, config, splitter)
                     with guard.micro_batch(
                         batch.tokens, batch.sample_ids, batch, again, offset=batch.offset
                     ) as micro:
