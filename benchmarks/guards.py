@@ -34,9 +34,8 @@ from npt.base.device import wait_for
 from npt.data.batch import Batch, batch_from_tensors, batches, find_fault
 from npt.data.samples import Samples
 from npt.data.source import open_source
-from npt.distill.local import BatchSums
-from npt.distill.step import forward_backward, student_guard, summed
-from npt.distill.strategies import STRATEGIES
+from npt.distill.local import local
+from npt.distill.step import student_guard, summed
 
 
 class Bench:
@@ -51,9 +50,6 @@ class Bench:
         self.config = npt.TrainConfig()
         self.parameters = adapter_parameters(model)
 
-    def strategy(self, batch: Batch) -> BatchSums:
-        return STRATEGIES["local"](self.model, batch.to(self.device), self.config)
-
     def guarded(
         self, late: bool | None = None, check: bool = True
     ) -> Callable[[list[Batch]], None]:
@@ -65,11 +61,10 @@ class Bench:
             for batch in window:
                 if check:
                     assert find_fault(batch, self.model.config.vocab_size) is None
-                again = partial(forward_backward, self.model, STRATEGIES["local"], batch, config)
-                with guard.micro_batch(
-                    batch.tokens, batch.sample_ids, batch, again, offset=batch.offset
-                ) as micro:
-                    sums = summed(self.model, STRATEGIES["local"], batch, config)
+                compute = partial(summed, self.model, local, batch, config)
+                ids, offset = batch.sample_ids, batch.offset
+                with guard.micro_batch(batch.tokens, ids, batch, compute, offset=offset) as micro:
+                    sums = compute()
                     micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
             guard.step()
 
@@ -79,9 +74,8 @@ class Bench:
         optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-4, fused=True)
 
         def step(window: list[Batch]) -> None:
-            tokens = 0
-            for batch in window:
-                tokens += self.strategy(batch).tokens
+            on_device = (batch.to(self.device) for batch in window)
+            tokens = sum(local(self.model, batch, self.config).tokens for batch in on_device)
             gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
             torch._foreach_div_(gradients, tokens)
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), 0.5)
@@ -186,9 +180,8 @@ def main() -> None:
     print("guarded step / plain step: {ratio:.3f}".format_map(figures), end=" ")
     print(f"(quartiles {low:.3f} to {high:.3f}, {args.pairs} pairs)")
     print("host waits added per step: {added_synchronisations:g}".format_map(figures))
-    print(
-        "plain step: {plain_step_seconds:.3f} s on {device}, {threads} threads".format_map(figures)
-    )
+    speed = "plain step: {plain_step_seconds:.3f} s on {device}, {threads} threads"
+    print(speed.format_map(figures))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,10 @@ RETIRED = {
         ("rank_budget", "--adapter_rank is the mean of the ranks that a calibrated start gives"),
         ("padding_side", "rows are padded on the right; the side changes nothing"),
         ("max_refused_share", "a run stops when a fifth of its micro-batches was refused"),
-        ("max_memory", "a window that does not fit is computed again in halves; npt doctor --plan"),
+        (
+            "max_memory",
+            "a micro-batch that does not fit is computed again in halves; npt doctor --plan",
+        ),
         ("logit_temperature", "the losses on the logits have temperature 1"),
         ("rank_timeout", "a process waits 600 seconds for the others"),
         ("stop_on_divergence", "a ruined run is warned of, and its report says so"),

@@ -20,16 +20,16 @@ from npt.train.loop import Loop
 ROOT = Path(npt.__file__).parent.parent
 SOURCES = (".py", ".j2", ".css", ".js")
 
-LINES, CHARACTERS = 28_080, 1_170_000
+LINES, CHARACTERS = 28_180, 1_175_000
 """Of the package without the demo; 30,000 and 1,250,000 were the aim."""
 
-TEST_LINES = 42_600
+TEST_LINES = 42_500
 """45,000 was the aim."""
 
-IMPORTED = {"import npt.guard": 3_000, "from npt import Trainer": 13_280}
+IMPORTED = {"import npt.guard": 3_000, "from npt import Trainer": 13_340}
 """Lines of npt that a statement reads."""
 
-WAY = (22, 5_300, 11)
+WAY = (22, 5_360, 10)
 """Files, their lines, and the depth of calls on the way of a batch to its update."""
 AFTER_A_STEP = {"_account", "_evaluate_if_due", "say", "raise_together"}
 """Functions of the loop that are not on it: counting, logging."""

@@ -185,13 +185,10 @@ def measure_guards(bench: Bench, findings: Findings) -> None:
         findings.figures[name] = figures
         added = figures["added_synchronisations"]
         findings.check(f"{name}: no host wait added", added == 0, f"{added:g} a step")
-        findings.notes.append(f"{name}: guarded / plain step {figures['ratio']:.3f}")
+        ratio, what = figures["ratio"], "guarded / plain step"
+        findings.notes.append(f"{name}: {what} {ratio:.3f}")
         if name != "embedded":
-            findings.target(
-                "guarded / plain step",
-                figures["ratio"] <= 1.005,
-                f"{figures['ratio']:.4f}, at most 1.005",
-            )
+            findings.target(what, ratio <= 1.005, f"{ratio:.4f}, at most 1.005")
 
 
 NAMES = ("local", "end_to_end", "two_model", "peft_lora_distill", "peft_lora_ce")

@@ -81,9 +81,9 @@ class RowCase:
 
 
 CASES = [
-    RowCase("row-id-large", "a token id of the vocabulary's size", "error", "id-large"),
-    RowCase("row-id-negative", "a negative token id", "error", "id-negative"),
-    RowCase("row-label", "a label that no token has", "error", "label"),
+    RowCase("row-id-large", "a token id of the vocabulary's size", "data", "id-large"),
+    RowCase("row-id-negative", "a negative token id", "data", "id-negative"),
+    RowCase("row-label", "a label that no token has", "data", "label"),
     RowCase("row-loss-nan", "NaN in an activation", "loss", "loss-nan"),
     RowCase("row-loss-inf", "Inf in an activation", "loss", "loss-inf"),
     RowCase("row-gradient-nan", "finite loss, NaN in backward", "gradient", "gradient-nan"),

@@ -6,7 +6,7 @@ The formula is that of npt/adapters/layer.py, fused: frozen products and modulat
 
 are computed by hand, forward and backward. Automatic differentiation of the plain form keeps some
 fifteen tensors of the size of the MLP's products, and walks through memory once for each. Here
-gate, up, down and z are kept and nothing else: m, s and all that follows from them are made again
+of such tensors gate, up and down are kept: m, s and all that follows from them are made again
 in backward, in blocks of rows that are small enough to stay in a processor's cache. gate and up
 need no backward unless what they read has one, by h or by the target `stream`, and a packed weight
 is dequantised once for teacher and student. The results are those of the plain form, to rounding.
@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -127,10 +128,16 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
         and not torch.is_autocast_enabled(hidden.device.type)
         and type(activation) in (nn.SiLU, SiLUActivation)
         and all(map(is_plain_linear, linears))
-        and {"float32", "bfloat16"}.issuperset(map(effective_dtype, linears))
+        and all(map(_in_fp32_or_packed, linears))
         and not any(map(may_change, parts))
         and {STREAM, *_PRODUCTS}.issuperset(config.targets)
     )
+
+
+def _in_fp32_or_packed(linear: nn.Module) -> bool:
+    """Return whether a layer computes in fp32, or unpacks 4 bits to bf16."""
+    dtype = effective_dtype(linear)
+    return dtype == "float32" or (dtype == "bfloat16" and isinstance(linear, bnb.nn.Linear4bit))
 
 
 def _parts(mlp: Any) -> tuple[nn.Module, ...]:
@@ -186,10 +193,10 @@ class _MLP(torch.autograd.Function):
     of gate, up and down. The rows x are the student's; with a teacher its N rows follow, and then
     the student's again.
 
-    Then gate multiplies the first 2 N rows, up the last. Of four pieces of memory [N, F] the outer
-    two are the student's gate and up, which backward reads; the inner two are the teacher's gate
-    and up, which become down's inputs of student and teacher. In backward the first of these
-    becomes the gradient of the student's.
+    With a teacher gate multiplies the first 2 N rows, up the last 2 N. Of four pieces of memory
+    [N, F] the outer two are the student's gate and up, which backward reads; the inner two are the
+    teacher's gate and up, which become down's inputs of student and teacher. In backward the first
+    of these becomes the gradient of the student's.
     """
 
     @staticmethod

@@ -24,9 +24,10 @@ hidden states were asked for."""
 def only_looks(hook: H) -> H:
     """Mark a module's hook that changes nothing, neither by its result nor in place.
 
-    In training it is called for the student on a converted layer's MLP and its parts, and for
-    teacher and student at once on attention and norms. One on the layer itself is not, since there
-    is no such call.
+    Under the strategy `local` it is called for the student on a converted layer's MLP and its
+    parts, and for teacher and student at once on attention and norms; under the others for the two
+    in turn, and again when a layer is recomputed. One on the layer itself is not, since there is no
+    such call.
     """
     setattr(hook, _LOOKS, True)
     return hook

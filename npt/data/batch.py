@@ -58,7 +58,8 @@ class Batch:
     Attributes:
         input_ids: [B, T] int64, as the next three.
         attention_mask: 1 on valid tokens.
-        position_ids: number of valid tokens before, from 0 in every packed document.
+        position_ids: number of valid tokens before, from 0 in every packed document; at padding of
+            no meaning.
         labels: -100 at padding, on prompts and at the first token of a packed document (the loss
             shifts them).
         sample_ids: one a row.

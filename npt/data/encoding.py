@@ -200,8 +200,11 @@ class Encoder:
 
 
 def filled(record: Record) -> Record:
-    """Return a record's columns that are not null, as merged tables have those of other forms."""
-    return {column: value for column, value in record.items() if value is not None}
+    """Return a record's columns that are not null, as merged tables have those of other forms; all
+    of them if it has a name at most besides.
+    """
+    columns = {column: value for column, value in record.items() if value is not None}
+    return columns if columns.keys() - {"id", PIECE} else record
 
 
 def prompt_column(record: Record, config: DataConfig) -> str | None:
@@ -254,8 +257,13 @@ def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
 
 
 def _integers(name: str, key: str, values: Any) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
     try:
-        return array("q", list(values)).tolist()
+        if not isinstance(values, list | tuple):
+            raise TypeError
+        if key != "attention_mask" and any(isinstance(value, bool) for value in values):
+            raise TypeError
+        return array("q", values).tolist()
     except (TypeError, OverflowError) as error:
         raise DataError(
             f"record {name} has {key} that are no list of 64-bit integers: {str(values)[:60]}"

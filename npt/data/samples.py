@@ -132,8 +132,11 @@ class Samples:
         self._encoder = Encoder(tokenizer, config)
         self._counted: int | None = None
         self.sized = is_sequence(records)
-        if self.sized and next(self._cut(self._numbered()), None) is None:
-            raise no_sample(self.counts)
+        if self.sized:  # a record at the beginning that is broken is refused before a run
+            begun = list(self._cut(itertools.islice(self._numbered(), _RECORDS_AT_ONCE)))
+            self.count_anew()
+            if not begun and next(self._cut(self._numbered()), None) is None:
+                raise no_sample(self.counts)
         self.count_anew()
 
     @property
@@ -149,7 +152,9 @@ class Samples:
         """Return the number of samples of an epoch; None for a stream. The records are tokenised
         for it once."""
         if self._counted is None and self.sized:
-            self._counted = sum(1 for _ in self.walk())
+            samples: Iterator[Any] = self._cut(self._numbered())
+            samples = itertools.islice(samples, self._config.num_samples)
+            self._counted = sum(1 for _ in (self.walk() if self._config.packing else samples))
             self.count_anew()
         return self._counted
 
@@ -268,8 +273,8 @@ class Loader:
         self._share, self._seed = share, seed
 
     def count(self, limit: int = sys.maxsize, begun: int = 0) -> int | None:
-        """Count the batches of `epochs` but the `begun` samples, no further than `limit`; None for
-        a stream."""
+        """Count the batches of `epochs` without the first `begun` samples, no further than `limit`;
+        None for a stream."""
         size = self.samples.count()
         if size is None:
             return None
@@ -307,7 +312,10 @@ class Loader:
             if place.epoch != position.place.epoch:
                 position = replace(position, place=SourcePlace(place.epoch))
             while self._is_replayed(position.drawn):
-                other, after = next(replay, (None, position.replay))
+                try:
+                    other, after = next(replay, (None, position.replay))
+                except DataError as error:
+                    raise DataError(f"replay data: {error}") from error
                 if other is None:
                     raise DataError(
                         "replay data: no sample came out of it; check its name and its columns"

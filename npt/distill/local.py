@@ -178,6 +178,7 @@ def student_states(
 
     `graph`: gradients go through the attention into h, else no further than the adapter.
     """
+    hidden = hidden if graph else hidden.detach()
     energies: list[Tensor] = []
 
     def student(hidden: Tensor, **context: Any) -> Tensor:

@@ -3,7 +3,8 @@
     guard = student_guard(model, config, rates)
     for window in windows:                              # lists of batches
         for batch in window:
-            with guard.micro_batch(batch.tokens, batch.sample_ids, batch) as micro:
+            ids, offset = batch.sample_ids, batch.offset
+            with guard.micro_batch(batch.tokens, ids, batch, offset=offset) as micro:
                 sums = summed(model, strategy, batch, config)
                 micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
         for outcome in guard.step():                    # of this window, or of earlier ones

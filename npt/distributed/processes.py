@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -87,7 +87,8 @@ class ProcessGroup:
         """Return each process's value, by process."""
         everyone = [value] * self.size
         if self.size > 1:
-            self._collect(lambda: dist.all_gather_object(everyone, value))
+            with _current(self.device):  # NCCL sends from the current GPU
+                self._collect(lambda: dist.all_gather_object(everyone, value))
         return everyone
 
     def first(self, act: Callable[[], T]) -> T:
@@ -202,6 +203,12 @@ class ProcessGroup:
             self._owned = False
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
+
+
+def _current(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is the current one."""
+    on_gpu = device is not None and device.type == "cuda"
+    return torch.cuda.device(device) if on_gpu else nullcontext()
 
 
 def _reason(error: BaseException) -> tuple[str, int]:

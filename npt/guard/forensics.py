@@ -1,6 +1,6 @@
 """What a guard keeps of a micro-batch, so that a refused one can be traced, in the run or later.
 
-Inputs are noted, not copied: overwrite none before `guard.step()`.
+Inputs are noted, not copied: overwrite none before the outcome of their window is known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from npt.guard.outcome import MicroBatch, Outcome, Refusal
 from npt.guard.parameters import unsynchronised, whole
@@ -162,6 +161,22 @@ def values_in(
                 parameter.grad = gradient
 
 
+class Hook:
+    """Notes the model's calls in a micro-batch. Copied or unpickled it does nothing, so that a copy
+    of the model has no part of the guard.
+    """
+
+    def __init__(self, note: Callable[..., None] | None = None):
+        self._note = note
+
+    def __call__(self, _module: nn.Module, arguments: tuple[Any, ...], named: Any) -> None:
+        if self._note is not None:
+            self._note(arguments, named)
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
 class Forensics:
     """Notes the calls of a guarded model, and has refused micro-batches traced.
 
@@ -195,14 +210,15 @@ class Forensics:
             yield
             return
         micro.stored = self._open = stored
-        handle = self._model.register_forward_pre_hook(self._note, with_kwargs=True, prepend=True)
+        hook = Hook(self._note)
+        handle = self._model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         try:
             yield
         finally:
-            handle.remove()  # so that a copy of the model has no part of the guard
+            handle.remove()
             self._open = None
 
-    def _note(self, _module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _note(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         stored = self._open
         if stored is None:
             return
@@ -252,5 +268,12 @@ class Forensics:
 
 def _copied(stored: StoredMicroBatch) -> StoredMicroBatch:
     """Return a micro-batch of its inputs alone, which the loop may overwrite from now on."""
-    inputs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), stored.inputs)
-    return replace(stored, inputs=inputs, run=None, calls=[])
+    return replace(stored, inputs=_cloned(stored.inputs), run=None, calls=[])
+
+
+def _cloned(inputs: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs.detach().clone()
+    if isinstance(inputs, Mapping):
+        return {key: _cloned(value) for key, value in inputs.items()}
+    return [*map(_cloned, inputs)] if isinstance(inputs, list | tuple) else inputs

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.errors import ConfigError, TooManyRefusalsError
+from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard.forensics import Finding, Forensics, StoredMicroBatch, values_in
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
@@ -146,7 +146,8 @@ class Guard:
         Args:
             tokens: over which the loss was summed or averaged; default 1.
             ids: of its samples, for refusals and seeded draws.
-            inputs: of the model; default those of its calls. Overwrite none before `step`.
+            inputs: of the model; default those of its calls. Overwrite none before the outcome of
+                the window is known.
             run: computes the loss again, for `trace`, and draws the same random numbers; default
                 the model's calls, which is enough if the model returns its loss.
             offset: of its samples in the data, for seeded draws: samples may come again.
@@ -167,7 +168,7 @@ class Guard:
                 self.draws.drawing(names, offset),
             ):
                 yield micro
-            micro.loss = _scalar(micro.loss)
+            micro.loss, micro.report = _scalar(micro.loss), micro.report.detach()
         except BaseException as error:
             for trace in self._traces:
                 trace.settle(None)
@@ -175,7 +176,8 @@ class Guard:
             if not isinstance(error, self.settings.refuse):
                 raise
             detail = f"{type(error).__name__}: {error}"
-            self.window.refuse(detail, names, kind="error", stored=micro.stored)
+            kind = "data" if isinstance(error, DataError) else "error"
+            self.window.refuse(detail, names, kind, micro.stored)
             return
         self.window.gradients.collect()
         if self.settings.loss == "mean":
@@ -262,6 +264,7 @@ class Guard:
         """Forget the open window: its micro-batches have not happened."""
         self.window.clear()
         self._rewind()
+        self._scale.forget()
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -319,12 +322,12 @@ class Guard:
             yield
         except BaseException:
             self.clear()
-            self._scale.forget()
             raise
 
     def _commit_at_once(self, fingerprint: int) -> Outcome:
         """Step, and what follows a step; if an error ends it, none of that has happened."""
         update, steps, outcome = self.update, self.window.known_steps, None
+        index = self.window.committed
         owners = (self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes)
         followers = Holdings(
             [owner for owner in owners if owner is not None],
@@ -343,6 +346,7 @@ class Guard:
                 update.take_back(outcome.update)
             followers.restore()
             self.window.resume_at(steps)
+            self.window.committed = index
             raise
         return outcome
 
@@ -377,8 +381,9 @@ class Guard:
         if outcome.longest >= self.settings.max_refused:
             self.counts.in_a_row = 0  # for a loop that continues
             report = self._report_too_many(outcome)
+        outcome.update = None  # a copy of all that was stepped, as the snapshot
         if not self.lists:
-            outcome.snapshot = outcome.update = None  # copies of all that was stepped
+            outcome.snapshot = None
         if report is not None:
             raise TooManyRefusalsError(report)
 

@@ -269,7 +269,12 @@ class GradientWindow:
 
     def begin_again(self) -> None:
         """Forget the open window but for what was refused in it, whose flags are known."""
-        earlier = [*self._open.earlier, *self.refused()]
+        refused = self.refused()
+        for micro in refused:
+            if micro.flag is not None:  # it ran, and no record will tell its figures
+                micro.loss = float(micro.loss) / max(1, micro.tokens)
+                micro.grad_norm = float(torch.linalg.vector_norm(micro.norms))
+        earlier = [*self._open.earlier, *refused]
         self.clear()
         self._open.earlier = earlier
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from npt.data.batch import Batch, find_fault
 from npt.data.samples import Position, Window
-from npt.distill.step import summed
+from npt.distill.step import MicroBatchSplitter, summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
 from npt.guard.guard import Guard
@@ -92,8 +92,9 @@ class Loop:
                     if fault := find_fault(batch, vocab_size):
                         guard.refuse(fault, batch.sample_ids)
                         continue
-                    # what the tracer computes again, if it is refused
-                    again = partial(summed, model, strategy, batch, config, splitter)
+                    # for the tracer, whose lack of memory must not make the run's parts smaller
+                    parts = MicroBatchSplitter(splitter.samples)
+                    again = partial(summed, model, strategy, batch, config, parts)
                     with guard.micro_batch(
                         batch.tokens, batch.sample_ids, batch, again, offset=batch.offset
                     ) as micro:

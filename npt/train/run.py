@@ -17,7 +17,7 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.data.batch import Batch
 from npt.data.encoding import lost
 from npt.data.samples import Position
-from npt.errors import CheckpointError, ProcessError, TooManyRefusalsError
+from npt.errors import CheckpointError, ConfigError, ProcessError, TooManyRefusalsError
 from npt.files import write_text
 from npt.guard.forensics import KEPT
 from npt.guard.guard import Guard
@@ -89,9 +89,12 @@ class Run:
         try:
             folder.write(RUN, record)
             setup.stop.check()
-        except BaseException:
+        except BaseException as error:
             folder.discard()
-            raise
+            if not isinstance(error, OSError):
+                raise
+            why = f"cannot be written: {error.strerror}; choose another folder"
+            raise ConfigError(f"--output_dir {folder.path} {why}") from error
         self.trackers.warn = self.warn
         self.trackers.describe({**record, **record["settings"]})
         initial = self.initial

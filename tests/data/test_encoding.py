@@ -278,6 +278,9 @@ class TestGivenIds:
             ),
             ({"labels": [5, 6, 1.5]}, "labels that are no list of 64-bit integers"),
             ({"labels": "abc"}, "labels that are no list of 64-bit integers"),
+            ({"labels": [True, False, True]}, "labels that are no list of 64-bit integers"),
+            ({"labels": b"abc"}, "labels that are no list of 64-bit integers"),
+            ({"labels": {5: 1, 6: 1, 7: 1}}, "labels that are no list of 64-bit integers"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, tokenizer, more, message):
@@ -305,6 +308,7 @@ class TestColumns:
         [
             ({"text": "x"}, r"record 0 has no 'q' \(it has: text\); set --prompt_column"),
             ({"q": "x"}, r"record 0 has no 'a' \(it has: q\); set --completion_column"),
+            ({"q": None, "a": None}, "record 0 has a NoneType as 'q'"),
             # what the readers add is no field of the user's
             (
                 {"id": "f.jsonl:1", "npt:piece": (True, True), "x": "y"},

@@ -114,15 +114,29 @@ def test_without_a_reason_to_trace_nothing_is_kept() -> None:
 def test_a_copy_of_the_model_drags_no_guard_along() -> None:
     model = Rooted()
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
-    for _ in range(2):
+    with guard.micro_batch(run=lambda: (_ for _ in ())) as micro:  # not to be copied or stored
         others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-        with guard.micro_batch() as micro:
-            for other in others:
-                other(torch.zeros(1, 2))["loss"].backward()
-            model(torch.ones(1, 2))["loss"].backward()
-        assert not any(each._forward_pre_hooks for each in (model, *others))
-        assert micro.stored is not None and len(micro.stored.calls) == 1
-        assert micro.stored.inputs[0].sum() == 2.0
+        for other in others:
+            other(torch.zeros(1, 2))["loss"].backward()
+        model(torch.ones(1, 2))["loss"].backward()
+    for other in others:
+        (hook,) = other._forward_pre_hooks.values()
+        assert hook._note is None
+    assert not model._forward_pre_hooks
+    assert micro.stored is not None and len(micro.stored.calls) == 1
+    assert micro.stored.inputs[0].sum() == 2.0
+
+
+def test_an_outcome_holds_no_graph_and_no_copies() -> None:
+    model = Rooted()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with guard.micro_batch() as micro:
+        micro.loss = loss = model(torch.ones(1, 2))["loss"]
+        micro.report = loss.view(1) * 2.0
+        loss.backward()
+    outcome = guard.step()
+    assert outcome.applied and outcome.update is None and outcome.snapshot is None
+    assert not any(each.report.requires_grad for each in outcome.own)
 
 
 def test_what_cannot_be_repeated_is_said() -> None:

@@ -545,6 +545,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"replay_data": [{"text": ""}]},
         "replay data: no sample to train on came of 1 records",
     ),
+    "replay data with a broken record": (
+        lambda: texts(12),
+        {"replay_data": [{"text": "whole"}, {"text": 1}]},
+        "replay data: record .*replay.jsonl:2 has an int as 'text'",
+    ),
 }
 
 
