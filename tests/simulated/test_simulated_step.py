@@ -80,8 +80,7 @@ def take_steps(
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [("full", "local"), ("packed", "local"), ("left", "end_to_end"), ("right", "propagated")],
+    ("kind", "way"), [("packed", "local"), ("left", "end_to_end"), ("right", "propagated")]
 )
 def test_a_clean_step_waits_for_nothing_and_is_the_cpus(kind, way) -> None:
     expected = take_steps(load_student(), kind, way, 2)
