@@ -24,10 +24,9 @@ BY_ID = {example.id: example for example in EXAMPLES}
 
 # Those that ask different things of a guard; debug/compare_trainers.py compares all.
 CHOSEN = (
-    "accumulation hard-clipping plateau checkpointing-reentrant bf16 noisy-embeddings resumed"
-    " stopped-early gradients-replaced-by-data gradients-replaced-by-assignment model-init frozen"
-    " iterable adamw_torch_fused ademamix_8bit paged_adamw_32bit AdamW-in-two-groups ASGD resnet"
-    " mixtral own-module own-loss lora-4-bit t5-seq2seq sft-packed dpo"
+    "accumulation checkpointing-reentrant noisy-embeddings resumed gradients-replaced-by-data"
+    " frozen iterable adamw_torch_fused paged_adamw_32bit AdamW-in-two-groups own-module lora-4-bit"
+    " t5-seq2seq sft-packed dpo"
 )
 
 

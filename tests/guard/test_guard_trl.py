@@ -41,7 +41,7 @@ def trained(kind: Any, arguments: Any, rows: list[Any], model: Any, **rest: Any)
     return {**state_of(trainer), "logged": logged}
 
 
-@pytest.mark.parametrize("fault", ["loss-nan", "raises-forward"])
+@pytest.mark.parametrize("fault", ["raises-forward"])
 def test_sft_of_a_refused_row_leaves_no_trace(fault, tmp_path) -> None:
     trl = pytest.importorskip("trl")  # not before: importing it takes seconds
     given = {**ARGUMENTS, "gradient_accumulation_steps": 4, "bf16": False, "max_length": None}
