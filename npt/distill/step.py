@@ -90,6 +90,10 @@ def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
         )
 
 
+def nowhere(_samples: int, _now: int, _message: str) -> None:
+    """Report a lack of memory to nobody."""
+
+
 class MicroBatchSplitter:
     """Splits micro-batches into parts of at most `samples` rows, fewer once memory has run out.
 
@@ -101,9 +105,7 @@ class MicroBatchSplitter:
         shrunk_to: samples that `shrink` has come down to; None if it was never called.
     """
 
-    def __init__(
-        self, samples: int, report: Callable[[int, int, str], None] = lambda *_: None
-    ) -> None:
+    def __init__(self, samples: int, report: Callable[[int, int, str], None] = nowhere) -> None:
         self.samples, self.report = samples, report
         self.shrunk_to: int | None = None
 

@@ -124,10 +124,8 @@ def examine(
     check_source(config)
     name = config.dataset_name
     report = DataReport(name, vocab_size, None if name in OWN_HELDOUT else 0)
-    encoder, records = (
-        Encoder(tokenizer, config, report.counts),
-        enumerate(readable(config, report)),
-    )
+    encoder = Encoder(tokenizer, config, report.counts)
+    records = enumerate(readable(config, report))
     for number, (record, name) in islice(records, max_records):
         try:
             samples = encoder.samples(number, record)

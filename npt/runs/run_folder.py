@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,17 @@ newer than the one that the run resumed from."""
 Json = dict[str, Any]
 
 
+@contextlib.contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Raise ConfigError for an output folder that cannot be written within the context."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--output_dir {folder} cannot be written: {error.strerror}; choose another folder"
+        ) from error
+
+
 class RunFolder:
     """The folder of one run: records, logs, checkpoints, the best and the final adapters.
 
@@ -52,7 +63,7 @@ class RunFolder:
         self._closed = False
         if resume_at is None:
             check_free(self.path)
-        try:
+        with writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
             if resume_at is not None:
@@ -64,11 +75,6 @@ class RunFolder:
                 name: os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                 for name in (METRICS, EVENTS)
             }
-        except OSError as error:
-            raise ConfigError(
-                f"--output_dir {self.path} cannot be written: {error.strerror}; choose another"
-                " folder"
-            ) from error
 
     def write(self, name: str, value: Any) -> None:
         """Write a JSON file below the folder, atomically."""

@@ -17,14 +17,14 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.data.batch import Batch
 from npt.data.encoding import lost
 from npt.data.samples import Position
-from npt.errors import CheckpointError, ConfigError, ProcessError, TooManyRefusalsError
+from npt.errors import CheckpointError, ProcessError, TooManyRefusalsError
 from npt.files import write_text
 from npt.guard.forensics import KEPT
 from npt.guard.guard import Guard
 from npt.guard.outcome import Outcome
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
-from npt.runs.run_folder import EVENTS, METRICS, REPORT, RUN, RunFolder
+from npt.runs.run_folder import EVENTS, METRICS, REPORT, RUN, RunFolder, writable
 from npt.stored import read_json
 from npt.train.data import RunData
 from npt.train.setup import RunSetup
@@ -87,14 +87,12 @@ class Run:
                 if origin.checkpoint is not None:  # its start is the one that it had
                     record["calibration"] = earlier.get("calibration")
         try:
-            folder.write(RUN, record)
+            with writable(folder.path):
+                folder.write(RUN, record)
             setup.stop.check()
-        except BaseException as error:
+        except BaseException:
             folder.discard()
-            if not isinstance(error, OSError):
-                raise
-            why = f"cannot be written: {error.strerror}; choose another folder"
-            raise ConfigError(f"--output_dir {folder.path} {why}") from error
+            raise
         self.trackers.warn = self.warn
         self.trackers.describe({**record, **record["settings"]})
         initial = self.initial
@@ -386,8 +384,7 @@ class Run:
         if report and self.setup.processes.main:
             with self._written(REPORT):
                 write_report(path)
-        with self._written("what Weights & Biases was to be sent"):
-            self.trackers.files({**self.record, **self.record["settings"]})
+        self.trackers.files({**self.record, **self.record["settings"]})
         if lost := self.folder.lines_lost:
             self.warn(f"{lost} lines of {METRICS} and {EVENTS} could not be written below {path}")
 

@@ -21,7 +21,7 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.encoding import no_sample
 from npt.data.source import Record
-from npt.distill.step import check_unfrozen, student_guard
+from npt.distill.step import check_unfrozen, nowhere, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes, processes_of
 from npt.distributed.processes import ProcessGroup
@@ -255,7 +255,7 @@ class Trainer:
                 self._refuse_empty(loop)
             if loop.unsaved:
                 loop.save(last=True)
-        setup.splitter.report = _nowhere  # the loop would stay in memory, and the guard's buffers
+        setup.splitter.report = nowhere  # the loop would stay in memory, and the guard's buffers
         fidelity = None
         if number is not None:
             setup.say(
@@ -304,7 +304,3 @@ class Trainer:
         number = self.setup.stop.number
         numbers = [n for n in (number, *self.setup.processes.gather(number)) if n is not None]
         return numbers[0] if numbers else None
-
-
-def _nowhere(*_: object) -> None:
-    """Report a lack of memory to nobody."""
