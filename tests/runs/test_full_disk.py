@@ -91,6 +91,16 @@ def test_a_checkpoint_that_cannot_be_written_costs_itself_only(
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
+def test_a_run_json_that_cannot_be_written_is_one_line_and_leaves_no_folder(
+    here, monkeypatch
+) -> None:
+    failing(monkeypatch, run_folder, "write_json", errno.ENOSPC, range(1))
+    trainer = here.trainer("run")
+    with pytest.raises(ConfigError, match=r"run cannot be written: No space .*; choose another"):
+        trainer.train()
+    assert not (here.place / "run").exists()
+
+
 def test_without_any_checkpoint_the_run_ends_in_one_line_and_status_5(here, monkeypatch) -> None:
     failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(99))
     message = r"no checkpoint could be written at step 1: .*No space left.*there is no other"
