@@ -23,9 +23,9 @@ modulated product (F or D).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from operator import call
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from npt.adapters.recompute import is_recomputing
 from npt.base.families import FAMILIES
 from npt.base.hooks import call_around
 from npt.config import STREAM, TARGETS, NPTConfig
+
+T = TypeVar("T")
 
 Mode = Literal["student", "teacher", "floor"]
 """A layer computes the NPT form, the untouched base, or the NPT form without any modulation
@@ -307,23 +309,26 @@ def student_mlp(
     return down, [] if code is None else terms
 
 
-GATHER = "_npt_gather"
-"""Attribute of a sharded layer: the function that makes it whole (npt/adapters/sharding.py)."""
+WITHIN = "_npt_within"
+"""Attribute of a sharded module: a method that FSDP takes for a forward
+(npt/distributed/sharded_base.py)."""
 
 
 def in_parts(layer: nn.Module) -> bool:
     """Return whether a decoder layer is sharded."""
-    return GATHER in vars(layer)
+    return WITHIN in vars(layer)
 
 
-@contextmanager
-def whole(layer: Any) -> Iterator[None]:
-    """Keep every weight of a layer here within the context, for calls of its parts."""
-    if not in_parts(layer):
-        yield
-        return
-    vars(layer)[GATHER]()
-    try:
-        yield
-    finally:
-        layer.reshard()
+def is_share(tensor: Tensor) -> bool:
+    """Return whether only a part of a tensor is here."""
+    return hasattr(tensor, "full_tensor")
+
+
+def within(module: nn.Module, compute: Callable[..., T], *tensors: Tensor) -> T:
+    """Return `compute(*tensors)` as if it were the forward of a decoder layer, or of the decoder.
+
+    FSDP then gathers the weights of a sharded layer around it, and again around the backward of
+    what it returns. Tensors that a gradient goes to must be arguments: after theirs the layer is
+    dropped again. All processes must come here.
+    """
+    return vars(module).get(WITHIN, call)(compute, *tensors)

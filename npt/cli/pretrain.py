@@ -75,7 +75,7 @@ def pretrain(flags: dict[str, Any]) -> int:
     processes = join_processes()
     try:
         with processes.member():
-            _check_placing(base, training.strategy, processes.size, adapter.init)
+            _check_placing(base, processes.size, adapter.init)
             console = make_console() if processes.main else silent_console()
             console.say(*data_notes, *notes)
             # what can be refused before the minutes that loading a large base takes
@@ -122,14 +122,13 @@ def _form_of(start: Any, flags: dict[str, Any]) -> NPTConfig:
     return form
 
 
-def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -> None:
-    """Refuse ways to place the base that do not suit the processes or the strategy."""
+def _check_placing(base: BaseConfig, processes: int, init: str) -> None:
+    """Refuse ways to place the base that do not suit the processes."""
     teacher = base.teacher_precision
     for refused, why in (
         (processes == 1, "there is one process; start several with torchrun"),
         (init == "calibrated", "--init calibrated needs all of it; use --init random"),
         (teacher is not None, f"--teacher_precision {teacher} loads a whole unquantised model"),
-        (strategy != "local", f"--strategy {strategy} does not support it; take --strategy local"),
     ):
         if base.shard_base and refused:
             raise ConfigError(f"--shard_base shares the base out, but {why}")

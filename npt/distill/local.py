@@ -10,21 +10,21 @@ own configuration.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapters_disabled, decoder_layers, is_sharded, npt_layers
-from npt.adapters.layer import NPTLayer, attention_output, whole
+from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
+from npt.adapters.layer import NPTLayer, attention_output, within
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import trained_output
 from npt.base.hooks import call_around, may_change
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import HIDDEN_LOSSES, nmse_per_token
-from npt.errors import NotSupportedError
 
 REPORTED = ("loss", "nmse", "reg", "logit", "scored")
 """The sums that a report begins with."""
@@ -105,27 +105,39 @@ def local(
                 if own_stream:
                     stream = stream.through([layer])
                 continue
-            with whole(layer), torch.enable_grad():
-                h = stream.rows(taught)
-                if shared:
-                    with torch.no_grad():
-                        attention = attention_output(layer, taught, **stream.context_of(layer))
-                    attention = stream.rows(attention)
-                    output, energy, target = trained_output(layer, h, attention, teach=True)
-                    del attention
-                else:
+            if shared:
+                learn = partial(_learn_and_teach, layer, stream, config, len(converted))
+                of_layer, target = within(layer, learn)
+                guide = replace(guide, hidden=stream.scatter(target))
+            else:
+                with torch.enable_grad():
                     states, energy = student_states(layer, stream, stream.hidden, graph=False)
                     output, target = stream.rows(states), stream.rows(guide.hidden)
-                    if own_stream:
-                        stream = replace(stream, hidden=states.detach())
-                    del states
-                of_layer = layer_sums(config, len(converted), output, target, h, energy)
-                of_layer.loss.backward()
-                if shared and target is not None:
-                    guide = replace(guide, hidden=stream.scatter(target))
+                    h = stream.rows(taught)
+                    of_layer = layer_sums(config, len(converted), output, target, h, energy)
+                    of_layer.loss.backward()
+                if own_stream:
+                    stream = replace(stream, hidden=states.detach())
+                del states, energy, output, h
             sums.append(of_layer._replace(loss=of_layer.loss.detach()))
-            del taught, h, target, output, energy, of_layer  # before the next layer's work
+            del taught, target, of_layer  # before the next layer's work
     return batch_sums(config, batch, sums)
+
+
+def _learn_and_teach(
+    layer: NPTLayer, stream: Stream, config: TrainConfig, count: int
+) -> tuple[LayerSums, Tensor]:
+    """Do forward and backward of one of `count` converted layers on the teacher's stream; return
+    its sums, and the teacher's output [N, D], which is made of the same attention.
+    """
+    attention = attention_output(layer, stream.hidden, **stream.context_of(layer))
+    h, attention = stream.rows(stream.hidden), stream.rows(attention)
+    with torch.enable_grad():
+        output, energy, target = trained_output(layer, h, attention, teach=True)
+        assert target is not None
+        of_layer = layer_sums(config, count, output, target, h, energy)
+        of_layer.loss.backward()
+    return of_layer._replace(loss=of_layer.loss.detach()), target
 
 
 def propagated(
@@ -138,21 +150,8 @@ def propagated(
 
     So a layer learns to make good what the converted layers below it got wrong, at the memory of
     one layer's graph.
-
-    Raises:
-        NotSupportedError: the base is sharded.
     """
-    refuse_sharded(model)
     return local(model, batch, config, teacher, own_stream=True)
-
-
-def refuse_sharded(model: PreTrainedModel) -> None:
-    """Raise NotSupportedError for a sharded base, which the student's own stream cannot use."""
-    if is_sharded(model):
-        raise NotSupportedError(
-            "--strategy propagated and end_to_end do not support a sharded base; use --strategy"
-            " local"
-        )
 
 
 def begin(
@@ -178,23 +177,26 @@ def student_states(
 
     `graph`: gradients go through the attention into h, else no further than the adapter.
     """
-    hidden = hidden if graph else hidden.detach()
-    energies: list[Tensor] = []
+    hidden, context = hidden if graph else hidden.detach(), stream.context_of(layer)
 
-    def student(hidden: Tensor, **context: Any) -> Tensor:
+    def student(hidden: Tensor) -> tuple[Tensor, Tensor]:
         with torch.set_grad_enabled(graph):
             attention = attention_output(layer, hidden, **context)
         output, energy, _ = trained_output(layer, stream.rows(hidden), stream.rows(attention))
+        return output, energy
+
+    if not may_change(layer):
+        output, energy = within(layer, student, hidden)
+        return stream.scatter(output), energy
+    energies: list[Tensor] = []
+
+    def called(hidden: Tensor, **_: Any) -> Tensor:
+        output, energy = student(hidden)
         energies.append(energy)
         return stream.scatter(output)
 
-    context = stream.context_of(layer)
-    if may_change(layer):
-        name = f"layer {layer.self_attn.layer_idx}"
-        states = call_around(layer, name, student, hidden, **context)
-    else:
-        states = student(hidden, **context)
-    return states, energies[0]
+    name = f"layer {layer.self_attn.layer_idx}"
+    return call_around(layer, name, called, hidden, **context), energies[0]
 
 
 def layer_sums(

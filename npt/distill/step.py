@@ -25,7 +25,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_parameters, is_sharded
+from npt.adapters.layer import within
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.local import BatchSums
@@ -166,8 +167,9 @@ def summed(
         try:
             with draws, torch.autocast(device.type, enabled=False):
                 for part in [batch] if splitter is None else splitter.parts(batch):
+                    compute = partial(strategy, model, part.to(device), config)
                     with nullcontext() if observe is None else observe(part):
-                        sums.append(strategy(model, part.to(device), config))
+                        sums.append(within(model.model, compute))
             return BatchSums(*[reduce(add, parts) for parts in zip(*sums, strict=True)])
         except (RuntimeError, MemoryError) as error:
             message = oom_message(error)

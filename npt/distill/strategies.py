@@ -30,7 +30,6 @@ from npt.distill.local import (
     layer_sums,
     local,
     propagated,
-    refuse_sharded,
     student_states,
 )
 from npt.distill.logit_losses import row_loss, through_head
@@ -51,11 +50,7 @@ def end_to_end(
     not run. The loss on the logits is summed over the S scored positions and divided, as the rest
     is, by the valid tokens. With `config.gradient_checkpointing` the graph keeps of each layer its
     input and the teacher's output, and the rest is computed again in backward: to the same bits.
-
-    Raises:
-        NotSupportedError: the base is sharded.
     """
-    refuse_sharded(model)
     layers, converted = decoder_layers(model), npt_layers(model)
     guide_model = model if teacher is None else teacher
     above_last = converted[-1][0] + 1

@@ -38,7 +38,6 @@ class ProcessGroup:
 
     Attributes:
         broken: a process was lost, or this one has left: nothing can be exchanged any more.
-        before_sums: called before every exchange; a sharded base hands out layers there.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class ProcessGroup:
     ):
         self.index, self.size, self.device = index, size, device
         self.broken = False
-        self.before_sums: Callable[[], None] | None = None
         self._owned = owned
         self._met: BaseException | None = None
         self._loss: ProcessError | None = None
@@ -174,24 +172,32 @@ class ProcessGroup:
         self.broken = self.size > 1
 
     def _collect(self, collective: Callable[[], Any]) -> None:
-        if self.before_sums is not None:
-            self.before_sums()
-        self.collect(collective)
-
-    def collect(self, collective: Callable[[], Any]) -> None:
         """Run a collective operation; on a GPU it is only launched."""
         self._check_unbroken()
         try:
             collective()
         except RuntimeError as error:
-            self.leave()  # whoever waits for this process is woken
-            reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ", 1)[0]
-            name = f"process {1 - self.index}" if self.size == 2 else "another process"
-            self._loss = ProcessError(
-                f"{name} does not answer any more ({reason}); see what it says, then continue with"
-                " --resume auto"
-            )
-            raise self._loss from error
+            raise self._lost(error) from error
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Name the process that is lost if an exchange of torch's own fails within, as FSDP's."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> ProcessError:
+        self.leave()  # whoever waits for this process is woken
+        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ", 1)[0]
+        name = f"process {1 - self.index}" if self.size == 2 else "another process"
+        self._loss = ProcessError(
+            f"{name} does not answer any more ({reason}); see what it says, then continue with"
+            " --resume auto"
+        )
+        return self._loss
 
     def _check_unbroken(self) -> None:
         if self.broken:

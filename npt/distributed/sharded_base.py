@@ -1,79 +1,64 @@
-"""`shard_base`: a base too large for one GPU, in parts over the processes of a run.
+"""`shard_base`: a base too large for one GPU, in parts over the processes of a run (FSDP2).
 
-Making a layer whole takes all processes, and these are not in step: a micro-batch is refused on one
-of them, the last window is uneven, process 0 alone looks into a fault. So before a layer is
-gathered every process says which layer it needs, or that it waits at a sum; all gather each layer
-that somebody needs. A process that waits hands out its shares meanwhile, so nothing hangs that
-would not hang with a whole base.
+Only the base is sharded. Adapters, embeddings, final norm and lm_head stay whole in every process.
+FSDP gathers a layer before its forward and its backward, the next one meanwhile, and drops it
+afterwards. Gathering takes all processes, so all of them must compute equally often: whoever has
+nothing to compute passes a placeholder through the layers (npt/train/loop.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from operator import call
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import attached_config, decoder_layers, viewed
-from npt.adapters.sharding import shard_layers
+from npt.adapters.converted import (
+    adapters_disabled,
+    attached_config,
+    decoder_layers,
+    is_sharded,
+    viewed,
+)
+from npt.adapters.layer import WITHIN, NPTLayer, within
+from npt.adapters.stream import Stream, open_stream
 from npt.base.identity import keep_identity
+from npt.base.linear import quantized_linears
+from npt.data.batch import Sample, collate
 from npt.distributed.join import SHARDED_OVER, join_processes
 from npt.distributed.processes import ProcessGroup
-from npt.errors import ConfigError
+from npt.errors import ConfigError, ModelError
 
-_NONE = -1
-"""Sent by a process that needs no layer now."""
-
-
-class LayerGatherer:
-    """Gathers the layers of a sharded base, in all processes together."""
-
-    def __init__(self, processes: ProcessGroup, model: PreTrainedModel):
-        self._processes = processes
-        self._layers: list[Any] = list(decoder_layers(model))
-
-    def gather(self, index: int) -> None:
-        """Make a layer whole here, and every other one in the processes that need it now."""
-        self._round(index)
-
-    def hand_out(self) -> None:
-        """Gather layers for the others until no process needs any."""
-        while any(needed != _NONE for needed in self._round(_NONE)):
-            pass
-
-    def _round(self, needed: int) -> list[int]:
-        """Exchange which layer each process needs, make it whole there, and return the needs."""
-        processes = self._processes
-        everyone = [_NONE] * processes.size
-        processes.collect(lambda: dist.all_gather_object(everyone, needed))
-        for index in sorted(set(everyone) - {_NONE}):
-            processes.collect(self._layers[index].unshard)
-            if index != needed:
-                self._layers[index].reshard()
-        return everyone
+PROBE = 16
+"""Tokens that pass through each layer before and after it is sharded."""
 
 
+@torch.no_grad()
 def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) -> ProcessGroup:
     """Spread every decoder layer of the frozen base over the processes, each of which keeps a share
-    on its device (FSDP2).
+    on its device: packed weights in their bytes, while their statistics stay whole.
 
-    Every process calls it on the same base, and from then on every process must compute: what one
-    needs of a layer the others hand out. Strategy `local`, evaluation and training with
-    `npt.Trainer` give the same results as before; `end_to_end` is refused.
+    Every process calls it on the same base, and from then on all must compute equally often.
+    Results are those of the whole base, bit for bit: of every layer the bytes, and what it makes of
+    a few tokens, are compared before and after.
 
     Args:
         model: with adapters attached, on the CPU if a GPU could not hold it; `load_base(...,
             device="cpu", pack_on=processes.device)` packs it on the GPU all the same.
-        processes: of the run; default those that a launcher started. From now on their sums hand
-            out layers.
+        processes: of the run; default those that a launcher started.
 
     Returns:
         The processes, which a Trainer of this model takes by itself.
 
     Raises:
-        ConfigError: there is one process.
-        ModelError: no adapters are attached, or the base is sharded already.
+        ConfigError: there is one process, or torch cannot shard a packed base.
+        ModelError: no adapters are attached, the base is sharded already, or sharding changes it.
         ProcessError: another process failed or was lost.
     """
     attached_config(model)
@@ -82,10 +67,70 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
         raise ConfigError(
             "there is one process, and nobody to share the base with; start several with torchrun"
         )
+    if not hasattr(FSDPModule, "reset_iter_state"):  # nor could 2.11 share out whole numbers
+        raise ConfigError(
+            f"a base is sharded with torch 2.13 or later; this is {torch.__version__}"
+        )
+    if is_sharded(model):
+        raise ModelError("the base is sharded already; load it again to shard it in another way")
     keep_identity(model)
-    mesh = init_device_mesh(processes.device.type, (processes.size,))
-    gatherer = LayerGatherer(processes, model)
-    shard_layers(model, mesh, processes.device, gatherer.gather)
-    processes.before_sums = gatherer.hand_out
+    device, mesh = processes.device, init_device_mesh(processes.device.type, (processes.size,))
+    for part in (model.model.embed_tokens, model.model.rotary_emb, model.model.norm, model.lm_head):
+        part.to(device)
+    layers: list[Any] = list(decoder_layers(model))
+    ids = tuple(token % model.config.vocab_size for token in range(PROBE))
+    stream = open_stream(model, collate([Sample("probe", ids)], 0).to(device))
+    changed = []
+    with processes.exchanging(), adapters_disabled(model):
+        for index, layer in enumerate(layers):
+            stream, changes = _shard(layer.to(device), mesh, stream)
+            changed += [f"{name} of layer {index}" for name in changes]
+        # The root holds nothing. Within its forward FSDP gathers the next layer ahead of its turn.
+        fully_shard(model.model, mesh=mesh, ignored_params=set(model.model.parameters()))
+        for module in (*layers, model.model):
+            setattr(module, WITHIN, call)
+            register_fsdp_forward_method(module, WITHIN)
+        within(model.model, lambda: None)  # FSDP wants to see the root first
+    error = None
+    if changed:
+        error = ModelError(
+            f"sharding changes {changed[0]} ({len(changed)} such), with torch {torch.__version__};"
+            " the results would not be those of the base: take another version of torch or"
+            " bitsandbytes"
+        )
+    processes.raise_together(error)
     setattr(viewed(model), SHARDED_OVER, processes)
     return processes
+
+
+def _shard(layer: Any, mesh: DeviceMesh, stream: Stream) -> tuple[Stream, list[str]]:
+    """Shard a layer; return the stream after it, and the names of what differs afterwards."""
+    packed = [(m, m.weight.quant_state, m.weight.quant_type) for _, m in quantized_linears(layer)]
+    of_adapter = set(layer.npt.parameters()) if isinstance(layer, NPTLayer) else set()
+    before = {name: _bytes(p).clone() for name, p in _of_base(layer)}
+    after = layer.forward(stream.hidden, **stream.context_of(layer))
+    fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=of_adapter)
+    # FSDP makes two plain parameters of a packed weight, its share and the whole.
+    _keep_statistics(packed)
+    layer.unshard()
+    _keep_statistics(packed)
+    changed = [name for name, p in _of_base(layer) if not torch.equal(_bytes(p), before[name])]
+    again = layer.forward(stream.hidden, **stream.context_of(layer))
+    layer.reshard()
+    if not torch.equal(_bytes(again), _bytes(after)):
+        changed.append("the output")
+    return replace(stream, hidden=after), changed
+
+
+def _of_base(layer: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((name, p) for name, p in layer.named_parameters() if not name.startswith("npt."))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def _keep_statistics(packed: list[tuple[Any, Any, str]]) -> None:
+    """Give packed weights the statistics that they are read by."""
+    for module, state, kind in packed:
+        module.weight.quant_state, module.weight.quant_type = state, kind

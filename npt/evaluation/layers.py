@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, npt_layers
-from npt.adapters.layer import Mode, student_output, whole
+from npt.adapters.layer import Mode, student_output, within
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import nmse_per_token
 from npt.evaluation.metrics import mean_and_error
@@ -60,12 +60,15 @@ class LayerErrors:
             t = self._targets[index] = _rows(batch, output)
             hidden = args[0] if args else named["hidden_states"]
             h, a = _rows(batch, hidden).to(t.device), _rows(batch, attention.pop())
+
+            def compare() -> None:
+                for mode in COMPARED:
+                    layer.npt.mode = mode
+                    error = nmse_per_token(student_output(layer, h, a)[0], t)
+                    self._per_token[index, f"nmse_{mode}"] = error
+
             try:
-                with whole(layer):
-                    for mode in COMPARED:
-                        layer.npt.mode = mode
-                        error = nmse_per_token(student_output(layer, h, a)[0], t)
-                        self._per_token[index, f"nmse_{mode}"] = error
+                within(layer, compare)
             finally:
                 layer.npt.mode = "teacher"
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
-from npt.adapters.layer import NPTLayer, student_output, whole
+from npt.adapters.layer import NPTLayer, student_output, within
 from npt.adapters.token_modulation import as_row, observed
 from npt.config import TARGETS
 from npt.evaluation.metrics import COLUMNS, compare_tokens, most_likely
@@ -131,9 +131,9 @@ def _unmodulated(layer: NPTLayer, stages: Stages) -> Tensor:
     adapter: Any = layer.npt
     mode = adapter.mode
     try:
-        with observed([(adapter, plain.update)]), whole(layer):
+        with observed([(adapter, plain.update)]):
             adapter.mode = "floor"
-            student_output(layer, stages["h"], stages["a"])  # type: ignore[arg-type]
+            within(layer, partial(student_output, layer), stages["h"], stages["a"])
     finally:
         adapter.mode = mode
     return _row(plain, "mlp")

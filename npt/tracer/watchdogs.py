@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from npt.adapters.layer import in_parts, whole
-from npt.adapters.sharding import is_share
+from npt.adapters.layer import in_parts, is_share, within
 from npt.base.linear import dense_weight, quantized_linears
 from npt.errors import NumericalError
 
@@ -88,13 +88,16 @@ def base_fault(model: nn.Module) -> BadNumber | None:
     Reads the whole base once; meant for the start of a run and for a post-mortem. Adapters are left
     to `tensor_fault`.
     """
+    findings = []
     for name, layer in model.named_modules():
         if in_parts(layer):
-            with whole(layer):
-                finding = next(filter(None, _whole_faults(layer, f"{name}.")), None)
-            if finding is not None:
-                return finding
-    return next(filter(None, _whole_faults(model, "")), None)
+            findings.append(within(layer, partial(_whole_fault, layer, f"{name}.")))
+    return next(filter(None, [*findings, _whole_fault(model, "")]), None)
+
+
+def _whole_fault(model: nn.Module, prefix: str) -> BadNumber | None:
+    """Return the first finding of `base_fault` among the tensors that are whole here."""
+    return next(filter(None, _whole_faults(model, prefix)), None)
 
 
 def _whole_faults(model: nn.Module, prefix: str) -> Iterator[BadNumber | None]:

@@ -12,9 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from npt.data.batch import Batch, find_fault
+from npt.adapters.converted import is_sharded
+from npt.data.batch import Batch, Sample, collate, find_fault
 from npt.data.samples import Position, Window
-from npt.distill.step import MicroBatchSplitter, summed
+from npt.distill.step import MicroBatchSplitter, forward_backward, summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
 from npt.guard.guard import Guard
@@ -34,6 +35,9 @@ REFUSED_SHARE = 0.2
 SHARE_COUNTS_FROM = 50
 """Micro-batches before the share counts: of fewer it says little."""
 
+PLACEHOLDER = collate([Sample("placeholder", (0, 0))])
+"""Computed where a process has no micro-batch but the others do; it weighs no token."""
+
 
 class Loop:
     """One run of the training loop.
@@ -44,6 +48,7 @@ class Loop:
         strategy: forward and backward of one micro-batch.
 
     Attributes:
+        sharded: the base is, so all processes must compute equally often.
         refused: micro-batches and windows so far, by kind.
         failure: the error that stops this process, one of several, at the next step.
         halts: processes that stopped, each with its code.
@@ -52,6 +57,7 @@ class Loop:
     def __init__(self, run: Run, guard: Guard, strategy: Strategy):
         self.run, self.setup, self.config = run, run.setup, run.setup.config
         self.guard, self.strategy = guard, strategy
+        self.sharded = is_sharded(self.setup.model)
         self.steps = self.tokens = self.micro_batches = self.diagnoses = 0
         self.refused: Counter[str] = Counter()
         self.position = Position()
@@ -80,7 +86,7 @@ class Loop:
         vocab_size = model.config.vocab_size
         most = math.inf if config.max_steps is None else config.max_steps
         model.eval()
-        with self._stopping_together():
+        with self._computing():
             self._evaluate_if_due()  # a signal may have ended this step's evaluation
         coming = iter(windows)
         # Only outcomes end the loop, which all processes have alike and at the same window.
@@ -88,9 +94,14 @@ class Loop:
             window: Window | None = None
             with self._stopping_together():
                 window = None if self.failure is not None else next(coming, None)
+            with self._computing():
                 for place, batch in self._own_batches(window):
+                    if batch is None:
+                        self._keep_in_step()
+                        continue
                     if fault := find_fault(batch, vocab_size):
                         guard.refuse(fault, batch.sample_ids)
+                        self._keep_in_step()
                         continue
                     # for the tracer, whose lack of memory must not make the run's parts smaller
                     parts = MicroBatchSplitter(splitter.samples)
@@ -101,6 +112,8 @@ class Loop:
                         observe = partial(self._recorded, place) if run.recording else None
                         sums = summed(model, strategy, batch, config, splitter, observe)
                         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
+                if self.sharded:
+                    model.model.reset_iter_state()  # FSDP would remember every pass
             self._open[guard.window.committed] = window
             self._account(guard.step(self._fingerprint(window)))
             # Saving and evaluating must see the state of their own step and no later one, so wait
@@ -114,20 +127,32 @@ class Loop:
         """Wait for the windows whose outcomes are still on their way, and account for them."""
         self._account(self.guard.flush())
 
-    def _own_batches(self, window: Window | None) -> Iterator[tuple[int, Batch]]:
-        """Yield this process's micro-batches of a window, with their places, until a signal."""
+    def _own_batches(self, window: Window | None) -> Iterator[tuple[int, Batch | None]]:
+        """Yield this process's micro-batches of a window, with their places, until a signal.
+
+        On a sharded base all processes go through as many, None where this one has no more.
+        """
         processes, stop, open_window = self.setup.processes, self.setup.stop, self.guard.window
         batches = () if window is None else window.batches
-        for place in range(processes.index, len(batches), processes.size):
-            if stop.number is not None:
+        end = self.setup.window_size if self.sharded else len(batches)
+        number = None
+        for place in range(processes.index, end, processes.size):
+            number = stop.number if number is None else number
+            if number is not None and not self.sharded:
                 break
-            yield place, batches[place]
+            yield place, None if number is not None or place >= len(batches) else batches[place]
         else:
             open_window.place = len(batches)  # with those of the other processes
-            if batches:
+            if batches and number is None:
                 return
         if stop.number is not None and self.failure is None:
             open_window.halt(stop.number)
+
+    def _keep_in_step(self) -> None:
+        """Compute on a sharded base what the other processes compute, for nothing."""
+        if self.sharded:
+            forward_backward(self.setup.model, self.strategy, PLACEHOLDER, self.config)
+            self.guard.window.gradients.withdraw()
 
     def _fingerprint(self, window: Window | None) -> int:
         """Return a checksum below `EXACT`, for processes to compare; 0 if there is no need."""
@@ -150,6 +175,14 @@ class Loop:
             if self.failure is None:
                 self.failure = error
                 self.guard.window.halt(FAILED)
+
+    def _computing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for passes through the base.
+
+        An error amid the layers of a sharded one ends this process at once, since the others are in
+        the next gather already, where they notice.
+        """
+        return self.setup.processes.exchanging() if self.sharded else self._stopping_together()
 
     @contextlib.contextmanager
     def _recorded(self, place: int, part: Batch) -> Iterator[None]:
@@ -252,7 +285,7 @@ class Loop:
                 self._log(metrics)
             self.setup.say(self.metrics.progress(metrics))
         if self.failure is None:
-            with self._stopping_together():
+            with self._computing():
                 self._evaluate_if_due()
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()

@@ -22,7 +22,7 @@ from npt.console import say
 from npt.data.source import OWN_HELDOUT
 from npt.distill.step import MicroBatchSplitter, check_unfrozen
 from npt.distributed.processes import ProcessGroup
-from npt.errors import ConfigError, DataError
+from npt.errors import ConfigError, DataError, StoppedError
 from npt.guard.update import EXACT
 from npt.runs.resume import RunOrigin, changed_settings, find_origin, plain_settings
 from npt.runs.signals import StopOnSignal
@@ -72,6 +72,14 @@ class RunSetup:
     def deterministic(self) -> bool:
         """True if every step gives the same bits again, the backward of attention included."""
         return self.config.strategy != "end_to_end" or repeats_exactly(self.model)
+
+    def check_stop(self) -> None:
+        """Raise StoppedError if a signal came; on a sharded base all processes do so together."""
+        number = self.stop.number
+        if is_sharded(self.model):
+            number = next((n for n in self.processes.gather(number) if n is not None), None)
+        if number is not None:
+            raise StoppedError(number)
 
     def say(self, line: str) -> None:
         say(self.console, line)
@@ -183,10 +191,6 @@ def check_model(
         raise ConfigError(
             "a run does not record the updates that were consolidated into its base; call"
             " npt.unconsolidate first"
-        )
-    if is_sharded(model) and config.strategy != "local":
-        raise ConfigError(
-            f"--strategy {config.strategy} does not support a sharded base; use --strategy local"
         )
     check_length(data.max_length, model.config)
     samples = config.gradient_accumulation_steps * processes * config.batch_size

@@ -140,7 +140,7 @@ def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
             samples,
             batch_size=size,
             unquantized=reference[0] if reference else None,
-            between=setup.stop.check,
+            between=setup.check_stop,
         )
 
     def evaluated() -> Fidelity:

@@ -18,6 +18,14 @@ from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
+from npt.tracer.watchdogs import base_fault
+
+STRATEGY_SETTINGS: dict[str, dict[str, Any]] = {
+    "local": {},
+    "propagated": {"strategy": "propagated"},
+    "end_to_end": {"strategy": "end_to_end", "logit_kl_weight": 0.5},
+    "recomputed": {"strategy": "end_to_end", "gradient_checkpointing": True},
+}
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
 
@@ -51,44 +59,30 @@ def computed(processes: ProcessGroup, base: str, quantization: str | None) -> di
         layer.mlp.down_proj.register_forward_hook(
             lambda *_: whole.append(len({name.split(".")[0] for name in whole_weights(model)}))
         )
-    batches = [micro_batch(f"good {process}") for process in range(2)]
-    for process in [processes.index] if processes.size > 1 else [0, 1]:
+    batches = [micro_batch(f"good {process}") for process in range(3)]
+    for process in [processes.index] if processes.size > 1 else range(3):
         batch = batches[process]
         with torch.no_grad():
             student = model(batch.input_ids, attention_mask=batch.attention_mask).logits
             with npt.adapters_disabled(model):
                 teacher = model(batch.input_ids, attention_mask=batch.attention_mask).logits
-        for parameter in adapter_parameters(model).values():
-            parameter.grad = None
-        sums = STRATEGIES["local"](model, batch, TrainConfig(regularization_lambda=0.1))
-        gradients = {name: p.grad.numpy().copy() for name, p in adapter_parameters(model).items()}
-        found[f"process {process}"] = {
+        here = found[f"process {process}"] = {
             "student": student.numpy(),
             "teacher": teacher.numpy(),
-            "loss": sums.loss.numpy(),
-            **gradients,
         }
+        for name, settings in STRATEGY_SETTINGS.items():
+            for parameter in adapter_parameters(model).values():
+                parameter.grad = None
+            config = TrainConfig(regularization_lambda=0.1, **settings)
+            here[name] = STRATEGIES[config.strategy](model, batch, config).loss.numpy()
+            for parameter, p in adapter_parameters(model).items():
+                here[f"{name}: {parameter}"] = p.grad.numpy().copy()
+    records = [{"input_ids": list(range(5, 15))}, {"input_ids": [9, 8, 7, 6]}]
     found["figures"] = npt.evaluate(
-        model, NoTokenizer(), [{"input_ids": list(range(5, 15))}, {"input_ids": [9, 8, 7]}]
+        model, NoTokenizer(), records, divergence_prompts=2, max_new_tokens=4
     ).as_dict()
+    found["base fault"] = base_fault(model)
     return found | {"whole": whole_weights(model), "most": max(whole)}
-
-
-def in_any_order(processes: ProcessGroup, base: str) -> list[bool]:
-    """Process 0 makes two passes where process 1 makes none, then process 1 one where process 0
-    makes none, with a sum between and after them.
-    """
-    expected = fresh(base, "nf4")
-    model = fresh(base, "nf4")
-    npt.shard_base(model, processes)
-    batch = micro_batch("good")
-    equal, total = [], 0.0
-    for process, passes in ((0, 2), (1, 1)):
-        for _ in range(passes if processes.index == process else 0):
-            sums = [STRATEGIES["local"](m, batch, TrainConfig()).loss for m in (model, expected)]
-            equal.append(torch.equal(*sums))
-        total += processes.sums([len(equal)])[0]
-    return [*equal, total == 5.0]  # 2, then 2 + 1
 
 
 def attempted(processes: ProcessGroup, base: str) -> dict[str, str]:
@@ -97,9 +91,6 @@ def attempted(processes: ProcessGroup, base: str) -> dict[str, str]:
     acts: dict[str, Callable[[], Any]] = {
         "shard": lambda: npt.shard_base(model, processes),
         "detach": lambda: npt.detach(model),
-        "end_to_end": lambda: STRATEGIES["end_to_end"](
-            model, micro_batch("good"), TrainConfig(strategy="end_to_end")
-        ),
     }
     npt.shard_base(model, processes)
     errors = {}
@@ -137,8 +128,15 @@ def run(
     return found | {"whole": whole_weights(made[0])}
 
 
-def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+def runs(
+    processes: ProcessGroup, base: str, out: str, plans: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Several whole runs, one after the other, by name."""
+    return {name: run(processes, base, f"{out}/{name}", **plan) for name, plan in plans.items()}
+
+
+def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray], what: str = "") -> None:
     """Not one bit differs."""
     assert one.keys() == other.keys()
     for name, value in one.items():
-        assert value.tobytes() == other[name].tobytes(), name
+        assert value.tobytes() == other[name].tobytes(), f"{what} {name}"
