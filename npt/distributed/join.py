@@ -9,23 +9,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from npt.adapters.converted import viewed
 from npt.base.device import default_device
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ProcessError
 
 TIMEOUT = 600.0
 """Seconds that a process waits for the others before it gives up."""
-
-SHARDED_OVER = "_npt_processes"
-"""Attribute of a model whose base is sharded: the processes that share it."""
-
-
-def processes_of(model: nn.Module) -> ProcessGroup | None:
-    """Return the processes that a base is sharded over, or None."""
-    return getattr(viewed(model), SHARDED_OVER, None)
 
 
 def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
@@ -52,21 +42,14 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
         ) from error
     processes = ProcessGroup(dist.get_rank(), dist.get_world_size(), device, owned=True)
     on_gpu = device.type == "cuda"
-    check_gpus(processes, str(torch.cuda.get_device_properties(device).uuid) if on_gpu else "")
-    return processes
-
-
-def check_gpus(processes: ProcessGroup, gpu: str) -> None:
-    """Raise ConfigError on all processes if two compute on one GPU, or some on none ("")."""
-    gpus = processes.gather(gpu)
-    wrong = [process for process, each in enumerate(gpus) if gpus.count(each) > 1 or not each]
-    if wrong and any(gpus):
+    gpus = processes.gather(torch.cuda.get_device_properties(device).uuid if on_gpu else None)
+    if any(gpus) and len({*gpus} - {None}) < processes.size:
         processes.close()
-        what = "share a GPU or have none"
         raise ConfigError(
-            f"processes {' and '.join(map(str, wrong))} {what}; start one process for each GPU,"
-            " show each its own with CUDA_VISIBLE_DEVICES, or set NPT_DEVICE=cpu for all"
+            f"the processes compute on the GPUs {', '.join(map(str, gpus))}; start one for each"
+            " GPU, show each its own with CUDA_VISIBLE_DEVICES, or set NPT_DEVICE=cpu for all"
         )
+    return processes
 
 
 def _own_device() -> torch.device:

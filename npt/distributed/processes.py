@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -85,8 +85,7 @@ class ProcessGroup:
         """Return each process's value, by process."""
         everyone = [value] * self.size
         if self.size > 1:
-            with _current(self.device):  # NCCL sends from the current GPU
-                self._collect(lambda: dist.all_gather_object(everyone, value))
+            self._collect(lambda: dist.all_gather_object(everyone, value))
         return everyone
 
     def first(self, act: Callable[[], T]) -> T:
@@ -161,14 +160,16 @@ class ProcessGroup:
     def leave(self) -> None:
         """Close the connections that the others may wait at."""
         self.broken = self.size > 1
-        # over NCCL this would wait for kernels that wait for others; there it is left to the exit
-        if self.device is None or self.device.type == "cpu":
-            self._destroy()
+        self.close()
 
     def close(self) -> None:
         """Destroy torch's process group if it was made here."""
-        if not self.broken:
-            self._destroy()
+        # over NCCL this would wait for kernels that wait for the lost; there it is left to the exit
+        waits = self.broken and self.device is not None and self.device.type != "cpu"
+        if self._owned and dist.is_initialized() and not waits:
+            self._owned = False
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
         self.broken = self.size > 1
 
     def _collect(self, collective: Callable[[], Any]) -> None:
@@ -203,18 +204,6 @@ class ProcessGroup:
         if self.broken:
             left = f"process {self.index} has left the other processes already"
             raise ProcessError(left) if self._loss is None else self._loss
-
-    def _destroy(self) -> None:
-        if self._owned and dist.is_initialized():
-            self._owned = False
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
-
-
-def _current(device: torch.device | None) -> AbstractContextManager[Any]:
-    """Return a context in which a GPU is the current one."""
-    on_gpu = device is not None and device.type == "cuda"
-    return torch.cuda.device(device) if on_gpu else nullcontext()
 
 
 def _reason(error: BaseException) -> tuple[str, int]:

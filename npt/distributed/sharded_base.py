@@ -19,19 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import (
-    adapters_disabled,
-    attached_config,
-    decoder_layers,
-    is_sharded,
-    viewed,
-)
+from npt.adapters.converted import adapters_disabled, attached_config, decoder_layers, is_sharded
 from npt.adapters.layer import WITHIN, NPTLayer, within
 from npt.adapters.stream import Stream, open_stream
 from npt.base.identity import keep_identity
 from npt.base.linear import quantized_linears
 from npt.data.batch import Sample, collate
-from npt.distributed.join import SHARDED_OVER, join_processes
+from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ModelError
 
@@ -99,7 +93,6 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
             " bitsandbytes"
         )
     processes.raise_together(error)
-    setattr(viewed(model), SHARDED_OVER, processes)
     return processes
 
 

@@ -133,7 +133,7 @@ def _unmodulated(layer: NPTLayer, stages: Stages) -> Tensor:
     try:
         with observed([(adapter, plain.update)]):
             adapter.mode = "floor"
-            within(layer, partial(student_output, layer), stages["h"], stages["a"])
+            within(layer, partial(student_output, layer, stages["h"], stages["a"]))  # type: ignore[arg-type]
     finally:
         adapter.mode = mode
     return _row(plain, "mlp")

@@ -23,7 +23,7 @@ from npt.data.encoding import no_sample
 from npt.data.source import Record
 from npt.distill.step import check_unfrozen, nowhere, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
-from npt.distributed.join import join_processes, processes_of
+from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, StoppedError
 from npt.guard.schedule import rate_table
@@ -116,7 +116,7 @@ class Trainer:
         report: bool = True,
     ):
         config, data_config = config or TrainConfig(), data_config or DataConfig()
-        processes = processes_of(model) or processes or join_processes()
+        processes = processes or join_processes()
         with processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)

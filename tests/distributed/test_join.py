@@ -7,20 +7,25 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from npt.distributed.join import _own_device, check_gpus, join_processes
+from npt.distributed.join import _own_device, join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ProcessError
 
 
 @pytest.mark.parametrize(
-    ("gpus", "wrong"), [("abc", None), ("aba", "0 and 2"), (["a", "", "b"], "1"), ([""] * 3, None)]
+    ("gpus", "refused"),
+    [("abc", False), ("aba", True), (["a", None, "b"], True), ([None] * 3, False)],
 )
-def test_processes_without_a_gpu_of_their_own_are_named(monkeypatch, gpus, wrong) -> None:
-    processes = ProcessGroup(2, 3)
-    monkeypatch.setattr(processes, "gather", lambda gpu: list(gpus))
-    words = f"^processes {wrong} share a GPU or have none; start"
-    with nullcontext() if wrong is None else pytest.raises(ConfigError, match=words):
-        check_gpus(processes, gpus[2])
+def test_processes_without_a_gpu_of_their_own_are_refused(monkeypatch, gpus, refused) -> None:
+    for name, value in {"RANK": "2", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 2)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    monkeypatch.setattr(ProcessGroup, "gather", lambda self, gpu: list(gpus))
+    words = "^the processes compute on the GPUs a, (b|None), (a|b); start one for each GPU"
+    with pytest.raises(ConfigError, match=words) if refused else nullcontext():
+        assert join_processes().size == 3
 
 
 @pytest.mark.parametrize(("count", "local_rank", "index"), [(1, 0, 0), (1, 3, 0), (4, 3, 3)])
