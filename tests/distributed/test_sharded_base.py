@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from several import several, values
-from shard_work import STRATEGY_SETTINGS, assert_equal, attempted, computed, run, runs
+from shard_work import STRATEGY_SETTINGS, assert_equal, attempted, computed, doctored, run, runs
 
 import npt
 from npt.distributed.processes import ProcessGroup
@@ -37,6 +37,9 @@ def test_the_shares_of_a_base_compute_what_the_whole_computes(
 
 def test_what_a_sharded_base_cannot_do_is_refused(base: str) -> None:
     for errors in values(several(2, attempted, base)):
+        assert errors["corrupt"].startswith(
+            "sharding changes mlp.up_proj.weight of layer 2 (2 such), with torch"
+        )
         assert (
             errors["shard"]
             == "the base is sharded already; load it again to shard it in another way"
@@ -46,6 +49,15 @@ def test_what_a_sharded_base_cannot_do_is_refused(base: str) -> None:
             == "layer 1 has become a FSDPNPTLlamaDecoderLayer and cannot be given back; load the"
             " base again"
         )
+
+
+def test_doctor_compares_a_sharded_base_with_the_whole_one(base: str) -> None:
+    said, nothing = values(several(2, doctored, base))
+    assert nothing == ""
+    assert " ".join(said.split()).endswith(
+        "4 layers shared out over 2 processes: every byte of the weights is as before, and so is"
+        " what each layer computes from a few tokens"
+    )
 
 
 def test_one_process_has_nobody_to_share_with(load_model: Any) -> None:

@@ -4,6 +4,8 @@ in and comes out as plain values.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -11,10 +13,12 @@ from unittest import mock
 import numpy as np
 import torch
 from process_work import looped, micro_batch, trained
+from torch.distributed.fsdp import fully_shard
 
 import npt
 from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters
+from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
@@ -92,14 +96,34 @@ def attempted(processes: ProcessGroup, base: str) -> dict[str, str]:
         "shard": lambda: npt.shard_base(model, processes),
         "detach": lambda: npt.detach(model),
     }
+    with mock.patch("npt.distributed.sharded_base.fully_shard", corrupting):
+        errors = {"corrupt": raised(lambda: npt.shard_base(fresh(base, "nf4"), processes))}
     npt.shard_base(model, processes)
-    errors = {}
     for what, act in acts.items():
-        try:
-            act()
-        except npt.NPTError as error:
-            errors[what] = str(error)
+        errors[what] = raised(act)
     return errors
+
+
+def doctored(processes: ProcessGroup, base: str) -> str:
+    """What `npt doctor --sharded` prints on a process."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(["doctor", "--sharded", "--model_name", base, "--use_quantization"]) == 0
+    return said.getvalue()
+
+
+def raised(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except npt.NPTError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def corrupting(module: Any, **named: Any) -> Any:
+    """FSDP, if it turned one bit of one packed weight."""
+    if hasattr(module, "mlp") and module.self_attn.layer_idx == 2:
+        module.mlp.up_proj.weight.data[3] ^= 1
+    return fully_shard(module, **named)
 
 
 def run(
