@@ -138,7 +138,8 @@ def test_every_printed_command_is_one_that_its_program_reads(command, monkeypatc
             make_parser("npt").parse_args(given)
         return
     if program == "torchrun":
-        given = given[next(i for i, word in enumerate(given) if word.endswith(".py")) :]
+        program = (i for i, word in enumerate(given) if word.endswith(".py") or word == "-m")
+        given = given[next(program) :]
 
     read = argparse.ArgumentParser.parse_known_args
 

@@ -105,7 +105,7 @@ def attempted(processes: ProcessGroup, base: str) -> dict[str, str]:
 
 
 def doctored(processes: ProcessGroup, base: str) -> str:
-    """What `npt doctor --sharded` prints on a process."""
+    """Return what `npt doctor --sharded` prints on a process."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(["doctor", "--sharded", "--model_name", base, "--use_quantization"]) == 0
     return said.getvalue()
