@@ -39,7 +39,6 @@ from npt.console import say, silent_console
 from npt.data.batch import Batch, Sample, batches
 from npt.data.source import Record
 from npt.distill.step import free_memory
-from npt.distributed.join import processes_of
 from npt.distributed.processes import ProcessGroup
 from npt.errors import (
     ConfigError,
@@ -97,7 +96,7 @@ def calibrate(
         seed: of the tokens' choice, and of draws from the teacher's predictions.
         console: for the progress; default nowhere.
         processes: that share the work, each of them with the same arguments, and are given the same
-            adapters (`npt.join_processes()`); default those that share the base, or this one alone.
+            adapters (`npt.join_processes()`); default this one alone.
 
     Returns:
         Figures per layer.
@@ -113,7 +112,7 @@ def calibrate(
         torch.OutOfMemoryError: on this process or another one; a smaller `batch_size` may do.
     """
     started = time.perf_counter()
-    processes = processes or processes_of(model) or ProcessGroup()
+    processes = processes or ProcessGroup()
     console = console or silent_console()
 
     def read() -> list[Sample]:
