@@ -2,13 +2,17 @@
 
 One walk over the text measures each layer, forward and once backward through the base; the adapters
 are written when every number is known and finite, and until then nothing is changed.
+
+What the walk keeps are sums, so several processes share it: each takes every so many batches, and
+each solves its share of the layers. They fail together, or begin again together.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,12 +36,14 @@ from npt.calibration.samples import read_samples
 from npt.calibration.sensitivity import Sensitivity, measure
 from npt.config import STREAM, NPTConfig
 from npt.console import say, silent_console
-from npt.data.batch import Sample, batches
+from npt.data.batch import Batch, Sample, batches
 from npt.data.source import Record
 from npt.distill.step import free_memory
+from npt.distributed.processes import ProcessGroup
 from npt.errors import (
     ConfigError,
     DataError,
+    NoMemoryError,
     NotSupportedError,
     NumericalError,
     first_line,
@@ -52,6 +58,9 @@ HOST = torch.device("cpu")
 TOKENS_PER_RANK = 4
 """Tokens that a rank needs at least; fewer would be fitted to noise."""
 
+SOLVED = ("A", f"B.{STREAM}")
+"""The parameters of a layer that the start solves; all others are 0."""
+
 
 @torch.inference_mode(False)  # whatever the caller is in: it takes gradients of the teacher
 @kept_random_state()
@@ -65,12 +74,13 @@ def calibrate(
     batch_size: int = 8,
     seed: int = 0,
     console: Console | None = None,
+    processes: ProcessGroup | None = None,
 ) -> Calibration:
     """Give the attached adapters their start: attention cut to the directions that the predictions
     read most (npt/calibration/cut.py), in the target `stream`; all other B and all M at 0.
 
-    All or nothing: if anything is refused, the adapters stay as they are. fp32 products are
-    computed at `highest` precision, whatever torch is set to.
+    All or nothing, on all processes alike: if anything is refused, the adapters stay as they are.
+    fp32 products are computed at `highest` precision, whatever torch is set to.
 
     Args:
         model: with adapters attached, quantised or not; only the adapters change, and unless the
@@ -85,65 +95,153 @@ def calibrate(
         batch_size: samples at a time, of which one graph through the whole teacher is held.
         seed: of the tokens' choice, and of draws from the teacher's predictions.
         console: for the progress; default nowhere.
+        processes: that share the work, each of them with the same arguments, and are given the same
+            adapters (`npt.join_processes()`); default this one alone.
 
     Returns:
         Figures per layer.
 
     Raises:
-        ConfigError: a setting that cannot work.
+        ConfigError: a setting that cannot work, or that the processes differ in.
         DataError: no text, or too little of it for the rank.
         ModelError: no adapters are attached.
         NotSupportedError: the adapters have no target `stream`, keep the attention residual or do
             not start at m = 1, or the base is sharded.
         NumericalError: a non-finite activation, by layer and name.
+        ProcessError: another process failed or was lost.
+        torch.OutOfMemoryError: on this process or another one; a smaller `batch_size` may do.
     """
     started = time.perf_counter()
-    config = attached_config(model)
-    check_base(model)
-    layers = tuple(index for index, _ in npt_layers(model))
-    check_form(config)
-    if tokens < 1:
-        raise ConfigError(f"--calibration_tokens is {tokens}; it must be at least 1")
-    samples = read_samples(data, tokenizer, max_length, tokens, model.config.vocab_size, seed)
-    read = sum(len(sample.input_ids) for sample in samples)
-    mean = max(config.ranks_of(len(layers)))
-    if read < TOKENS_PER_RANK * mean:
-        raise DataError(
-            f"calibration has {read} tokens, and rank {mean} needs {TOKENS_PER_RANK * mean}; give"
-            " it more data or tokens (--calibration_tokens), lower --adapter_rank, or start at"
-            " random (--init random)"
-        )
-    device = next(model.parameters()).device
-    parts = list(batches(samples, batch_size))
+    processes = processes or ProcessGroup()
     console = console or silent_console()
-    say(console, f"calibrating layers {format_layers(layers)} on {read:,} tokens")
+
+    def read() -> list[Sample]:
+        config = attached_config(model)
+        check_base(model)
+        check_form(config)
+        if tokens < 1:
+            raise ConfigError(f"--calibration_tokens is {tokens}; it must be at least 1")
+        samples = read_samples(data, tokenizer, max_length, tokens, model.config.vocab_size, seed)
+        count, mean = tokens_of(samples), max(config.ranks_of(len(npt_layers(model))))
+        if count < TOKENS_PER_RANK * mean:
+            raise DataError(
+                f"calibration has {count} tokens, and rank {mean} needs {TOKENS_PER_RANK * mean};"
+                " give it more data or tokens (--calibration_tokens), lower --adapter_rank, or"
+                " start at random (--init random)"
+            )
+        return samples
+
+    samples = together(processes, read)
+    config, layers = attached_config(model), [index for index, _ in npt_layers(model)]
+    ids = hashlib.sha256(repr([sample.input_ids for sample in samples]).encode()).hexdigest()
+    own = {"calibration samples of hash": ids[:16], "seed": seed, "batch_size": batch_size}
+    processes.agree({**asdict(config), **own})
+    count = tokens_of(samples)
+    say(console, f"calibrating layers {format_layers(tuple(layers))} on {count:,} tokens")
+    device = next(model.parameters()).device
+    parts = share(list(batches(samples, batch_size)), processes, is_sharded(model))
 
     def measured(matrices_on: torch.device) -> dict[int, Sensitivity]:
         shown = track(
             parts, "calibrating", console=console, transient=True, disable=not console.is_terminal
         )
-        return measure(model, shown, seed, matrices_on)
-
-    cuts: dict[int, Cut] = {}
-    try:
         with evaluating(model):
-            sums = on_device_or_host(measured, device, console)
-        for index in layers:
+            return together(processes, lambda: measure(model, shown, seed, matrices_on), model)
+
+    def solved() -> dict[int, Cut]:
+        cuts = {}
+        for index in layers[processes.index :: processes.size]:
             layer = sums.pop(index)  # its matrices are freed at the next layer
             cuts[index] = on_device_or_host(layer.cut, device, console)
+        return cuts
+
+    try:
+        sums = on_device_or_host(measured, device, console)
+        for number, index in enumerate(layers):
+            sums[index].average(processes, count)
+            if number % processes.size != processes.index:
+                del sums[index]
+        cuts = together(processes, solved)
     finally:
         free_memory()
     if config.ranks is None:
-        worth = {index: cut.worth for index, cut in cuts.items()}
+        worth = of_all(processes, {index: cut.worth for index, cut in cuts.items()})
         ranks = spend(config.rank * len(layers), worth)
         config = replace(config, ranks=tuple(ranks.values()))
     ranks = dict(zip(layers, config.ranks_of(len(layers)), strict=True))
-    set_adapters(model, config, start_tensors(model, config, cuts, ranks))
+    tensors = together(processes, lambda: start_tensors(model, config, cuts, ranks))
     figures = {
         index: LayerCalibration(ranks[index], cut.lost[ranks[index]], cut.cost(ranks[index]))
         for index, cut in cuts.items()
     }
-    return Calibration(figures, read, time.perf_counter() - started)
+    figures = of_all(processes, figures)
+    for index in layers:
+        for name in SOLVED:
+            processes.sum_(tensors[f"model.layers.{index}.npt.{name}"])
+    set_adapters(model, config, tensors)
+    return Calibration(figures, count, time.perf_counter() - started)
+
+
+def share(
+    parts: Sequence[Batch], processes: ProcessGroup, in_step: bool
+) -> list[tuple[int | None, Batch]]:
+    """Return this process's batches by their numbers among all. Processes that are kept in step
+    have equally many: one that would have fewer computes a batch, number None, for nothing.
+    """
+    mine: list[tuple[int | None, Batch]] = [
+        (number, parts[number]) for number in range(processes.index, len(parts), processes.size)
+    ]
+    if in_step and len(mine) * processes.size < len(parts):
+        mine.append((None, parts[0]))
+    return mine
+
+
+def together(
+    processes: ProcessGroup, act: Callable[[], T], model: PreTrainedModel | None = None
+) -> T:
+    """Return what `act` gives here if it succeeds on every process; else raise on all of them.
+
+    Args:
+        processes: that act.
+        act: exchanges nothing.
+        model: that it computes. If its base is sharded, this exchanges layers, and an error between
+            them is raised at once: the others cannot be met there.
+
+    Raises:
+        torch.OutOfMemoryError: of this process or another one, after which all may begin again.
+        ProcessError: another process met another error.
+    """
+    if processes.size == 1:
+        return act()
+    failure: Exception | None = None
+    try:
+        result = act()
+    except Exception as error:
+        sharded = model is not None and is_sharded(model)
+        if sharded and is_out_of_memory(error):
+            raise NoMemoryError(
+                f"calibration: out of memory within a sharded base ({first_line(error)[:200]});"
+                " lower --batch_size or --max_length, or convert fewer --layers"
+            ) from error
+        if sharded and not isinstance(error, NumericalError):
+            raise
+        failure = error
+    lack = None if failure is None or not is_out_of_memory(failure) else first_line(failure)
+    processes.raise_together(failure if lack is None else None)
+    for process, line in enumerate(processes.gather(lack)):
+        if line is not None:
+            other = torch.OutOfMemoryError(f"process {process}: {line}")
+            raise processes.everywhere(failure or other)
+    return result
+
+
+def tokens_of(samples: Iterable[Sample]) -> int:
+    return sum(len(sample.input_ids) for sample in samples)
+
+
+def of_all(processes: ProcessGroup, own: Mapping[int, T]) -> dict[int, T]:
+    """Return what every process has by layer, in order of depth."""
+    return dict(sorted(item for theirs in processes.gather(own) for item in theirs.items()))
 
 
 def on_device_or_host(
@@ -203,7 +301,7 @@ def start_tensors(
     model: PreTrainedModel, config: NPTConfig, cuts: dict[int, Cut], ranks: dict[int, int]
 ) -> dict[str, Tensor]:
     """Return the start by the names of the adapters' parameters, from each layer's cut and rank; B
-    is divided by alpha, which the forward multiplies it with.
+    is divided by alpha, which the forward multiplies it with. A layer without a cut is all zeros.
     """
     device = next(iter(adapter_parameters(model).values())).device
     shapes = adapter_shapes(model, config)
@@ -216,8 +314,9 @@ def start_tensors(
                 " changed, start with --init random"
             )
         code, back = balanced(code, back)
-        tensors[f"model.layers.{index}.npt.A"] = code.to(device)
-        tensors[f"model.layers.{index}.npt.B.{STREAM}"] = back.to(device)
+        for name, tensor in zip(SOLVED, (code, back), strict=True):
+            # in the layout that all processes have, who sum them
+            tensors[f"model.layers.{index}.npt.{name}"].copy_(tensor)
     return tensors
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
+from npt.adapters.converted import adapters_disabled, decoder_layers, is_sharded, npt_layers
 from npt.adapters.stream import open_stream
 from npt.base.linear import cast_once
 from npt.base.precision import fp32_products
 from npt.calibration.cut import Cut
 from npt.data.batch import Batch
 from npt.distill.logit_losses import LOGIT_CHUNK
+from npt.distributed.processes import ProcessGroup
 from npt.errors import NumericalError
 
 LARGEST = 2.0
@@ -48,40 +49,68 @@ class Sensitivity:
         self.covariance, self.to_attention = (
             torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(2)
         )
-        self.tokens = 0
 
     def add(self, stream: Tensor, attention: Tensor, to_attention: Tensor) -> None:
-        """Add rows [N, D] of h + a, a and s to what are sums until `divide` is called."""
+        """Add rows [N, D] of h + a, a and s to what are sums until `average` is called."""
         size = stream.to(torch.float32).square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
         usual = torch.minimum(size, LARGEST * size.median())
         self.covariance += _moved(_gram(attention / size), self.covariance.device)
         self.to_attention += _moved(_gram(to_attention * usual), self.to_attention.device)
-        self.tokens += len(attention)
 
     def cut(self, device: torch.device) -> Cut:
         """Return the cut of the layer, factorised on a device and kept where the matrices are."""
         matrices = self.covariance, self.to_attention
         return Cut.of(*(m.to(device) for m in matrices)).to(self.covariance.device)
 
-    def divide(self) -> None:
-        """Turn sums into means, in place: a copy would double the largest thing in memory."""
+    def average(self, processes: ProcessGroup, tokens: int) -> None:
+        """Turn this process's sums into means over the tokens of all processes, in place: a copy
+        would double the largest thing in memory.
+        """
         for total in (self.covariance, self.to_attention):
-            total /= self.tokens
+            if processes.size > 1:  # matrices on the host go through the GPU, as NCCL sums
+                total.copy_(processes.sum_(total.to(processes.device)))
+            total /= tokens
 
 
 def measure(
-    model: PreTrainedModel, batches: Iterable[Batch], seed: int, sums_on: torch.device
+    model: PreTrainedModel,
+    numbered: Iterable[tuple[int | None, Batch]],
+    seed: int,
+    sums_on: torch.device,
 ) -> dict[int, Sensitivity]:
-    """Return the sensitivities of every converted layer, by its index; the model does not change.
+    """Return sums over batches for every converted layer, by its index; the model does not change.
 
-    `seed`: of the draws from the predictions; `sums_on`: device of the matrices.
+    Over a sharded base a fault is raised after the last batch: the other processes need this one
+    for every pass through a layer.
+
+    Args:
+        model: with adapters attached.
+        numbered: batches and their numbers; None for one that is computed and left out.
+        seed: with a batch's number, of the draws from the predictions.
+        sums_on: device of the matrices.
+
+    Raises:
+        NumericalError: a non-finite activation or gradient.
     """
     converted, layers = npt_layers(model), decoder_layers(model)
     sums = {index: Sensitivity(model.config.hidden_size, sums_on) for index, _ in converted}
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    first = converted[0][0]
-    for batch in (each.to(device) for each in batches):
+    generator = torch.Generator(device)
+    first, to_the_end = converted[0][0], is_sharded(model)
+    faults: list[NumericalError] = []
+
+    def check(name: str, rows: Tensor, command: str = "find its cause with npt trace") -> bool:
+        finite = bool(torch.isfinite(rows).all())
+        if not finite:
+            message = f"calibration: the {name} not finite; {command}, nothing was changed"
+            faults.append(NumericalError(message))
+            if not to_the_end:
+                raise faults[0]
+        return finite
+
+    for number, batch in numbered:
+        batch = batch.to(device)
+        generator.manual_seed(seed * 1_000_003 + (number or 0))
         seen: dict[tuple[int, str], Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(adapters_disabled(model))
@@ -96,20 +125,21 @@ def measure(
                 states = stream.rows(model.model.norm(hidden))
             for index in sums:
                 for name in ("attention output", "stream"):
-                    check_finite(index, name, stream.rows(seen[index, name].detach()))
-            states.backward(_score(model, states.detach(), generator))
+                    check(f"{name} of layer {index} is", stream.rows(seen[index, name].detach()))
+            states.backward(_score(model, states.detach(), generator, check))
         for index, of_layer in sums.items():
             gradient = seen[index, "stream"].grad
             assert gradient is not None
             at_attention = stream.rows(gradient)
-            check_finite(index, "gradient at the attention output", at_attention)
-            of_layer.add(
-                stream.rows(seen[index, "stream"].detach()),
-                stream.rows(seen[index, "attention output"].detach()),
-                at_attention,
-            )
-    for of_layer in sums.values():
-        of_layer.divide()
+            check(f"gradient at the attention output of layer {index} is", at_attention)
+            if number is not None and not faults:
+                of_layer.add(
+                    stream.rows(seen[index, "stream"].detach()),
+                    stream.rows(seen[index, "attention output"].detach()),
+                    at_attention,
+                )
+    if faults:
+        raise faults[0]
     return sums
 
 
@@ -131,20 +161,23 @@ def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> Exi
     return stack
 
 
-def _score(model: PreTrainedModel, states: Tensor, generator: torch.Generator) -> Tensor:
+def _score(
+    model: PreTrainedModel,
+    states: Tensor,
+    generator: torch.Generator,
+    check: Callable[[str, Tensor, str], bool],
+) -> Tensor:
     """Return the gradient at the final states [N, D] of the log-likelihood of one token per row,
-    drawn from its prediction. Logits exist for a chunk of rows at a time only.
+    drawn from its prediction; zeros if logits are not finite. Logits exist for a chunk of rows at a
+    time only.
     """
     parts = []
     with cast_once(model.lm_head), torch.enable_grad():
         for rows in states.split(max(1, LOGIT_CHUNK // model.config.vocab_size)):
             leaf = rows.detach().requires_grad_()
             logits = model.lm_head(leaf).to(torch.float32)
-            if not bool(torch.isfinite(logits).all()):
-                raise NumericalError(
-                    "calibration: the teacher's logits are not finite; run npt trace on the base,"
-                    " nothing was changed"
-                )
+            if not check("teacher's logits are", logits, "run npt trace on the base"):
+                return torch.zeros_like(states)
             predicted = torch.softmax(logits.detach(), dim=-1)
             drawn = torch.multinomial(predicted, 1, generator=generator).squeeze(-1)
             loss = F.cross_entropy(logits, drawn, reduction="sum")
@@ -170,11 +203,3 @@ def _moved(gram: Tensor, device: torch.device) -> Tensor:
     if gram.device.type == "cuda" and device.type == "cpu":
         return torch.empty(gram.shape, dtype=gram.dtype, pin_memory=True).copy_(gram)
     return gram.to(device)
-
-
-def check_finite(index: int, name: str, rows: Tensor) -> None:
-    if not bool(torch.isfinite(rows).all()):
-        raise NumericalError(
-            f"calibration: the {name} of layer {index} is not finite; find its cause with npt"
-            " trace, nothing was changed"
-        )

@@ -7,14 +7,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
@@ -70,7 +69,7 @@ def fitting(
 
 
 def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
-    """Solve the adapters' start, and give every process the main one's.
+    """Solve the adapters' start, all processes together.
 
     None if the adapters were loaded or calibrated before; they are left as they are.
     """
@@ -82,8 +81,8 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
     from npt.calibration.report import print_calibration
 
     # its graph goes through the whole teacher: an OOM here says nothing about a micro-batch
-    size, report = setup.splitter.samples, partial(setup.say_lack, "the calibration")
-    splitter = MicroBatchSplitter(min(config.batch_size, size), report)
+    size = min(processes.gather(min(config.batch_size, setup.splitter.samples)))
+    splitter = MicroBatchSplitter(size, partial(setup.say_lack, "the calibration"))
 
     def solve() -> Calibration:
         return calibrate(
@@ -94,9 +93,12 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
             batch_size=splitter.samples,
             seed=config.seed,
             console=setup.console,
+            processes=processes,
         )
 
-    calibration = fitting(model, solve, splitter, data.first_batch())
+    # the same on every process, as they are to halve alike
+    first = next(batches(data.start_samples, size), None) or data.first_batch()
+    calibration = fitting(model, solve, splitter, first)
     print_calibration(calibration, setup.console)
     if data.start.begun:
         setup.say(
@@ -107,16 +109,6 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
             "there are too few samples to leave out those that the start was fitted to, so the"
             " first losses are of tokens that it has seen"
         )
-    if processes.size > 1:
-        # each has solved one, rounded by its own kernels: all take the main one's
-        ranks = processes.first(lambda: attached_config(model).ranks)
-        form = replace(attached_config(model), ranks=None if ranks is None else tuple(ranks))
-        parameters, tensors = adapter_parameters(model), {}
-        for name, shape in adapter_shapes(model, form).items():
-            zeros = torch.zeros(shape, device=setup.device)
-            tensor = parameters[name].detach().clone() if processes.main else zeros
-            tensors[name] = processes.sum_(tensor)
-        set_adapters(model, form, tensors)
     return calibration
 
 
