@@ -106,7 +106,7 @@ def calibrate(
         DataError: no text, or too little of it for the rank.
         ModelError: no adapters are attached.
         NotSupportedError: the adapters have no target `stream`, keep the attention residual or do
-            not start at m = 1, or the base is sharded.
+            not start at m = 1.
         NumericalError: a non-finite activation, by layer and name.
         ProcessError: another process failed or was lost.
         torch.OutOfMemoryError: on this process or another one; a smaller `batch_size` may do.
@@ -117,7 +117,6 @@ def calibrate(
 
     def read() -> list[Sample]:
         config = attached_config(model)
-        check_base(model)
         check_form(config)
         if tokens < 1:
             raise ConfigError(f"--calibration_tokens is {tokens}; it must be at least 1")
@@ -261,15 +260,6 @@ def on_device_or_host(
     free_memory()  # not in the handler, in which the error keeps the tensors
     say(console, f"calibration: {reason}; computed again with its matrices on the host")
     return compute(HOST)
-
-
-def check_base(model: PreTrainedModel) -> None:
-    """Refuse a sharded base."""
-    if is_sharded(model):
-        raise NotSupportedError(
-            "the base is sharded over processes, and calibration needs it on one device; use --init"
-            " random"
-        )
 
 
 def check_calibration(config: NPTConfig) -> None:

@@ -118,8 +118,8 @@ def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
     elif flags.get("modulation", "additive") != "additive" or OF_PRODUCTS & flags.keys():
         del form["targets"]
     form["warmup_steps"] = min(form["warmup_steps"], int(flags.get("max_steps") or 100) // 10)
-    local = objective & flags.keys() or flags.get("shard_base")
-    return {**_missing(form, flags), **({} if local else END_TO_END_DEFAULTS)}
+    chosen = objective & flags.keys()
+    return {**_missing(form, flags), **({} if chosen else END_TO_END_DEFAULTS)}
 
 
 def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,8 +132,6 @@ def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str,
 
 def _why_random(flags: Mapping[str, Any]) -> str | None:
     """Return the reason against a calibrated start, as far as the flags tell."""
-    if flags.get("shard_base"):
-        return "--shard_base: solving needs the base on one device"
     if flags.get("residual") == "keep":
         return "--residual keep, whose random start is its base already"
     if flags.get("mult_form") == "half_sigmoid":

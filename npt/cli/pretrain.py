@@ -75,7 +75,7 @@ def pretrain(flags: dict[str, Any]) -> int:
     processes = join_processes()
     try:
         with processes.member():
-            _check_placing(base, processes.size, adapter.init)
+            _check_placing(base, processes.size)
             console = make_console() if processes.main else silent_console()
             console.say(*data_notes, *notes)
             # what can be refused before the minutes that loading a large base takes
@@ -122,16 +122,15 @@ def _form_of(start: Any, flags: dict[str, Any]) -> NPTConfig:
     return form
 
 
-def _check_placing(base: BaseConfig, processes: int, init: str) -> None:
-    """Refuse ways to place the base that do not suit the processes."""
-    teacher = base.teacher_precision
-    for refused, why in (
-        (processes == 1, "there is one process; start several with torchrun"),
-        (init == "calibrated", "--init calibrated needs all of it; use --init random"),
-        (teacher is not None, f"--teacher_precision {teacher} loads a whole unquantised model"),
-    ):
-        if base.shard_base and refused:
-            raise ConfigError(f"--shard_base shares the base out, but {why}")
+def _check_placing(base: BaseConfig, processes: int) -> None:
+    """Refuse to share out a base that cannot be."""
+    if base.shard_base and processes == 1:
+        raise ConfigError("--shard_base needs several processes; start them with torchrun")
+    if base.shard_base and base.teacher_precision is not None:
+        raise ConfigError(
+            f"--teacher_precision {base.teacher_precision} loads a whole unquantised model on every"
+            " process, which --shard_base is to avoid; drop one of the two"
+        )
 
 
 def _check_folder(run: _Run) -> tuple[bool, Any]:

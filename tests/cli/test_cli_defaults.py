@@ -63,7 +63,6 @@ def test_a_start_that_was_chosen_is_said():
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"shard_base": True}, "--shard_base"),
         ({"residual": "keep"}, "--residual keep"),
         ({"mult_form": "half_sigmoid"}, "--mult_form half_sigmoid"),
         ({"targets": "gate,up"}, "--targets gate,up, without stream"),

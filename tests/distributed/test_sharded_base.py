@@ -27,9 +27,13 @@ def test_the_shares_of_a_base_compute_what_the_whole_computes(
     base: str, quantization: str | None, size: int
 ) -> None:
     alone = computed(ProcessGroup(), base, quantization)
+    for name, value in alone["start"].items():
+        assert name.endswith((".A", ".B.stream")) == bool(value.any())
     for process, shared in enumerate(values(several(size, computed, base, quantization))):
         assert_equal(alone[f"process {process}"], shared[f"process {process}"])
         assert shared["figures"] == alone["figures"] and shared["base fault"] is None
+        for name, value in alone["start"].items():  # C and S are summed in another order
+            np.testing.assert_allclose(shared["start"][name], value, rtol=1e-4, atol=1e-6)
         # a layer at a time, and in backward the one that FSDP has ready
         assert shared["hash"] and shared["whole"] == [] and shared["most"] <= 2
     assert len(alone["whole"]) == 4 * 9  # the same look, at a base that is whole

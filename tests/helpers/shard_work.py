@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -34,9 +35,9 @@ STRATEGY_SETTINGS: dict[str, dict[str, Any]] = {
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
 
 
-def fresh(base: str, quantization: str | None) -> Any:
+def fresh(base: str, quantization: str | None, form: NPTConfig = ADAPTERS) -> Any:
     model = npt.load_base(base, quantization=quantization, device="cpu")[0]
-    npt.attach(model, ADAPTERS)
+    npt.attach(model, form)
     return model
 
 
@@ -86,7 +87,13 @@ def computed(processes: ProcessGroup, base: str, quantization: str | None) -> di
         model, NoTokenizer(), records, divergence_prompts=2, max_new_tokens=4
     ).as_dict()
     found["base fault"] = base_fault(model)
-    return found | {"whole": whole_weights(model), "most": max(whole)}
+    model = fresh(base, quantization, replace(ADAPTERS, init="calibrated"))
+    if processes.size > 1:
+        npt.shard_base(model, processes)
+    walks = [{"input_ids": [3 + (7 * i + j * j) % 97 for j in range(16)]} for i in range(9)]
+    npt.calibrate(model, NoTokenizer(), walks, 128, batch_size=2, processes=processes)
+    start = {name: p.detach().numpy().copy() for name, p in adapter_parameters(model).items()}
+    return found | {"whole": whole_weights(model), "most": max(whole), "start": start}
 
 
 def attempted(processes: ProcessGroup, base: str) -> dict[str, str]:
