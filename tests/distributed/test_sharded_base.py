@@ -9,12 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from several import several, values
 from shard_work import STRATEGY_SETTINGS, assert_equal, attempted, computed, doctored, run, runs
+from torch.distributed.fsdp import FSDPModule
 
 import npt
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ModelError
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="a base is sharded with torch 2.13 or later"
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +68,14 @@ def test_doctor_compares_a_sharded_base_with_the_whole_one(base: str) -> None:
         "4 layers shared out over 2 processes: every byte of the weights is as before, and so is"
         " what each layer computes from a few tokens"
     )
+
+
+def test_an_older_torch_is_refused(load_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model()
+    npt.attach(model)
+    monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    with pytest.raises(ConfigError, match=r"with torch 2\.13 or later; this is 2"):
+        npt.shard_base(model, ProcessGroup(0, 2, torch.device("cpu")))
 
 
 def test_one_process_has_nobody_to_share_with(load_model: Any) -> None:
