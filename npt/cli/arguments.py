@@ -194,7 +194,12 @@ def check_run(
 
 
 def load(
-    base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None, *, adapter: Any = None
+    base: BaseConfig,
+    console: Any,
+    device: Any = None,
+    *,
+    adapter: Any = None,
+    layers_later: bool = False,
 ) -> tuple[Any, Any]:
     """Load the base of these settings, see `npt.load_base`, and print a line about it. The record
     of a saved adapter may hold how its base was stored.
@@ -215,13 +220,13 @@ def load(
         compute_dtype=base.compute_dtype,
         attn_implementation=base.attn_implementation,
         device=device,
-        pack_on=pack_on,
+        layers_later=layers_later,
         **storage,
     )
     packed, computing = quantization_of(model), policy_dtype(model)
     dtype = next(name for name, stored in STORED.items() if stored == computing)
     set_matmul_precision(base.matmul_precision, model)
-    devices = ", ".join(dict.fromkeys(str(p.device) for p in model.parameters()))
+    devices = ", ".join(dict.fromkeys(str(p.device) for p in model.parameters() if not p.is_meta))
     console.say(
         f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes"
         f" in {dtype} on {devices}"

@@ -161,8 +161,9 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
 
     base, adapter, data, training, start, any_base, resumes = run
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
-        device, pack_on = ("cpu", processes.device) if base.shard_base else (processes.device, None)
-        model, tokenizer = load(base, console, device, pack_on, adapter=start)
+        model, tokenizer = load(
+            base, console, processes.device, adapter=start, layers_later=base.shard_base
+        )
         if base.share_embeddings:
             console.say("--share_embeddings: teacher and student share the whole base in any case")
         teacher = load_teacher(base, console, model.device)
