@@ -263,19 +263,25 @@ class Student(NamedTuple):
 
 
 def load_adapter(
-    model: Any, stored: Any, any_base: bool, console: Any
+    model: Any, stored: Any, any_base: bool, console: Any, shard: Callable[[], Any] | None = None
 ) -> tuple[Any, dict[str, str]]:
     """Attach a saved adapter; warn if its base is another one. Return `identity` and `other` of a
-    `Student`.
+    `Student`. A base whose layers are still in their files is known once `shard` has read them.
     """
     import npt
-    from npt.adapters.files.adapter_files import base_mismatch
+    from npt.adapters.files.adapter_files import base_mismatch, read_adapter
 
-    base = npt.base_identity(model)
     if stored.folder != Path(stored.name):
         console.say(f"adapter {stored.folder}")
+    if shard is not None:
+        npt.load_adapter(model, stored, check_base=False)
+        shard()
+    base = npt.base_identity(model)
     other = base_mismatch(stored, base) if any_base else None
-    npt.load_adapter(model, stored, base=base, check_base=not any_base)
+    if shard is None:
+        npt.load_adapter(model, stored, base=base, check_base=not any_base)
+    else:
+        read_adapter(model, stored, base=base, check_base=not any_base)
     if other is None:
         return base, {}
     console.say(f"warning: --any_base: {stored} was trained on another base: {other}")

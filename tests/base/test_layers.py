@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,12 +21,14 @@ from bitsandbytes.nn import Linear4bit
 from families import MAKE, save_base
 from gguf_files import made_model, write_gguf
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.base.layers import real_layers
-from npt.base.load import EMBEDDED_FOLDER
+from npt.base.load import EMBEDDED_FOLDER, read_config
 from npt.base.precision import audit_precision, policy_dtype
+from npt.doctor.shape import Shape, llama_config
 from npt.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -180,6 +185,55 @@ def test_layers_of_a_model_of_the_hub(llama_folder, load_model, tmp_path, monkey
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
     compare("some/model", quantization="nf4")
+
+
+MEASURE = """
+import sys, torch, npt
+from npt.base.layers import real_layers
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+arguments = {"quantization": sys.argv[2] or None, "dtype": "bf16", "device": "cpu"}
+npt.load_base("tiny", **arguments)
+before = peak()
+model, _ = npt.load_base(sys.argv[1], layers_later=True, **arguments)
+for _, layer in real_layers(model, torch.device("cpu")):
+    for module in layer.modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            setattr(module, name, None)
+        vars(module).pop("quant_state", None)
+print(peak() - before)
+model, _ = npt.load_base(sys.argv[1], **arguments)
+npt.base_hash(model)
+print(peak() - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """A base whose layers, of 17 MB in bf16, take nearly all of it."""
+    folder = tmp_path_factory.mktemp("large")
+    config = llama_config(Shape(8, 768, 3072, 12, 4, 64, 512, tied=True))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="100MB")
+    with_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("quantization", ["nf4", ""])
+def test_a_process_holds_less_than_two_layers(large, quantization) -> None:
+    shape = Shape.of(read_config(str(large)))
+    limit = 2 * shape.head_weights + 2 * 2 * shape.layer_weights
+    if quantization:  # on the CPU bitsandbytes packs a weight by way of four copies in 32 bit
+        limit += 4 * 4 * shape.hidden * shape.ffn
+    # freed memory is given back at once, however small
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", MEASURE, str(large), quantization]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    later, whole = map(int, done.stdout.split())
+    assert later < limit < whole
 
 
 class TestRefused:
