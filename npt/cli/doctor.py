@@ -70,7 +70,7 @@ def _sharded(flags: Mapping[str, Any], console: Any) -> tuple[bool, dict[str, An
     console = console if processes.main else silent_console()
     try:
         with processes.member():
-            model, _ = load(base, console, "cpu", processes.device)
+            model, _ = load(base, console, processes.device, layers_later=True)
             npt.attach(model, adapter)
             npt.shard_base(model, processes)
             processes.wait()

@@ -35,8 +35,10 @@ STRATEGY_SETTINGS: dict[str, dict[str, Any]] = {
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
 
 
-def fresh(base: str, quantization: str | None, form: NPTConfig = ADAPTERS) -> Any:
-    model = npt.load_base(base, quantization=quantization, device="cpu")[0]
+def fresh(
+    base: str, quantization: str | None, form: NPTConfig = ADAPTERS, later: bool = False
+) -> Any:
+    model = npt.load_base(base, quantization=quantization, device="cpu", layers_later=later)[0]
     npt.attach(model, form)
     return model
 
@@ -57,6 +59,7 @@ def computed(processes: ProcessGroup, base: str, quantization: str | None) -> di
     model = fresh(base, quantization)
     hash_before = npt.base_hash(model)
     if processes.size > 1:
+        model = fresh(base, quantization, later=True)
         npt.shard_base(model, processes)
     found: dict[str, Any] = {"hash": npt.base_hash(model) == hash_before}
     whole: list[int] = []  # layers that are, while one of them computes
@@ -116,6 +119,18 @@ def doctored(processes: ProcessGroup, base: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(["doctor", "--sharded", "--model_name", base, "--use_quantization"]) == 0
     return said.getvalue()
+
+
+def started(
+    processes: ProcessGroup, base: str, out: str, quant_type: str, *flags: str
+) -> tuple[int, str]:
+    """The status of `npt pretrain` from a saved adapter, and what it says."""
+    said = io.StringIO()
+    arguments = ["pretrain", "--model_name", base, "--use_quantization", "--output_dir", out]
+    arguments += ["--quant_type", quant_type, "--max_steps", "1", "--max_length", "32"]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = main([*arguments, "--num_samples", "8", "--eval_samples", "2", *flags])
+    return status, " ".join(said.getvalue().split())
 
 
 def raised(act: Callable[[], Any]) -> str:
