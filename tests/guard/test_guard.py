@@ -196,7 +196,10 @@ def sharded(model: nn.Linear) -> nn.Linear:
     [
         (lambda m: Guard(nn.Linear(2, 2), torch.optim.SGD(m.parameters())), "give the guard the"),
         (lambda m: Guard(m, torch.optim.SGD(m.parameters()), loss="all"), "loss is 'all'; choose"),
-        (lambda m: Guard(sharded(m), torch.optim.SGD(m.parameters())), "weight is sharded over"),
+        (
+            lambda m: Guard(sharded(m), torch.optim.SGD(m.parameters())),
+            "weight is sharded by FSDP1, whose",
+        ),
         (lambda m: GuardSettings(refuse=ValueError), "give a tuple of classes"),
         (lambda m: GuardSettings(max_grad_norm=0.0), "max_grad_norm is 0.0; it must be above 0"),
     ],
