@@ -72,6 +72,7 @@ class Guard:
         settings: those of `GuardSettings`.
 
     Attributes:
+        sharding: of the model by FSDP2, None without.
         outcome: of the last window, also of one that ended in TooManyRefusalsError.
         refusals: the last ones, with their windows.
         history: figures of the last micro-batches of this process, refused or not.
@@ -109,8 +110,8 @@ class Guard:
         parameters = guarded_parameters(model, optimizer)
         self._home = next(iter(parameters.values())).device
         processes = all_processes(self._home) if processes is None else processes
-        self._sharding = sharding_of(model, parameters, processes)
-        sums = self._sharding if self._sharding is not None and self._sharding.trained else None
+        self.sharding = sharding_of(model, parameters, processes)
+        sums = self.sharding if self.sharding is not None and self.sharding.trained else None
         if sums is not None and (self.lists or scaler is not None):
             raise ConfigError(
                 "sharded parameters go with neither rates=[...] nor a scaler: use a scheduler, and"
@@ -134,7 +135,7 @@ class Guard:
         if scaler is not None:
             self.window.unscale = self._scale.unscale
         keep = self.settings.postmortem is not None
-        together = self._sharding is not None and processes.size > 1
+        together = self.sharding is not None and processes.size > 1
         self.forensics = Forensics(model, self.settings.trace, keep, together)
         self.draws: Draws = Draws() if draws is None else draws
         self._traces = self.draws, Buffers(whole(model))
@@ -182,9 +183,9 @@ class Guard:
         except BaseException as error:
             computed = bool(self.window.gradients.reached)
             self._withdraw()
-            if self._sharding is not None:
+            if self.sharding is not None:
                 refused = isinstance(error, self.settings.refuse)
-                self._sharding.end_together(error, refused, computed)
+                self.sharding.end_together(error, refused, computed)
             if not isinstance(error, self.settings.refuse):
                 raise
             detail = f"{type(error).__name__}: {error}"
@@ -193,7 +194,7 @@ class Guard:
             return
         self.window.gradients.collect()
         if self.settings.loss == "mean":
-            if self._sharding is None or not self._sharding.weighs:
+            if self.sharding is None or not self.sharding.weighs:
                 self.window.gradients.scale(micro.tokens)
             micro.loss = micro.loss * micro.tokens
         flag = self.window.add(micro)
@@ -215,7 +216,7 @@ class Guard:
             run: forward and backward of a stand-in, any good micro-batch. It is called where other
                 processes need this one for theirs (FSDP2), and leaves nothing.
         """
-        if self._sharding is not None and self.window.processes.size > 1:
+        if self.sharding is not None and self.window.processes.size > 1:
             if run is None:
                 raise ConfigError(
                     "the model's layers are sharded, and other processes wait for this one to"
@@ -330,8 +331,8 @@ class Guard:
     def close(self) -> None:
         """Release model and parameters: their gradients are None, their hooks gone."""
         self.window.gradients.close()
-        if self._sharding is not None:
-            self._sharding.close()
+        if self.sharding is not None:
+            self.sharding.close()
 
     def __enter__(self) -> Guard:
         return self
@@ -344,8 +345,8 @@ class Guard:
         for trace in self._traces:
             trace.begin()
         self.window.gradients.begin()
-        if self._sharding is not None:
-            self._sharding.begin(weight)
+        if self.sharding is not None:
+            self.sharding.begin(weight)
 
     def _withdraw(self) -> None:
         """Undo what a micro-batch has changed."""

@@ -98,7 +98,9 @@ def _outside(ids: Any, rows: int | None) -> Tensor | None:
 
 def _of_transformers(model: Any) -> bool:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(inner).__module__.startswith(("transformers.", "npt."))
+    kinds = (kind.__module__ for kind in type(inner).__mro__)
+    own = next(name for name in kinds if not name.startswith("torch.distributed."))  # FSDP2's
+    return own.startswith(("transformers.", "npt."))
 
 
 def _part(model: Any, name: str) -> nn.Module | None:

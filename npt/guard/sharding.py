@@ -130,9 +130,12 @@ class Sharding:
         return self.trained and self.processes.size > 1
 
     def begin(self, weight: int) -> None:
-        """Weigh the gradients of the micro-batch that begins."""
+        """Weigh the gradients of the micro-batch that begins, and let its backward sum them."""
         self.weight = weight
         self._norms.clear()
+        for module in self.modules if self.trained else ():
+            # accelerate would wait for the last micro-batch of a window
+            module.set_requires_gradient_sync(True, recurse=False)
 
     def prepare(self, gradients: Tensor) -> None:
         """Weigh this process's gradients of a layer, flat, and look at them."""
