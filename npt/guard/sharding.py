@@ -26,7 +26,6 @@ from npt.guard.refusal import IN_GRADIENT, IN_LOSS
 FSDP = "torch.distributed.fsdp"
 DTENSOR = "torch.distributed.tensor"
 
-
 def is_sharded(tensor: Any) -> bool:
     """Return whether a tensor is a DTensor, of which this process has a shard."""
     module = sys.modules.get(DTENSOR)  # not loaded: there is none
@@ -217,7 +216,9 @@ class _Summing:
         async_op: Any = False,
     ) -> Any:
         self._sharding.prepare(input_tensor)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        new = getattr(dist, "reduce_scatter_single", None)  # its name from torch 2.13 on
+        scatter = dist.reduce_scatter_tensor if new is None else new
+        return scatter(output_tensor, input_tensor, op, group, async_op)
 
 
 def _is_of_processes(error: BaseException) -> bool:

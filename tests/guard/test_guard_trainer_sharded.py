@@ -23,10 +23,10 @@ BAD = {"gradient-nan": 11, "loss-nan": 8, "id-large": 13, "label": 15, "tensor-n
 
 
 class Safe(TrainerMixin, InOrder):
-    refusals: list[Any] = []
+    refusals: tuple[Any, ...] = ()
 
     def on_refused(self, outcome: Any) -> None:
-        self.refusals = [*self.refusals, *outcome.refused]
+        self.refusals += outcome.refused
 
 
 class Plain(InOrder):
@@ -38,7 +38,9 @@ class Plain(InOrder):
         return super().train(*arguments, **named)
 
 
-def trained(kind: Any, rows: Any, fault: str, out: str, whole: bool = False, **arguments: Any) -> Any:
+def trained(
+    kind: Any, rows: Any, fault: str, out: str, whole: bool = False, **arguments: Any
+) -> Any:
     """Return the state that a Trainer left, and its refusals."""
     model = small_llama()
     if whole:  # trained by each process; the base alone is sharded, or nothing
