@@ -39,7 +39,7 @@ def lora(fsdp: str | None = None) -> tuple[Any, torch.optim.Optimizer]:
     """Return LoRA on the embedded model in NF4, sharded or not, and its optimizer."""
     torch.manual_seed(0)
     config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
-    model = get_peft_model(npt.load_base("tiny")[0], config).train()
+    model: Any = get_peft_model(npt.load_base("tiny")[0], config).train()
     if fsdp is not None:
         whole = {p for p in model.parameters() if p.requires_grad} if fsdp == "whole" else set()
         for module in model.modules():

@@ -26,6 +26,7 @@ from npt.guard.refusal import IN_GRADIENT, IN_LOSS
 FSDP = "torch.distributed.fsdp"
 DTENSOR = "torch.distributed.tensor"
 
+
 def is_sharded(tensor: Any) -> bool:
     """Return whether a tensor is a DTensor, of which this process has a shard."""
     module = sys.modules.get(DTENSOR)  # not loaded: there is none
@@ -53,17 +54,17 @@ def as_gradient(shard: Tensor, parameter: nn.Parameter) -> Tensor:
     return kind.from_local(shard, given.device_mesh, given.placements, **form)
 
 
-def refuse_unfit(model: nn.Module, names: dict[str, nn.Parameter]) -> None:
+def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
     """Raise ConfigError if trained parameters are sharded in a way that a guard cannot follow."""
-    sharded = {name: p for name, p in names.items() if is_sharded(p)}
-    flat = next((name for name, p in names.items() if getattr(p, "_is_flat_param", False)), None)
-    if flat is not None:
+    module: Any = sys.modules.get(FSDP)
+    kinds = () if module is None else (module.FullyShardedDataParallel,)
+    if any(isinstance(m, kinds) for m in model.modules()) or any(map(_is_flat, names.values())):
         raise ConfigError(
-            f"{flat} is sharded by FSDP1, whose gradients a guard cannot hold; use FSDP2"
+            "the model is sharded by FSDP1, whose gradients a guard cannot hold; use FSDP2"
             " (fully_shard; fsdp_version: 2), DDP or one process"
         )
-    for name, parameter in sharded.items():
-        given: Any = parameter
+    sharded = _sharded(names)
+    for name, given in sharded.items():
         by_fsdp = given.device_mesh.ndim == 1 and given.placements[0].is_shard()
         if not (by_fsdp and sharded_modules(model)):
             raise ConfigError(
@@ -76,6 +77,14 @@ def refuse_unfit(model: nn.Module, names: dict[str, nn.Parameter]) -> None:
             f"{next(iter(sharded))} is sharded and {whole} is whole; shard all parameters of the"
             " optimizer or none (ignored_params of fully_shard)"
         )
+
+
+def _sharded(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    return {name: p for name, p in parameters.items() if is_sharded(p)}
+
+
+def _is_flat(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "_is_flat_param", False)
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
@@ -91,14 +100,16 @@ def sharding_of(
 ) -> Sharding | None:
     """Return the sharded layers of a model, None if it has none."""
     modules = sharded_modules(model)
-    first: Any = next(iter(parameters.values()))
-    trained = is_sharded(first)
-    if trained and first.device_mesh.size() != processes.size:
+    sizes = {p.device_mesh.size() for p in _sharded(parameters).values()}
+    trained = bool(sizes)
+    if sizes - {processes.size}:
         raise ConfigError(
-            f"the parameters are sharded over {first.device_mesh.size()} processes, and the guard"
-            f" has {processes.size}; shard them over all"
+            f"parameters are sharded over {sizes.pop()} processes, and the guard has"
+            f" {processes.size}; shard them over all"
         )
-    return Sharding(modules, processes, trained) if modules else None
+    # with `before_sums` layers are handed out to whoever asks, in step or not
+    gathered = modules and (trained or processes.before_sums is None)
+    return Sharding(modules, processes, trained) if gathered else None
 
 
 class Sharding:
