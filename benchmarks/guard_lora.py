@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 
 import npt
 from npt.guard import Guard
+from random_base import shard
 
 MICRO_BATCHES, MAX_NORM = 2, 1.0
 
@@ -40,16 +39,9 @@ def lora(fsdp: str | None = None) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
     model: Any = get_peft_model(npt.load_base("tiny")[0], config).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
     if fsdp is not None:
-        whole = {p for p in model.parameters() if p.requires_grad} if fsdp == "whole" else set()
-        for module in model.modules():
-            if isinstance(
-                module, Linear4bit
-            ):  # the weight that is gathered has no state of its own
-                module.quant_state = module.weight.quant_state
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for module in (*model.get_base_model().model.layers, model):
-            fully_shard(module, mesh=mesh, ignored_params=whole)
+        shard(model, trained if fsdp == "whole" else [])
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
 
 
@@ -57,19 +49,17 @@ def plain(ids: torch.Tensor, fsdp: str | None = None) -> Callable[[], None]:
     """Return a step without a guard."""
     model, optimizer = lora(fsdp)
     parameters = [p for p in model.parameters() if p.requires_grad]
+    together = MICRO_BATCHES * (1 if fsdp is None else dist.get_world_size())
 
     def step() -> None:
         for _ in range(MICRO_BATCHES):
-            (model(input_ids=ids, labels=ids).loss / MICRO_BATCHES).backward()
+            (model(input_ids=ids, labels=ids).loss / together).backward()
         if fsdp == "whole":
-            gradients = [p.grad for p in parameters]
-            flat = torch.cat([g.flatten() for g in gradients]) / dist.get_world_size()
+            gradients: list[Any] = [p.grad for p in parameters]
+            flat = nn.utils.parameters_to_vector(gradients)
             dist.all_reduce(flat)
-            for gradient, part in zip(
-                gradients, flat.split([g.numel() for g in gradients]), strict=True
-            ):
-                gradient.copy_(part.view_as(gradient))
-        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+            nn.utils.vector_to_parameters(flat, gradients)
+        nn.utils.clip_grad_norm_(parameters, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -14,11 +14,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import LlamaConfig, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
@@ -30,7 +27,7 @@ from npt.errors import DataError
 from npt.guard import Guard, Refusal, TrainerMixin
 from npt.guard.ids import refuse_bad_ids
 from npt.guard.sharding import full, local
-from random_base import random_base
+from random_base import random_base, shard
 
 RATE, MAX_NORM, WARMUP = 0.01, 0.1, 4
 
@@ -186,18 +183,6 @@ def _summed(
             dist.all_reduce(parameter.grad)
         if parameter.grad is not None:
             yield parameter.grad, tokens
-
-
-def shard(model: Any, whole: Sequence[nn.Parameter]) -> None:
-    """Shard a model over all processes, each decoder layer by itself, but for these parameters."""
-    for module in model.modules():
-        if isinstance(module, Linear4bit):  # the weight that is gathered has no state of its own
-            module.quant_state = module.weight.quant_state
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model.get_base_model().model.layers, model):
-        sharded = fully_shard(module, mesh=mesh, ignored_params={*whole})
-        sharded.set_force_sum_reduction_for_comms(True)
-        sharded.set_gradient_divide_factor(1.0)
 
 
 def compute_aside(model: nn.Module) -> None:

@@ -15,8 +15,9 @@ import inject_fault
 from faults.row_cases import PAIR_CASES, RowCase, cases_of
 from faults.row_faults import row
 from faults.row_runs import Compared, RowLine, compared, line_of
-from faults.row_trainers import shard, student
-from npt.guard import guard
+from faults.row_trainers import student
+from npt.guard import guard, sharding
+from random_base import shard
 
 
 def compared_here(_processes: Any, case: RowCase, trainer: str) -> Compared:
@@ -72,11 +73,17 @@ def test_a_4_bit_base_computes_the_same_in_shards() -> None:
     [
         ("accelerate", guard, "unsynchronised", lambda _: nullcontext()),
         ("hf", guard.Guard, "begin_again", lambda *_: []),
+        (
+            "fsdp_sharded",
+            sharding.Sharding,
+            "exchange",
+            lambda _, code, norms: (code.expand(2), norms),
+        ),
     ],
 )
 def test_a_guard_that_is_broken_fails(trainer, where, method, sabotage, monkeypatch) -> None:
     monkeypatch.setattr(where, method, sabotage)
-    (case,) = [case for case in PAIR_CASES if case.id == "pair-tensor-nan"]
+    (case,) = [case for case in cases_of(trainer) if case.id == "pair-tensor-nan"]
     assert not judged(case, trainer).verdict.passed
 
 
