@@ -261,11 +261,15 @@ class Forensics:
         whole_window = next((r for r in outcome.refused if r.micro_batch is None), None)
         refused: list[StoredMicroBatch] = []
         accepted: list[StoredMicroBatch] = []
+        places = set(outcome.places)
         for micro in outcome.own:
             stored, micro.stored = micro.stored, None
             if self._keep and stored is not None:
                 stored.refusal = micro.refusal or whole_window
-                (refused if stored.refusal else accepted).append(stored)
+                if stored.refusal:
+                    refused.append(stored)
+                elif micro.index in places:  # not dropped with another process's
+                    accepted.append(stored)
         if refused:
             earlier = [] if self._stepped else self.refused
             most = max(KEPT, len(refused))

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from fsdp_trainers import FSDP, fsdp_on_cpus
 from guarded_loops import assert_equal
 from guarded_trainers import InOrder, small_llama, trainer_of
 from several import several, values
 
-from faults.row_faults import plant, row
-from npt.guard import TrainerMixin
+from faults.row_faults import VOCABULARY, plant, row
+from npt.errors import DataError, TooManyRefusalsError
+from npt.guard import Guard, TrainerMixin, read_postmortem
+from npt.guard.ids import refuse_bad_ids
 from npt.guard.sharding import full
 
 WINDOW = {"gradient_accumulation_steps": 4, "max_steps": 3, "max_grad_norm": 0.1}
@@ -96,3 +100,42 @@ def test_a_trainer_leaves_no_trace_of_a_refused_row(act: Any, tmp_path: Path) ->
     for fault, bad in BAD.items():
         kind = {"loss-nan": "loss", "id-large": "data", "label": "data"}.get(fault, "gradient")
         assert first[fault] == [(bad % 2, kind, bad - 8)], fault
+
+
+FAULTS = [(0, None), (1, "loss-nan"), (2, None), (3, "id-large"), (4, "loss-nan")]
+
+
+def by_accelerate(processes: Any, out: str) -> Any:
+    """Train in a loop of accelerate's, and end it by windows of bad rows."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    told = []
+    with fsdp_on_cpus():
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model: Any = plant(small_llama(), "loss-nan")
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        settings = {"loss": "mean", "refuse": (DataError,), "max_refused": 2, "postmortem": out}
+        guard = Guard(model, optimizer, **settings)
+        for seed, fault in FAULTS:
+            one = row(seed, fault if processes.index == 1 else None)
+            inputs = {name: ids[None] for name, ids in one.items()}
+            with guard.micro_batch(3, [seed]) as micro, refuse_bad_ids(inputs, model):
+                micro.loss = loss = model(**inputs).loss
+                accelerator.backward(loss)
+            try:
+                outcome = guard.step()
+            except TooManyRefusalsError:
+                break
+            told.append((outcome.applied, [(r.process, r.kind) for r in outcome.refused]))
+    if processes.index == 0:  # nothing was refused here
+        return told, {}
+    weights = read_postmortem(Path(out, "step-00000002-process-1")).weights
+    return told, {name: list(shard.shape) for name, shard in weights.items()}
+
+
+def test_a_loop_of_accelerates_is_guarded_and_leaves_a_post_mortem(tmp_path: Path) -> None:
+    (first, _), (second, shapes) = values(several(2, by_accelerate, str(tmp_path)))
+    assert first == second
+    lost = [(1, "loss")], [(1, "data")]
+    assert first == [(True, []), (False, lost[0]), (True, []), (False, lost[1])]
+    assert shapes["lm_head.weight"] == [VOCABULARY // 2, 16]
