@@ -144,7 +144,9 @@ class TrainerMixin(Trainer):
         refused: set[int] = set()
         while refusals := guard.begin_again():
             processes = guard.window.processes
-            here = [r.micro_batch or 0 for r in refusals if r.process == processes.index]
+            together = guard.window.sharding is not None
+            ours = [r for r in refusals if together or r.process == processes.index]
+            here = [r.micro_batch or 0 for r in ours]
             refused.update(index // processes.size for index in here)
             self.__dict__.update(deepcopy(self._counted))
             losses = self._compute_again(guard, model, refused, num_items_in_batch)
@@ -197,10 +199,17 @@ class TrainerMixin(Trainer):
             items = self._get_num_items_in_batch(counted, self.args.device)
         losses = []
         for place, inputs in enumerate(window):
-            if place in refused:
-                guard.window.place += processes.size
-            else:
+            if place not in refused:
                 losses.append(self._compute(guard, model, inputs, items))
+                continue
+            guard.window.place += processes.size
+            if guard.sharding is not None and not guard.sharding.trained:
+                with (  # another process may need it
+                    suppress(*guard.settings.refuse),
+                    guard.aside(),
+                    refuse_bad_ids(inputs, self.model, self._labels_are_tokens()),
+                ):
+                    self._once_more(model, inputs, items)
         return losses
 
     def _logged_again(self, losses: list[Tensor]) -> Tensor:
