@@ -283,7 +283,8 @@ def base_bytes(
     """
     rest = (2 - shape.tied) * shape.head_weights + shape.hidden
     norms, numbers = 2 * shape.layers * shape.hidden, shape.layers * shape.layer_weights
-    share, scales = stored.itemsize * (numbers + norms), 0.0
+    share: float = stored.itemsize * (numbers + norms)
+    scales = 0.0
     if quantization is not None:
         share, scales = numbers / 2 + stored.itemsize * norms, numbers * (1 + 4 / 256) / 64
     return int(share / processes + scales) + stored.itemsize * rest
