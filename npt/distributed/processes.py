@@ -178,7 +178,7 @@ class ProcessGroup:
         try:
             collective()
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -186,11 +186,17 @@ class ProcessGroup:
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            if not self.tells_of_loss(error):
                 raise
-            raise self._lost(error) from error
+            raise self.lost(error) from error
 
-    def _lost(self, error: RuntimeError) -> ProcessError:
+    def tells_of_loss(self, error: BaseException) -> bool:
+        """Return whether an error of torch says that another process does not come."""
+        in_exchange = isinstance(error, dist.DistError) or "gloo" in str(error)
+        return self.size > 1 and isinstance(error, RuntimeError) and in_exchange
+
+    def lost(self, error: BaseException) -> ProcessError:
+        """Return an exchange's error as one that names the process that was lost, and leave."""
         self.leave()  # whoever waits for this process is woken
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ", 1)[0]
         name = f"process {1 - self.index}" if self.size == 2 else "another process"

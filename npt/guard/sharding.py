@@ -107,9 +107,7 @@ def sharding_of(
             f"parameters are sharded over {sizes.pop()} processes, and the guard has"
             f" {processes.size}; shard them over all"
         )
-    # with `before_sums` layers are handed out to whoever asks, in step or not
-    gathered = modules and (trained or processes.before_sums is None)
-    return Sharding(modules, processes, trained) if gathered else None
+    return Sharding(modules, processes, trained) if modules else None
 
 
 class Sharding:
@@ -188,8 +186,8 @@ class Sharding:
         """
         if self.processes.size == 1:
             return
-        if isinstance(error, RuntimeError) and ("gloo" in str(error) or _is_of_processes(error)):
-            self.processes.collect(lambda: _throw(error))
+        if self.processes.tells_of_loss(error):
+            raise self.processes.lost(error) from error
         if refused and (not computed or _in_torch(error)):
             self.processes.leave()
             raise ProcessError(
@@ -232,10 +230,6 @@ class _Summing:
         return scatter(output_tensor, input_tensor, op, group, async_op)
 
 
-def _is_of_processes(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError)
-
-
 def _in_torch(error: BaseException) -> bool:
     """Return whether an error left a module's forward or a backward."""
     trace = error.__traceback__
@@ -244,7 +238,3 @@ def _in_torch(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
-
-
-def _throw(error: BaseException) -> None:
-    raise error

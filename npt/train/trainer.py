@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
+from npt.adapters.converted import adapter_parameters, attached_config
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig, TrainConfig
