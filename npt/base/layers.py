@@ -173,8 +173,9 @@ def _made(
         return Params4bit.from_prequantized(value, statistics, device=device, module=owner)
     value = value.to(device, empty.dtype)
     if isinstance(empty, Params4bit):
-        settings = vars(empty) | {"module": owner}
-        return Params4bit(value, requires_grad=False, **settings).to(device)
+        names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+        settings = {name: getattr(empty, name) for name in names}
+        return Params4bit(value, requires_grad=False, module=owner, **settings).to(device)
     return nn.Parameter(value, requires_grad=False)
 
 
