@@ -154,8 +154,11 @@ PAIR_CASES = [
 def cases_of(trainer: str) -> list[RowCase]:
     """Return the cases that make sense for a trainer.
 
-    A stock Trainer needs something in every window of every process: it cannot be the run that
-    never saw what one process lost whole.
+    Ids of a generation are the tokenizer's own, and labels it has none. A stock Trainer needs
+    something in every window of every process: it cannot be the run that never saw what one
+    process lost whole.
     """
+    if trainer == "grpo":
+        return [case for case in CASES if case.kind != "data"]
     pairs = PAIR_CASES if trainer in ("accelerate", "hf") else []
     return CASES + [case for case in pairs if trainer != "hf" or not case.idle]
