@@ -6,8 +6,8 @@ went wrong?
     python debug/inject_fault.py --case gradient-nan  one of them
     python debug/inject_fault.py --all                all of them and 1,000 clean steps
     python debug/inject_fault.py --trainer hf --all   transformers' Trainer under npt.guard; also
-                                                      loop, accelerate, trl, grpo. hf and
-                                                      accelerate with two processes too
+                                                      loop, accelerate, trl, grpo. All but loop and
+                                                      trl with two processes too
 
 Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every
 case passed, else 1.

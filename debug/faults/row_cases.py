@@ -154,11 +154,10 @@ PAIR_CASES = [
 def cases_of(trainer: str) -> list[RowCase]:
     """Return the cases that make sense for a trainer.
 
-    Ids of a generation are the tokenizer's own, and labels it has none. A stock Trainer needs
+    A generation's ids are the tokenizer's own, and it has no labels. A stock Trainer needs
     something in every window of every process: it cannot be the run that never saw what one
     process lost whole.
     """
-    if trainer == "grpo":
-        return [case for case in CASES if case.kind != "data"]
-    pairs = PAIR_CASES if trainer in ("accelerate", "hf") else []
-    return CASES + [case for case in pairs if trainer != "hf" or not case.idle]
+    pairs = PAIR_CASES if trainer in ("accelerate", "hf", "grpo") else []
+    cases = CASES + [case for case in pairs if trainer != "hf" or not case.idle]
+    return [case for case in cases if trainer != "grpo" or case.kind != "data"]

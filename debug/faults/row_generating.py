@@ -16,6 +16,7 @@ from torch import Tensor
 
 from faults.row_faults import MARK
 from npt.guard import TrainerMixin
+from npt.random_state import kept_random_state
 
 PROMPTS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"
 """One is a word of a prompt; a token of none is MARK."""
@@ -33,6 +34,7 @@ class Slices:
     bad: Collection[int] = ()
     period = 1
     passes = False
+    _slice: Any = None  # passed over, which only keeps the other processes company
     accelerator: Any
     args: Any
     model: Any
@@ -43,6 +45,8 @@ class Slices:
         return (step * self.accelerator.num_processes + process) % self.period in self.bad
 
     def _prepare_inputs(self, rows: Any) -> Any:
+        if self._slice is not None:
+            return self._slice
         inputs = super()._prepare_inputs(rows)  # type: ignore[misc]
         bad = self.model.training and self._is_bad(self._step, self.accelerator.process_index)
         if self.passes or not bad:
@@ -64,9 +68,20 @@ class Slices:
         if not self._is_bad(self._step, self.accelerator.process_index):
             return step(model, inputs, items)
         model.train()
-        self._prepare_inputs(inputs)
-        self._step += 1
-        return torch.zeros(())
+        taken = self._prepare_inputs(inputs)
+        if size == 1 or all(window):
+            self._step += 1
+            return torch.zeros(())
+        with kept_random_state():
+            self._slice = taken
+            loss = step(model, inputs, items)
+            self._slice = None
+        return loss
+
+    def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+        """Compute a loss, of weight 0 for a slice that is passed over."""
+        loss = super().compute_loss(*arguments, **named)  # type: ignore[misc]
+        return loss if self._slice is None else 0.0 * loss
 
 
 @cache
@@ -108,6 +123,7 @@ def trainer_of(
         "shuffle_dataset": False,
         "beta": 0.04,
         "bf16": False,
+        "log_level_replica": "error",
         **arguments,
     }
     trainer = kind(

@@ -9,6 +9,7 @@ of a Trainer which made the same generations and passed over this slice.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -63,8 +64,9 @@ class Generations:
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         earlier = {name: list(values) for name, values in trainer._metrics["train"].items()}
-        before = random_state()
+        before, started = random_state(), time.perf_counter()
         taken = trainer._prepare_inputs(inputs)
+        trainer._current_train_step_time += time.perf_counter() - started  # TRL counts it too
         after = random_state()
         if not place:
             self._random.clear()

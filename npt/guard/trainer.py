@@ -33,7 +33,7 @@ from npt.guard.generations import Generations
 from npt.guard.guard import Guard
 from npt.guard.ids import IGNORED, refuse_bad_ids
 from npt.guard.outcome import Outcome
-from npt.guard.parameters import share_buffers, whole
+from npt.guard.parameters import UNGUARDED, share_buffers, whole
 from npt.guard.settings import GuardSettings
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ else:
 # by TRL, in each forward
 _COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens", *generations.COUNTED)
 _GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
-
-UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which says what is lost"
 
 _log = logging.getLogger("npt.guard")
 

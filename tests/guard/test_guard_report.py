@@ -10,6 +10,7 @@ import pytest
 import torch
 from guarded_loops import assert_equal
 from guarded_trainers import InOrder, small_llama, state_of, trainer_of
+from simulated_cuda import HostWaitError, no_waits, simulated_cuda, to_cuda
 from transformers import TrainerCallback
 
 from faults.row_faults import MODEL_FAULTS, plant, row
@@ -120,8 +121,11 @@ def test_a_step_that_the_scaler_skips(optim, tmp_path, caplog) -> None:
     assert not report.findings and not report.counts["unmoved"]
 
 
+ARGUMENTS = type("Arguments", (), {"logging_nan_inf_filter": True})()
+
+
 class DeepSpeedOptimizerWrapper:
-    """What accelerate makes of DeepSpeed's: the engine has stepped before `step` is called."""
+    """DeepSpeed's as accelerate wraps it: the engine has stepped before `step` is called."""
 
     def __init__(self, optimizer: Any):
         self.optimizer, self.step_was_skipped = optimizer, False
@@ -137,7 +141,7 @@ def test_a_step_that_deepspeed_skips(tmp_path, caplog) -> None:
     """By the interface of its engine, in the order of its calls; it is not run."""
     model, report = plant(small_llama(), "loss-nan"), Report()
     optimizer = DeepSpeedOptimizerWrapper(torch.optim.AdamW(model.parameters(), lr=0.1))
-    given = type("Arguments", (), {"logging_nan_inf_filter": True})()
+    given = ARGUMENTS
     state = type("State", (), {"global_step": 0})()
     named = {"model": model, "optimizer": optimizer}
     report.on_train_begin(given, state, None, **named)
@@ -193,3 +197,27 @@ def test_a_clean_run_says_so(tmp_path, caplog) -> None:
     with caplog.at_level(logging.INFO, logger="npt.guard"):
         trained(tmp_path, None, Report())
     assert lines(caplog) == ["report: nothing was lost"]
+
+
+def test_the_host_waits_once_a_step_alone_for_it() -> None:
+    """On a simulated GPU: no micro-batch waits, and nothing after the step."""
+    model, report = torch.nn.Linear(3, 1), Report()
+    state, given = type("State", (), {"global_step": 0})(), ARGUMENTS
+    with simulated_cuda():
+        to_cuda(model)
+        model.register_forward_hook(lambda _module, _inputs, output: {"loss": output.mean()})
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        named = {"model": model, "optimizer": optimizer}
+        report.on_train_begin(given, state, None, **named)
+        inputs = torch.ones(2, 3, device="cuda")
+        for _ in range(2):
+            with no_waits():
+                report.on_step_begin(given, state, None, **named)
+                model(inputs)["loss"].backward()
+                report.on_substep_end(given, state, None, **named)
+                model(inputs)["loss"].backward()
+            with pytest.raises(HostWaitError), no_waits():
+                report.on_pre_optimizer_step(given, state, None, **named)
+            with no_waits():
+                state.global_step += 1
+                report.on_step_end(given, state, None, **named)
