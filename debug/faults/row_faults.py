@@ -23,7 +23,7 @@ Plant = Callable[[nn.Module, "Marked"], Any]
 class Marked:
     """Knows whether the model computes a marked row, and how often `inside` was computed for it."""
 
-    def __init__(self, model: nn.Module, mark: int):
+    def __init__(self, model: Any, mark: int):
         self.now, self.calls = False, 0
         self._mark = mark
         model.get_input_embeddings().register_forward_pre_hook(self._look)  # generations too

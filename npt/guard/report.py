@@ -84,6 +84,7 @@ class Report(TrainerCallback):
         self._stepped = _Stepped()
         self._skipped: float | None = None  # steps, by DeepSpeed's engine
         self._moves = False  # the rate is above 0
+        self._several = False  # processes
         self._hidden = 0  # losses since the last entry of the log
 
     def on_train_begin(
@@ -94,6 +95,7 @@ class Report(TrainerCallback):
         self.counts.clear()
         self._steps, self._stepped, self._window = 0, _Stepped(), []
         self._skipped = getattr(model, "skipped_steps", None)
+        self._several = getattr(args, "world_size", 1) > 1
         self._forensics = Forensics(model, self._left)
         hook = whole(model).register_forward_hook(Hook(self._look), with_kwargs=True)
         self._stack.callback(hook.remove)
@@ -265,8 +267,10 @@ class Report(TrainerCallback):
         findings = [micro.finding for micro in suspects if micro.finding is not None]
         self.findings += findings[-1:]
         for finding in findings[-1:]:
-            index = finding.refusal.micro_batch
-            _log.warning("step %d: micro-batch %s traced: %s", step, index, finding.told)
+            place, told = finding.refusal.micro_batch, finding.told
+            if finding.verdict is None and self._several:
+                told = "this process's own batches are finite; look at what the others say"
+            _log.warning("step %d: micro-batch %s traced: %s", step, place, told)
 
     def _say(self, kind: str, step: int, detail: str) -> None:
         """Count, and tell of the first; of nothing more once the weights are lost."""

@@ -10,10 +10,12 @@ import pytest
 import torch
 from guarded_loops import assert_equal
 from guarded_trainers import InOrder, small_llama, state_of, trainer_of
+from several import several, values
 from simulated_cuda import HostWaitError, no_waits, simulated_cuda, to_cuda
 from transformers import TrainerCallback
 
 from faults.row_faults import MODEL_FAULTS, plant, row
+from faults.row_runs import digest
 from npt.guard import Report
 
 BAD, ROWS = 5, 8
@@ -221,3 +223,40 @@ def test_the_host_waits_once_a_step_alone_for_it() -> None:
             with no_waits():
                 state.global_step += 1
                 report.on_step_end(given, state, None, **named)
+
+
+def test_two_processes_tell_of_their_own_and_stay_the_same(tmp_path) -> None:
+    """One gradient of theirs is not finite for both; only one has a bad loss, and traces it."""
+    (plain, _), (other, _) = values(several(2, two_processes, tmp_path, False))
+    (with_it, bad), (same, good) = values(several(2, two_processes, tmp_path, True))
+    assert plain == with_it == other == same
+    one, two = sorted((bad, good), key=lambda said: "loss of micro-batch" not in "".join(said))
+    assert any("traced: written constant" in line for line in one), one
+    assert any("this process's own batches are finite" in line for line in two), two
+
+
+def two_processes(_processes: Any, folder: Any, reported: bool) -> tuple[str, list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npt.guard").addHandler(handler)
+    rows = [row(i, "loss-nan" if i == BAD else None) for i in range(ROWS)]
+    model = plant(small_llama(0.0), "loss-nan")
+    trainer = trainer_of(InOrder, rows, folder, model, gradient_accumulation_steps=2)
+    if reported:
+        trainer.add_callback(Report())
+    trainer.train()
+    assert trainer.args.world_size == 2
+    return repr(digest(bits(state_of(trainer)["weights"]))), said
+
+
+def test_what_one_process_cannot_compute_alone_is_not_traced(tmp_path, caplog) -> None:
+    model, report = plant(small_llama(), "loss-nan"), Report()
+    model.lm_head.weight.ds_id = 0  # of ZeRO 3
+    rows = [row(i, "loss-nan" if i == 0 else None) for i in range(2)]
+    trainer = trainer_of(InOrder, rows, tmp_path, model, max_steps=1)
+    trainer.add_callback(report)
+    trainer.train()
+    assert not report.findings
+    reason = "its parameters are sharded over processes"
+    assert f"step 1: the batch is not traced: {reason}" in lines(caplog)
