@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from clean_runs.parts import ARGUMENTS, Row, called, llama, sentence, sizes, token_rows, tokenizer
 from clean_runs.watched import Example
+from faults.row_generating import reward
 from random_base import random_base
 
 ROWS = 7
@@ -187,11 +188,6 @@ def prompted_pairs() -> list[Row]:
     return [{"prompt": "tell me: ", **row} for row in pairs()]
 
 
-def scored(completions: list[str], **_: Any) -> list[float]:
-    """Reward completions with figures that differ."""
-    return [float(sum(map(ord, text)) % 17) for text in completions]
-
-
 def judge() -> Any:
     """Return a model that gives a text one score."""
     return seeded(hf.LlamaForSequenceClassification, hf.LlamaConfig(**sizes(num_labels=1)))
@@ -223,7 +219,7 @@ BEST |= {"save_strategy": "steps", "save_steps": 1}
 BY_LORA = {"peft_config": LORA}
 FAST = {"learning_rate": 0.1}
 GENERATED = {"num_generations": 2, "max_completion_length": 4, "steps_per_generation": 4}
-SCORED = {**BY_LORA, "reward_funcs": [scored]}
+SCORED = {**BY_LORA, "reward_funcs": [reward]}
 BY_TRL: dict[str, tuple[str, Callable[[], list[Row]], dict[str, Any], dict[str, Any]]] = {
     "sft": ("SFT", texts, BEST, {}),
     "sft-packed": ("SFT", texts, {"packing": True, "max_length": 24}, {}),
