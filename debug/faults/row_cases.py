@@ -179,10 +179,12 @@ FSDP_CASES = [
 def cases_of(trainer: str) -> list[RowCase]:
     """Return the cases that make sense for a trainer.
 
-    A stock Trainer needs something in every window of every process: it cannot be the run that
-    never saw what one process lost whole.
+    A generation's ids are the tokenizer's own, and it has no labels. A stock Trainer needs
+    something in every window of every process: it cannot be the run that never saw what one
+    process lost whole.
     """
     if trainer.startswith("fsdp"):  # no errors within a forward, at which a process cannot go on
         return [replace(case, together=trainer == "fsdp_sharded") for case in FSDP_CASES]
-    pairs = PAIR_CASES if trainer in ("accelerate", "hf") else []
-    return CASES + [case for case in pairs if trainer != "hf" or not case.idle]
+    pairs = PAIR_CASES if trainer in ("accelerate", "hf", "grpo") else []
+    cases = CASES + [case for case in pairs if trainer != "hf" or not case.idle]
+    return [case for case in cases if trainer != "grpo" or case.kind != "data"]

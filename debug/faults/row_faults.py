@@ -23,14 +23,13 @@ Plant = Callable[[nn.Module, "Marked"], Any]
 class Marked:
     """Knows whether the model computes a marked row, and how often `inside` was computed for it."""
 
-    def __init__(self, model: nn.Module, mark: int):
+    def __init__(self, model: Any, mark: int):
         self.now, self.calls = False, 0
         self._mark = mark
-        model.register_forward_pre_hook(self._look, with_kwargs=True)
+        model.get_input_embeddings().register_forward_pre_hook(self._look)  # generations too
 
-    def _look(self, _module: Any, arguments: Any, named: Any) -> None:
-        ids = named.get("input_ids", arguments[0] if arguments else None)
-        self.now, self.calls = bool((ids == self._mark).any()), 0
+    def _look(self, _module: Any, ids: tuple[Tensor, ...]) -> None:
+        self.now, self.calls = bool((ids[0] == self._mark).any()), 0
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -96,7 +95,7 @@ def filled(value: float) -> Callable[[Tensor], Tensor]:
 def one_element(value: float) -> Callable[[Tensor], Tensor]:
     def change(tensor: Tensor) -> Tensor:
         changed = tensor.clone()
-        changed.view(-1)[1] = value
+        changed[..., -2, 1] = value  # of an activation the last that counts in every loss
         return changed
 
     return change

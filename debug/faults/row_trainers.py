@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers import LlamaConfig, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
+from faults import row_generating
 from faults.row_cases import RowCase
 from faults.row_faults import LENGTH, VOCABULARY, Row, plant, row
 from npt.base.load import EMBEDDED_FOLDER
@@ -42,10 +43,10 @@ class Trained:
     refusals: list[Refusal]
 
 
-def student(case: RowCase, faulty: bool) -> nn.Module:
+def student(case: RowCase, faulty: bool, vocabulary: int = VOCABULARY) -> nn.Module:
     """Return LoRA, with dropout, on a small Llama in NF4."""
     heads = {"num_attention_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, **heads)
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=64, intermediate_size=64, **heads)
     model = random_base(config, device="cpu")
     torch.manual_seed(0)
     lora = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
@@ -279,6 +280,48 @@ def trl(case: RowCase, faulty: bool, guarded: bool) -> Trained:
     )
 
 
+def grpo(case: RowCase, faulty: bool, guarded: bool) -> Trained:
+    """Train with TRL's GRPOTrainer; the run without bad slices makes their generations too."""
+    from datasets.utils.logging import disable_progress_bar
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    disable_progress_bar()
+    logging.set_verbosity_error()
+    tokenizer = AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER))
+    trainer = row_generating.trainer_of(
+        row_generating.kinds(GRPOTrainer)[guarded],
+        GRPOConfig,
+        student(case, faulty, len(tokenizer)),
+        tokenizer,
+        case.rows,
+        gradient_checkpointing=case.checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        max_steps=case.steps,
+        optimizer_cls_and_kwargs=optimizer_of(case, faulty),
+        **arguments_of(case),
+    )
+    trainer.bad, trainer.passes = case.bad, not faulty
+    return run(trainer, case)
+
+
+def arguments_of(case: RowCase) -> dict[str, Any]:
+    """Return what all of the Trainers have among their arguments."""
+    return {
+        "gradient_accumulation_steps": case.window,
+        "learning_rate": RATE,
+        "max_grad_norm": MAX_NORM,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": WARMUP,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
 def by_library(
     kind: type,
     arguments: Callable[..., Any],
@@ -295,32 +338,26 @@ def by_library(
         arguments: makes its arguments.
     """
     with tempfile.TemporaryDirectory() as folder:
-        settings = arguments(
-            output_dir=folder,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=case.window,
-            max_steps=case.steps if faulty else case.steps - case.lost,
-            learning_rate=RATE,
-            max_grad_norm=MAX_NORM,
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=WARMUP,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
         trainer: Any = kinds(kind)[guarded](
             model=student(case, faulty),
-            args=settings,
+            args=arguments(
+                output_dir=folder,
+                per_device_train_batch_size=1,
+                max_steps=case.steps if faulty else case.steps - case.lost,
+                **arguments_of(case),
+            ),
             train_dataset=data,
             optimizer_cls_and_kwargs=optimizer_of(case, faulty),
             **rest,
         )
-        trainer.guard_settings = {"spike_sigmas": case.spike_sigmas}
-        trainer.remove_callback(PrinterCallback)  # standard output is the scorecard's
-        trainer.train()
+        return run(trainer, case)
+
+
+def run(trainer: Any, case: RowCase) -> Trained:
+    """Train, and return what is left."""
+    trainer.guard_settings = {"spike_sigmas": case.spike_sigmas}
+    trainer.remove_callback(PrinterCallback)  # standard output is the scorecard's
+    trainer.train()
     state = _state(trainer.model, trainer.optimizer, trainer.lr_scheduler)
     return Trained(state, getattr(trainer, "refusals", []))
 
@@ -329,6 +366,7 @@ TRAINERS: dict[str, Callable[[RowCase, bool, bool], Trained]] = {
     "loop": loop,
     "accelerate": accelerated,
     "trl": trl,
+    "grpo": grpo,
     "hf": hf,
     "fsdp": partial(loop, sharded=True),
     "fsdp_sharded": partial(loop, sharded=True),

@@ -174,9 +174,9 @@ class Hook:
     def __init__(self, note: Callable[..., None] | None = None):
         self._note = note
 
-    def __call__(self, _module: nn.Module, arguments: tuple[Any, ...], named: Any) -> None:
+    def __call__(self, _module: nn.Module, *values: Any) -> None:
         if self._note is not None:
-            self._note(arguments, named)
+            self._note(*values)
 
     def __reduce__(self) -> Any:
         return Hook, ()
@@ -226,7 +226,7 @@ class Forensics:
 
     def _note(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         stored = self._open
-        if stored is None:
+        if stored is None or not torch.is_grad_enabled():  # a teacher's, or a generation
             return
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         dtypes = {kind: torch.get_autocast_dtype(kind) for kind in on}

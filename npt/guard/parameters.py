@@ -16,6 +16,8 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.guard.sharding import refuse_unfit
 
+UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which says what is lost"
+
 IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
 """Classes of lomo_optim, and of transformers for GaLore and Apollo layer by layer."""
 
@@ -36,7 +38,7 @@ def guarded_parameters(
     if not IN_BACKWARD.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
         raise ConfigError(
             f"{type(optimizer).__name__} steps inside backward, before a guard can look at the"
-            " gradient; use its form that is not layerwise, or AdamW"
+            f" gradient; use its form that is not layerwise, or AdamW, or {UNGUARDED}"
         )
     stepped = stepped_parameters(optimizer)
     if not stepped:
