@@ -28,9 +28,6 @@ from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ModelError
 
-PROBE = 16
-"""Tokens that pass through each layer before and after it is sharded."""
-
 
 @torch.no_grad()
 def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) -> ProcessGroup:
@@ -69,8 +66,8 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
         raise ModelError("the base is sharded already; load it again to shard it in another way")
     device, mesh = processes.device, init_device_mesh(processes.device.type, (processes.size,))
     layers = real_layers(model, device)
-    ids = tuple(token % model.config.vocab_size for token in range(PROBE))
-    stream = open_stream(model, collate([Sample("probe", ids)], 0).to(device))
+    probe = Sample("probe", tuple(range(min(16, model.config.vocab_size))))
+    stream = open_stream(model, collate([probe], 0).to(device))
     changed = []
     with processes.exchanging(), adapters_disabled(model):
         for index, layer in layers:
@@ -81,14 +78,12 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
             setattr(module, WITHIN, call)
             register_fsdp_forward_method(module, WITHIN)
         within(model.model, lambda: None)  # FSDP wants to see the root first
-    error = None
-    if changed:
-        error = ModelError(
-            f"sharding changes {changed[0]} ({len(changed)} such), with torch {torch.__version__};"
-            " the results would not be those of the base: take another version of torch or"
-            " bitsandbytes"
-        )
-    processes.raise_together(error)
+    what = f"{changed[0]} ({len(changed)} such)" if changed else ""
+    message = (
+        f"sharding changes {what}, with torch {torch.__version__}, and so the base's results; take"
+        " another version of torch or bitsandbytes"
+    )
+    processes.raise_together(ModelError(message) if changed else None)
     return processes
 
 

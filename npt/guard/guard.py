@@ -174,6 +174,7 @@ class Guard:
             stored.run = partial(self._again, run, names, offset)
         try:
             with (
+                self.window.processes.exchanging(),
                 unsynchronised(self._model),
                 self.forensics.watching(micro, stored),
                 self.draws.drawing(names, offset),

@@ -179,16 +179,12 @@ class Sharding:
         return self.processes.sum_(norms.square()).sqrt()
 
     def end_together(self, error: BaseException, refused: bool, computed: bool) -> None:
-        """Raise ProcessError if an error is that another process does not come, or if it would be
-        refused while others wait in the middle of a micro-batch.
+        """Raise ProcessError if an error would be refused while others wait in the middle of a
+        micro-batch.
 
         computed: a backward has reached a parameter.
         """
-        if self.processes.size == 1:
-            return
-        if self.processes.tells_of_loss(error):
-            raise self.processes.lost(error) from error
-        if refused and (not computed or _in_torch(error)):
+        if self.processes.size > 1 and refused and (not computed or _in_torch(error)):
             self.processes.leave()
             raise ProcessError(
                 f"process {self.processes.index} met {type(error).__name__}: {error} in the middle"

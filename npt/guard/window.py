@@ -485,7 +485,8 @@ class GradientWindow:
                 break
             try:
                 if window.arrived is not None:
-                    self.processes.wait_for(window.arrived)
+                    self.processes.check_unbroken()
+                    window.arrived.synchronize()
                 result = read_record(window, self.gradients.names, self.known_steps, self.processes)
             except BaseException:
                 self._take_back()
