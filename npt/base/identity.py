@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.base.linear import quantized_linears
-from npt.errors import ModelError
+from npt.base.linear import quantized_linears, refuse_unread
 from npt.stored import shown
 
 CHUNK = 64 << 20
@@ -101,11 +100,7 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
     """
     if (kept := getattr(model, _KEPT, None)) is not None:
         return kept
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError(
-            "layers of the base have not been read, so it has no hash yet; call"
-            " npt.shard_base(model) first"
-        )
+    refuse_unread(model)
     reader = IdentityReader(model)
     layers: Any = model.model.layers
     for index in reader.order:

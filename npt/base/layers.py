@@ -71,6 +71,8 @@ class LayersLater:
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
         lacking = {key for key, p in model.named_parameters() if p.is_meta and LAYERS not in key}
         model.tie_weights(missing_keys=lacking, recompute_mapping=False)
+        for part in PARTS:
+            audit_precision(model, policy_dtype(model), within=model.get_submodule(part))
         self.read_layer(0, device)
 
     def read_layer(self, index: int, device: torch.device) -> nn.Module:

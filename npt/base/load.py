@@ -128,9 +128,10 @@ def load_base(
         note_dtype(model, dtype)
     # a saved adapter names this as its base, not the folder of this installation
     model.config._name_or_path = name
-    if later is not None:
-        later.read_parts(torch.device(device or default_device()))
-    return frozen(model, torch.float32 if packed else stored), tokenizer
+    if later is None:
+        return frozen(model, torch.float32 if packed else stored), tokenizer
+    later.read_parts(torch.device(device or default_device()))
+    return model.requires_grad_(False).eval(), tokenizer
 
 
 def frozen(model: Any, computing: torch.dtype) -> Any:

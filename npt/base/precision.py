@@ -34,6 +34,7 @@ from npt.base.linear import (
     effective_dtype,
     is_plain_linear,
     quantized_linears,
+    refuse_unread,
     short_name,
 )
 from npt.errors import PrecisionError
@@ -168,9 +169,10 @@ def audit_precision(
     within: nn.Module | None = None,
 ) -> PrecisionReport:
     """Read the effective compute dtype of every linear and embedding layer off the modules, or of
-    those within a part. Layers that are yet to be read (npt/base/layers.py) are passed over.
+    those within a part.
 
     Raises:
+        ModelError: layers are still in their files (npt/base/layers.py).
         PrecisionError: autocast is on, or a module would compute in another dtype: of packed
             weights what was declared on loading, of adapters fp32, of the rest `expected`.
     """
@@ -178,9 +180,10 @@ def audit_precision(
     wrong: list[str] = []
     wanted, of_packed = short_name(expected), short_name(getattr(model, _DECLARED, expected))
     part = model if within is None else within
+    refuse_unread(part)
     packed = {id(module) for _, module in quantized_linears(part)}
     for name, module in part.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
+        if isinstance(module, nn.Linear | nn.Embedding):
             dtype = effective_dtype(module)
             computed[dtype] += 1
             if dtype != (of_packed if id(module) in packed else wanted):
@@ -190,7 +193,7 @@ def audit_precision(
         (adapters if ".npt." in name else stored)[dtype] += 1
         if ".npt." in name and parameter.dtype != torch.float32:
             wrong.append(f"adapter {name} is {dtype}")
-    for device in {p.device.type for p in part.parameters() if not p.is_meta}:
+    for device in {p.device.type for p in part.parameters()}:
         if torch.is_autocast_enabled(device):
             dtype = short_name(torch.get_autocast_dtype(device))
             wrong.append(f"autocast to {dtype} is on for {device}")

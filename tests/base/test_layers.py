@@ -304,7 +304,9 @@ class TestRefused:
                     pass
             assert "\n" not in str(refusal.value)
 
-    def test_a_hash_of_layers_that_are_still_in_their_files(self) -> None:
-        later, _ = npt.load_base("tiny", device="cpu", layers_later=True)
-        with pytest.raises(ModelError, match="have not been read, so it has no hash yet"):
-            npt.base_hash(later)
+    def test_a_hash_and_a_training_of_layers_that_are_still_in_their_files(self) -> None:
+        later, tokenizer = npt.load_base("tiny", device="cpu", layers_later=True)
+        npt.attach(later)
+        for use in (npt.base_hash, lambda model: npt.Trainer(model, tokenizer, [{"text": "a"}])):
+            with pytest.raises(ModelError, match="layers of the base are still in their files"):
+                use(later)
