@@ -163,12 +163,13 @@ class Report(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any
     ) -> None:
         """Say what the log has that is not finite, and what it does not show."""
-        numbers = {k: v for k, v in logs.items() if isinstance(v, float) and not math.isfinite(v)}
-        if numbers:
-            listed = ", ".join(f"{name} {value}" for name, value in numbers.items())
-            self._say("logged", state.global_step, f"the log has {listed}")
-        if self._hidden and math.isfinite(logs.get("loss", math.nan)):
-            detail = f"the log has loss {logs['loss']}, without {self._hidden} that are not finite"
+        numbers = {name: value for name, value in logs.items() if isinstance(value, float)}
+        bad = [f"{name} {value}" for name, value in numbers.items() if not math.isfinite(value)]
+        if bad:
+            self._say("logged", state.global_step, f"the log has {', '.join(bad)}")
+        loss = numbers.get("loss", math.nan)
+        if self._hidden and math.isfinite(loss):
+            detail = f"the log has loss {loss}, without {self._hidden} that are not finite"
             self._say("logged", state.global_step, detail)
         self._hidden = 0
         self._read([])
