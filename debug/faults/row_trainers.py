@@ -27,7 +27,8 @@ from npt.base.load import EMBEDDED_FOLDER
 from npt.errors import DataError
 from npt.guard import Guard, Refusal, TrainerMixin
 from npt.guard.ids import refuse_bad_ids
-from random_base import random_base
+from npt.guard.sharding import full, local
+from random_base import random_base, shard
 
 RATE, MAX_NORM, WARMUP = 0.01, 0.1, 4
 
@@ -70,7 +71,8 @@ class SpoilingAdamW(torch.optim.AdamW):
         if next(self._steps) == self._at:
             parameter = self.param_groups[0]["params"][0]
             moment = self.state[parameter]["exp_avg"]
-            (parameter.data if self._where == "weight" else moment).view(-1)[0] = math.nan
+            spoilt = parameter.detach() if self._where == "weight" else moment
+            local(spoilt).view(-1)[0] = math.nan
 
 
 def optimizer_of(case: RowCase, faulty: bool) -> tuple[Any, dict[str, Any]]:
@@ -82,28 +84,48 @@ def optimizer_of(case: RowCase, faulty: bool) -> tuple[Any, dict[str, Any]]:
     return torch.optim.AdamW, settings
 
 
-def epoch_of(case: RowCase, faulty: bool, process: int = 0) -> list[list[Row]]:
-    """Return an epoch's windows of a process, the bad rows with their fault or not at all."""
+def epoch_of(
+    case: RowCase, faulty: bool, process: int = 0, stand_ins: bool = False
+) -> list[list[Row | None]]:
+    """Return an epoch's windows of a process, the bad rows with their fault or not at all.
+
+    stand_ins: of what does not count, None is left where the other process needs this one.
+    """
     made = []
     for start in range(0, case.rows, case.size):
         every = range(start, min(start + case.size, case.rows))
-        if faulty or any(i not in case.bad for i in every):
+        lost = {start + i for i in case.dropped([i - start for i in every if i in case.bad])}
+        if faulty or any(i not in lost for i in every):
             ours = every[process :: case.processes]
-            kept = [i for i in ours if faulty or i not in case.bad]
-            made.append([row(i, case.fault if i in case.bad else None) for i in kept])
+            kept = [i for i in ours if faulty or stand_ins or i not in lost]
+            made.append(
+                [
+                    None
+                    if not faulty and i in lost
+                    else row(i, case.fault if i in case.bad else None)
+                    for i in kept
+                ]
+            )
     return made
 
 
-def windows_of(case: RowCase, faulty: bool, process: int = 0) -> list[list[Row]]:
-    """Return the windows of a run."""
-    epoch = epoch_of(case, faulty, process)
+def windows_of(case: RowCase, faulty: bool, process: int = 0, *rest: Any) -> list[list[Row | None]]:
+    """Return the windows of a run, as `epoch_of` does."""
+    epoch = epoch_of(case, faulty, process, *rest)
     steps = case.steps if faulty else case.steps - case.lost
     return [epoch[step % len(epoch)] for step in range(steps)]
 
 
-def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) -> Trained:
-    """Train in a loop as one writes it: summed losses, divided by the window's tokens."""
+def loop(
+    case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None, sharded: bool = False
+) -> Trained:
+    """Train in a loop as one writes it: summed losses, divided by the window's tokens.
+
+    sharded: the base, and with `case.together` what is trained, by FSDP2.
+    """
     model = student(case, faulty).train()
+    if sharded:
+        shard(model, [] if case.together else [p for p in model.parameters() if p.requires_grad])
     kind, settings = optimizer_of(case, faulty)
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **settings)
     warm = lambda step: min(1.0, (step + 1) / WARMUP)  # noqa: E731
@@ -121,9 +143,12 @@ def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) ->
     process = 0 if case.processes == 1 else dist.get_rank()
     torch.manual_seed(1 + process)
     refusals: list[Refusal] = []
-    for window in windows_of(case, faulty, process):
+    for window in windows_of(case, faulty, process, sharded and not case.together):
         total = 0
         for one in window:
+            if one is None:
+                compute_aside(model)
+                continue
             tokens = int((one["labels"][1:] != -100).sum())
             total += tokens
             if guard is None:
@@ -134,7 +159,7 @@ def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) ->
                     backward(loss)
         if guard is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
-            for gradient, divisor in _summed(parameters, total, case.processes):
+            for gradient, divisor in _summed(parameters, total, case):
                 gradient.div_(divisor)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             stepped.step()
@@ -146,19 +171,32 @@ def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) ->
 
 
 def _summed(
-    parameters: Iterable[nn.Parameter], total: int, processes: int
+    parameters: Iterable[nn.Parameter], total: int, case: RowCase
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield gradients with a window's tokens, both summed over the processes."""
     tokens = torch.tensor(float(total))
-    if processes > 1:
+    if case.processes > 1:
         dist.all_reduce(tokens)
     for parameter in parameters:
-        if processes > 1:
+        if case.processes > 1 and not case.together:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
         if parameter.grad is not None:
             yield parameter.grad, tokens
+
+
+def compute_aside(model: nn.Module) -> None:
+    """Compute a row for the sake of the other process; nothing stays of it."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    random, kept = (
+        torch.get_rng_state(),
+        [None if p.grad is None else p.grad.clone() for p in trained],
+    )
+    _summed_loss(model, row(0)).backward()
+    torch.set_rng_state(random)
+    for parameter, gradient in zip(trained, kept, strict=True):
+        parameter.grad = gradient
 
 
 def accelerated(case: RowCase, faulty: bool, guarded: bool) -> Trained:
@@ -209,7 +247,7 @@ def kinds(own: type) -> tuple[type, type]:
 def rows_of(case: RowCase, faulty: bool) -> list[Row]:
     """Return an epoch's rows of this process."""
     process = 0 if case.processes == 1 else dist.get_rank()
-    return [one for window in epoch_of(case, faulty, process) for one in window]
+    return [one for window in epoch_of(case, faulty, process) for one in window if one]
 
 
 def hf(case: RowCase, faulty: bool, guarded: bool) -> Trained:
@@ -330,14 +368,17 @@ TRAINERS: dict[str, Callable[[RowCase, bool, bool], Trained]] = {
     "trl": trl,
     "grpo": grpo,
     "hf": hf,
+    "fsdp": partial(loop, sharded=True),
+    "fsdp_sharded": partial(loop, sharded=True),
 }
 
 
 def _state(model: nn.Module, optimizer: Any, scheduler: Any) -> State:
-    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    moments = optimizer.state_dict()["state"]
     return {
-        "weights": weights,
-        "moments": optimizer.state_dict()["state"],
+        "weights": {name: full(p) for name, p in trained.items()},
+        "moments": {i: {key: full(v) for key, v in own.items()} for i, own in moments.items()},
         "schedule": (scheduler.last_epoch, scheduler.get_last_lr()),
         "random": torch.get_rng_state(),
     }

@@ -33,7 +33,8 @@ from npt.guard.generations import Generations
 from npt.guard.guard import Guard
 from npt.guard.ids import IGNORED, refuse_bad_ids
 from npt.guard.outcome import Outcome
-from npt.guard.parameters import UNGUARDED, share_buffers, whole
+from npt.guard.parameters import share_buffers, whole
+from npt.guard.refusal import UNGUARDED
 from npt.guard.settings import GuardSettings
 
 if TYPE_CHECKING:
@@ -153,7 +154,9 @@ class TrainerMixin(Trainer):
         refused: set[int] = set()
         while refusals := guard.begin_again():
             processes = guard.window.processes
-            here = [r.micro_batch or 0 for r in refusals if r.process == processes.index]
+            together = guard.window.sharding is not None
+            ours = [r for r in refusals if together or r.process == processes.index]
+            here = [r.micro_batch or 0 for r in ours]
             refused.update(index // processes.size for index in here)
             self.__dict__.update(deepcopy(self._counted))
             losses = self._compute_again(guard, model, refused, num_items_in_batch)
@@ -228,11 +231,18 @@ class TrainerMixin(Trainer):
             if self._generations is not None:
                 self._generations.rewind_to(place)
                 self._generations.calls = len(losses)
-            if place in refused:
-                guard.window.place += processes.size
+            if place not in refused:
+                self.accelerator.sync_gradients = place == last  # asked by what GRPO counts
+                losses.append(self._compute(guard, model, inputs, items))
                 continue
-            self.accelerator.sync_gradients = place == last  # asked by what GRPO counts
-            losses.append(self._compute(guard, model, inputs, items))
+            guard.window.place += processes.size
+            if guard.sharding is not None and not guard.sharding.trained:
+                with (  # another process may need it
+                    suppress(*guard.settings.refuse),
+                    guard.aside(),
+                    refuse_bad_ids(inputs, self.model, self._labels_are_tokens()),
+                ):
+                    self._once_more(model, inputs, items)
         self.accelerator.sync_gradients = True
         return losses
 
@@ -263,6 +273,10 @@ class TrainerMixin(Trainer):
         settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
         settings |= {"loss": "share", "max_grad_norm": self.args.max_grad_norm or math.inf}
         self.guard = Guard(model, self.optimizer, **settings)
+        if self._generations is not None and self.guard.sharding is not None:
+            raise ConfigError(
+                f"{type(self).__name__} is not guarded over FSDP2; train with DDP or {UNGUARDED}"
+            )
         self._inputs = []
         self._take_over(self.optimizer)
         return self.guard
