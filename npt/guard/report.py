@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 from npt.guard.forensics import Finding, Forensics, Hook, StoredMicroBatch, loss_in
 from npt.guard.outcome import MicroBatch, Refusal
 from npt.guard.parameters import plain_name, whole
+from npt.guard.sharding import is_sharded, local
 from npt.guard.update import norms_of
 
 SAID = 5
@@ -120,7 +121,7 @@ class Report(TrainerCallback):
         self._watched.close()
         self._steps += 1
         step, optimizer = state.global_step + 1, kwargs.get("optimizer")
-        gradients = {n: _local(p.grad) for n, p in _trained(model) if p.grad is not None}
+        gradients = {n: local(p.grad) for n, p in _trained(model) if p.grad is not None}
         gradients = {name: grad for name, grad in gradients.items() if grad.numel()}
         told = [(micro, micro.flag) for micro in self._window if micro.flag is not None]
         flags = [flag for _, flag in told]
@@ -205,7 +206,7 @@ class Report(TrainerCallback):
 
     def _look_at_weights(self, model: nn.Module, step: int, moves: bool = False) -> None:
         """Look at the weights on their device, and whether they changed if a step `moves` them."""
-        weights = {name: _local(p.detach()) for name, p in _trained(model)}
+        weights = {name: local(p.detach()) for name, p in _trained(model)}
         weights = {name: weight for name, weight in weights.items() if weight.numel()}
         earlier, stepped = self._stepped, _Stepped(step, [*weights])
         if weights:
@@ -247,7 +248,7 @@ class Report(TrainerCallback):
         assert self._forensics is not None
         self._left -= 1
         reason = _cannot_trace(model)
-        weights = [_local(p.detach()) for _, p in _trained(model) if p.numel()]
+        weights = [local(p.detach()) for _, p in _trained(model) if p.numel()]
         if not reason and weights and not bool(norms_of(weights, math.inf).isfinite().all()):
             reason = "its weights are not finite any more"
         if reason:
@@ -285,11 +286,6 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad)
 
 
-def _local(tensor: Any) -> Tensor:
-    """Return this process's part of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _bits(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits: equal only if nothing changed, but for a rare chance."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -302,6 +298,6 @@ def _of_deepspeed(optimizer: Any) -> bool:
 
 def _cannot_trace(model: nn.Module) -> str:
     """Return why a process cannot compute a pass alone; empty if it can."""
-    sharded = any(hasattr(p, "to_local") or hasattr(p, "ds_id") for p in model.parameters())
+    sharded = any(is_sharded(p) or hasattr(p, "ds_id") for p in model.parameters())
     wrapped = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
     return "its parameters are sharded over processes" if sharded or wrapped else ""
