@@ -70,9 +70,7 @@ class Figures:
 
 def result_of(folder: Path) -> dict[str, Any]:
     """Return everything that a run came to, apart from clock and place."""
-    (checkpoint,) = (
-        path for path in (folder / "checkpoints").iterdir() if path.name.startswith("step-")
-    )
+    (checkpoint,) = (folder / "checkpoints").glob("step-*")
     state = json.loads((checkpoint / "state.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -133,7 +131,7 @@ class Campaign:
     def _one_process(self, folder: Path, kills: int) -> bool:
         """Start one, and kill it if there are kills left; return False at the run's end."""
         figures = self.figures
-        before = resumptions(folder)
+        before = len(events(folder, "resume"))
         kill = figures.kills < kills
         process = started(folder, self.steps)
         status = wait(process, self.source.uniform(0.0, 1.2 * self.seconds) if kill else None)
@@ -150,7 +148,7 @@ class Campaign:
 
     def _check_resumption(self, folder: Path, before: int) -> None:
         """Check which step the process that has just ended resumed from, if it said so."""
-        if resumptions(folder) == before or not self.pending:
+        if len(events(folder, "resume")) == before or not self.pending:
             return
         step = events(folder, "resume")[-1]["step"]
         good = sum(step == wanted for wanted in self.pending)
@@ -179,11 +177,7 @@ class Campaign:
 
     def flip_bits(self, flips: int) -> None:
         """Flip single bits of every file of a finished checkpoint, in turn."""
-        (checkpoint,) = (
-            path
-            for path in (self.place / "reference" / "checkpoints").iterdir()
-            if path.name.startswith("step-")
-        )
+        (checkpoint,) = (self.place / "reference" / "checkpoints").glob("step-*")
         files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
         for path in itertools.islice(itertools.cycle(files), flips):
             original = path.read_bytes()
@@ -233,13 +227,9 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in records if record["event"] == kind]
 
 
-def resumptions(folder: Path) -> int:
-    return len(events(folder, "resume"))
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--json", action="store_true", help="print the figures in one line")
     parser.add_argument("--kills", type=int, default=100, help="processes to kill")
     parser.add_argument("--bit_flips", type=int, default=240)
     parser.add_argument("--steps", type=int, default=STEPS, help="of the run")
@@ -253,21 +243,9 @@ def main(arguments: list[str] | None = None) -> int:
         campaign.flip_bits(args.bit_flips)
     figures = campaign.figures
     figures.seconds = round(time.perf_counter() - begun, 1)
-    if args.json:
-        print(json.dumps(asdict(figures)))
-    else:
-        print(
-            "{kills} kills in {runs} runs, {killed_in_a_save} in a save,"
-            " {killed_before_the_first_checkpoint} before the first checkpoint; {resumed} resumed"
-            " from the newest checkpoint, {bit_equal} in runs that ended bit-equal, {lost} lost;"
-            " bit flips found: {bit_flips_found} of {bit_flips}".format_map(asdict(figures))
-        )
-        print("\n".join(figures.problems) or f"no problem in {figures.seconds:.0f} s")
-    complete = (
-        figures.kills == figures.resumed == figures.bit_equal
-        and figures.bit_flips == figures.bit_flips_found
-    )
-    return 0 if complete and not figures.lost else 1
+    print(json.dumps(asdict(figures), indent=None if args.json else 2))
+    complete = figures.kills == figures.resumed == figures.bit_equal and not figures.lost
+    return 0 if complete and figures.bit_flips == figures.bit_flips_found else 1
 
 
 if __name__ == "__main__":

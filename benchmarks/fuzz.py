@@ -46,7 +46,6 @@ from npt.runs.checkpoint import read_checkpoint
 from npt.runs.resume import changed_settings, check_same_data
 
 SLOW = 5.0
-MODEL = "tiny"
 NUMBERS: list[Any] = [0, 1, -1, 2, 0.5, -0.0, 1e308, 1e-320]
 NUMBERS += [2**31, 2**62, 2**63, 2**64, -(2**63), 10**30]
 TEXTS: list[Any] = ["", "x", "0", "nf4", "1,3", "../../etc/passwd", "a\nb", "\ud800", "\x00"]
@@ -82,7 +81,7 @@ class Fuzzer:
         self.outcomes: Counter[str] = Counter()
         self.by_target: dict[str, Counter[str]] = {}
         self.failures: list[str] = []
-        self.model, tokenizer = npt.load_base(MODEL, quantization="nf4", device="cpu")
+        self.model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
         npt.attach(self.model, npt.NPTConfig(rank=1, layers="7", targets=("down", "up")))
         checkpoint, bundle = make_seeds(self.model, tokenizer, place / "seeds")
         self.base = npt.base_identity(self.model)
@@ -316,7 +315,7 @@ def changed_tensors(content: bytes, source: random.Random) -> bytes:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--json", action="store_true", help="print the figures in one line")
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
     parser.add_argument("--seed", type=int, default=0)
@@ -334,12 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
         "by_loader": {name: dict(outcomes) for name, outcomes in fuzzer.by_target.items()},
         "seconds": round(time.perf_counter() - started, 1),
     }
-    if args.json:
-        print(json.dumps(figures))
-    else:
-        for name, outcomes in fuzzer.by_target.items():
-            print(f"{name}: {', '.join(f'{count} {kind}' for kind, count in outcomes.items())}")
-        print("{inputs} inputs in {seconds} s, {failures} failures".format_map(figures))
+    print(json.dumps(figures, indent=None if args.json else 2))
     for failure in fuzzer.failures[:20]:
         print(failure, file=sys.stderr)
     return 1 if fuzzer.failures else 0

@@ -52,9 +52,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Section]]:
         default=9.0,
         help="for all sections; what is left then is not reached",
     )
-    parser.add_argument(
-        "--device", choices=["cuda", "cpu"], help="default the GPU, if there is one"
-    )
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cuda", "cpu"], default=usual)
     args = parser.parse_args(argv)
     chosen = list(SECTIONS)
     if args.only is not None:
@@ -65,8 +64,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Section]]:
         chosen = [s for s in SECTIONS if str(s.number) in wanted]
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, but torch finds no GPU here; see nvidia-smi")
-    if args.device is None:
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cpu" and not args.small:
         parser.error("without a GPU only --small ends in reasonable time; add it")
     if not args.minutes > 0:

@@ -164,7 +164,7 @@ def measure(bench: Bench, pairs: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--json", action="store_true", help="print the figures in one line")
     parser.add_argument("--model_name", default="tiny")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--max_length", type=int, default=256)
@@ -173,15 +173,7 @@ def main() -> None:
     args = parser.parse_args()
     sizes = args.batch_size, args.max_length, args.gradient_accumulation_steps
     figures = measure(builtin_bench(args.model_name, *sizes), args.pairs)
-    if args.json:
-        print(json.dumps(figures))
-        return
-    low, high = figures["ratio_quartiles"]
-    print("guarded step / plain step: {ratio:.3f}".format_map(figures), end=" ")
-    print(f"(quartiles {low:.3f} to {high:.3f}, {args.pairs} pairs)")
-    print("host waits added per step: {added_synchronisations:g}".format_map(figures))
-    speed = "plain step: {plain_step_seconds:.3f} s on {device}, {threads} threads"
-    print(speed.format_map(figures))
+    print(json.dumps(figures, indent=None if args.json else 2))
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ def calibrate(
         batch_size: samples at a time, of which one graph through the whole teacher is held.
         seed: of the tokens' choice, and of draws from the teacher's predictions.
         console: for the progress; default nowhere.
-        processes: that share the work, each of them with the same arguments, and are given the same
-            adapters (`npt.join_processes()`); default this one alone.
+        processes: that share the work, each of them called with the same arguments, and come to the
+            same adapters (npt/distributed/join.py); default this one alone.
 
     Returns:
         Figures per layer.
