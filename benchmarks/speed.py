@@ -196,6 +196,7 @@ def measure_start(tokens: int, rounds: int) -> dict[str, Any]:
         own = [*command, count, __file__, "--calibrate", str(tokens)]
         env = os.environ | {"OMP_NUM_THREADS": threads}
         rows[name].append(json.loads(subprocess.check_output(own, env=env)))
+        print(name, rows[name][-1], file=sys.stderr, flush=True)
     best = {n: {key: min(row[key] for row in rows[n]) for key in rows[n][0]} for n in STARTS}
     ratios = {n: {key: best[n][key] / best["2x1"][key] for key in best[n]} for n in STARTS}
     return {"tokens": tokens, "starts": rows, "ratios": ratios, "machine": machine(HOST)}

@@ -162,7 +162,8 @@ def calibrate(
                 del sums[index]
         cuts = together(processes, solved)
     finally:
-        free_memory()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # of the graph through the teacher
     if config.ranks is None:
         worth = of_all(processes, {index: cut.worth for index, cut in cuts.items()})
         ranks = spend(config.rank * len(layers), worth)
