@@ -6,11 +6,15 @@ Each weight is drawn, packed and dropped by itself: 8 B parameters take the 6 GB
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations import replace_with_bnb_linear
 
@@ -88,3 +92,16 @@ def _draw_weights(
             drawn = bnb.nn.Params4bit(drawn.data, requires_grad=False, **settings).to(device)
         setattr(model.get_submodule(owner), last_name, drawn)
     model.tie_weights()
+
+
+def shard(model: Any, whole: Iterable[nn.Parameter]) -> None:
+    """Shard a PEFT model over all processes, each decoder layer by itself, but for these
+    parameters; backward sums gradients, and takes no mean.
+    """
+    for _, linear in quantized_linears(model):
+        linear.quant_state = linear.weight.quant_state  # the weight that is gathered has none
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.get_base_model().model.layers, model):
+        sharded = fully_shard(module, mesh=mesh, ignored_params={*whole})
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)

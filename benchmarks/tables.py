@@ -184,7 +184,7 @@ def totals(figures: Json) -> str:
     )
 
 
-TRAINERS = ("loop", "accelerate", "hf", "trl")
+TRAINERS = ("loop", "accelerate", "hf", "trl", "grpo", "fsdp", "fsdp_sharded")
 """Trainers of `inject_fault.py --trainer`, in the order of their columns."""
 
 

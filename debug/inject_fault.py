@@ -6,8 +6,9 @@ went wrong?
     python debug/inject_fault.py --case gradient-nan  one of them
     python debug/inject_fault.py --all                all of them and 1,000 clean steps
     python debug/inject_fault.py --trainer hf --all   transformers' Trainer under npt.guard; also
-                                                      loop, accelerate, trl. hf and accelerate with
-                                                      two processes too
+                                                      loop, accelerate, trl, grpo. All but loop and
+                                                      trl with two processes too; fsdp (a sharded
+                                                      base), fsdp_sharded (what is trained is too)
 
 Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every
 case passed, else 1.
@@ -44,7 +45,8 @@ def main() -> int:
         choices=("npt", *TRAINERS),
         default="npt",
         help="who trains: NPT, or under npt.guard a plain loop, one of accelerate's,"
-        " transformers' Trainer, or TRL's SFTTrainer",
+        " transformers' Trainer, TRL's SFTTrainer or GRPOTrainer, or a loop of two processes under"
+        " FSDP2",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()

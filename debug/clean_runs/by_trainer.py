@@ -1,7 +1,7 @@
 """Examples by model and Trainer: transformers' models of several kinds, PEFT, and TRL's Trainers.
 
-TRL's Trainers that generate for several steps at once (GRPO, RLOO, distillation, GOLD) are refused
-by a guard; those that need a server of models cannot run here.
+TRL's distillation and GOLD, which generate in advance, are refused by a guard; those that need a
+server of models cannot run here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from clean_runs.parts import ARGUMENTS, Row, called, llama, sentence, sizes, token_rows, tokenizer
 from clean_runs.watched import Example
+from faults.row_generating import reward
 from random_base import random_base
 
 ROWS = 7
@@ -217,6 +218,8 @@ BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_mean_toke
 BEST |= {"save_strategy": "steps", "save_steps": 1}
 BY_LORA = {"peft_config": LORA}
 FAST = {"learning_rate": 0.1}
+GENERATED = {"num_generations": 2, "max_completion_length": 4, "steps_per_generation": 4}
+SCORED = {**BY_LORA, "reward_funcs": [reward]}
 BY_TRL: dict[str, tuple[str, Callable[[], list[Row]], dict[str, Any], dict[str, Any]]] = {
     "sft": ("SFT", texts, BEST, {}),
     "sft-packed": ("SFT", texts, {"packing": True, "max_length": 24}, {}),
@@ -225,6 +228,8 @@ BY_TRL: dict[str, tuple[str, Callable[[], list[Row]], dict[str, Any], dict[str, 
     "dpo-lora": ("DPO", prompted_pairs, FAST, BY_LORA),
     "reward": ("Reward", partial(pairs, "tell me: "), {}, {"model": judge}),
     "kto": ("KTO", judged, {}, {"ref_model": llama}),
+    "grpo": ("GRPO", prompted_pairs, GENERATED, SCORED),
+    "rloo": ("RLOO", prompted_pairs, {**GENERATED, "num_iterations": 2}, SCORED),
     "gkd": ("GKD", chats, {"max_new_tokens": 4, "lmbda": 0.5}, {"teacher_model": llama}),
 }
 """Names of TRL's Trainers, their rows, settings, and what else they are given."""

@@ -19,7 +19,7 @@ from npt.guard import protect
 Build = Callable[[Path], Any]
 """Makes a Trainer that writes into a folder; nothing else may differ between two calls."""
 
-OF_THE_CLOCK = ("_runtime", "_per_second")
+OF_THE_CLOCK = ("_runtime", "_per_second", "step_time")
 """Endings of figures in a log that no two runs share."""
 ADDED_FIGURE = "refused"
 """What docs/guides/guard.md says that a guard adds to each log entry."""

@@ -7,7 +7,8 @@ micro-batch, unguarded with the fault. The first two must be equal bit for bit, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 TENSOR = "layers.1."
@@ -26,6 +27,7 @@ class RowCase:
         window: micro-batches of a step on each process.
         steps: windows that the guarded run is given.
         spoilt_step: of the optimizer, counted from 0, that leaves a NaN in `weight` or `moment`.
+        together: what the processes compute together counts together.
     """
 
     id: str
@@ -40,6 +42,7 @@ class RowCase:
     spike_sigmas: float | None = None
     spoilt_step: tuple[int, str] | None = None
     processes: int = 1
+    together: bool = False
 
     @property
     def size(self) -> int:
@@ -56,7 +59,14 @@ class RowCase:
     @property
     def lost(self) -> int:
         """Windows that are refused as a whole."""
-        return sum(len(places) == self.size for places in self.bad_places)
+        return sum(self.dropped(places) == {*range(self.size)} for places in self.bad_places)
+
+    def dropped(self, bad: Collection[int]) -> set[int]:
+        """The places of a window that do not count, if these are bad."""
+        if not self.together:
+            return {*bad}
+        rounds = {place // self.processes for place in bad}
+        return {place for place in range(self.size) if place // self.processes in rounds}
 
     @property
     def idle(self) -> bool:
@@ -77,6 +87,8 @@ class RowCase:
     @property
     def truth(self) -> str:
         """The outcome, in words."""
+        if not self.bad:
+            return "nothing is refused; equal to the run without a guard, bit for bit"
         return f"{len(self.refused)} refused as {self.kind}; equal to the run without, bit for bit"
 
 
@@ -150,12 +162,29 @@ PAIR_CASES = [
          window=1, steps=8, spoilt_step=(5, "weight")),
 ]  # fmt: skip
 
+FSDP_CASES = [
+    *PAIR_CASES,
+    pair("pair-id", "an id too large, on one process", "data", "id-large", (11,)),
+    pair("pair-label", "a label that no token has, on one process", "data", "label", (8,)),
+    pair("pair-loss-inf", "Inf in an activation, on one process", "loss", "loss-inf", (10,)),
+    pair("pair-tensor-1e20", "a finite 1e20 in one tensor", "gradient", "tensor-1e20", (13,)),
+    pair("pair-moment", "a NaN in a moment after a step", "update", None, (10, 11),
+         window=1, steps=8, spoilt_step=(5, "moment")),
+    pair("pair-spike", "a gradient 1e6 times too large", "spike", "huge", (50, 51), rows=56,
+         window=1, steps=28, spike_sigmas=8.0),
+    pair("pair-clean", "nothing, in 50 steps", "", None, (), steps=50),
+]  # fmt: skip
+
 
 def cases_of(trainer: str) -> list[RowCase]:
     """Return the cases that make sense for a trainer.
 
-    A stock Trainer needs something in every window of every process: it cannot be the run that
-    never saw what one process lost whole.
+    A generation's ids are the tokenizer's own, and it has no labels. A stock Trainer needs
+    something in every window of every process: it cannot be the run that never saw what one
+    process lost whole.
     """
-    pairs = PAIR_CASES if trainer in ("accelerate", "hf") else []
-    return CASES + [case for case in pairs if trainer != "hf" or not case.idle]
+    if trainer.startswith("fsdp"):  # no errors within a forward, at which a process cannot go on
+        return [replace(case, together=trainer == "fsdp_sharded") for case in FSDP_CASES]
+    pairs = PAIR_CASES if trainer in ("accelerate", "hf", "grpo") else []
+    cases = CASES + [case for case in pairs if trainer != "hf" or not case.idle]
+    return [case for case in cases if trainer != "grpo" or case.kind != "data"]

@@ -23,14 +23,13 @@ Plant = Callable[[nn.Module, "Marked"], Any]
 class Marked:
     """Knows whether the model computes a marked row, and how often `inside` was computed for it."""
 
-    def __init__(self, model: nn.Module, mark: int):
+    def __init__(self, model: Any, mark: int):
         self.now, self.calls = False, 0
         self._mark = mark
-        model.register_forward_pre_hook(self._look, with_kwargs=True)
+        model.get_input_embeddings().register_forward_pre_hook(self._look)  # generations too
 
-    def _look(self, _module: Any, arguments: Any, named: Any) -> None:
-        ids = named.get("input_ids", arguments[0] if arguments else None)
-        self.now, self.calls = bool((ids == self._mark).any()), 0
+    def _look(self, _module: Any, ids: tuple[Tensor, ...]) -> None:
+        self.now, self.calls = bool((ids[0] == self._mark).any()), 0
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -40,10 +39,12 @@ def inside(model: nn.Module) -> nn.Module:
     return [module for name, module in model.named_modules() if name.endswith("mlp.act_fn")][-1]
 
 
-def trained(model: nn.Module) -> nn.Parameter:
-    """Return the trained tensor that faults of single tensors spoil."""
+def trained(model: nn.Module) -> tuple[nn.Module, str]:
+    """Return the module and name of the trained tensor that faults of single tensors spoil."""
     named = model.named_parameters()
-    return next(p for name, p in named if p.requires_grad and "layers.1." in name)
+    name = next(name for name, p in named if p.requires_grad and "layers.1." in name)
+    module, _, own = name.rpartition(".")
+    return model.get_submodule(module), own
 
 
 def output(change: Callable[[Tensor], Tensor | None], call: int = 1) -> Plant:
@@ -73,7 +74,16 @@ def tensor_gradient(change: Callable[[Tensor], Tensor]) -> Plant:
     """The gradient of one trained tensor; all others and the loss are finite."""
 
     def plant(model: nn.Module, marked: Marked) -> None:
-        trained(model).register_hook(lambda g: change(g.clone()) if marked.now else g)
+        module, name = trained(model)
+        handles: list[Any] = []
+
+        def hook(*_: Any) -> None:  # a sharded parameter is another tensor while it is whole
+            while handles:
+                handles.pop().remove()
+            if marked.now:
+                handles.append(getattr(module, name).register_hook(lambda g: change(g.clone())))
+
+        module.register_forward_pre_hook(hook)
 
     return plant
 
@@ -85,7 +95,7 @@ def filled(value: float) -> Callable[[Tensor], Tensor]:
 def one_element(value: float) -> Callable[[Tensor], Tensor]:
     def change(tensor: Tensor) -> Tensor:
         changed = tensor.clone()
-        changed.view(-1)[1] = value
+        changed[..., -2, 1] = value  # of an activation the last that counts in every loss
         return changed
 
     return change

@@ -20,13 +20,15 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers import LlamaConfig, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
+from faults import row_generating
 from faults.row_cases import RowCase
 from faults.row_faults import LENGTH, VOCABULARY, Row, plant, row
 from npt.base.load import EMBEDDED_FOLDER
 from npt.errors import DataError
 from npt.guard import Guard, Refusal, TrainerMixin
 from npt.guard.ids import refuse_bad_ids
-from random_base import random_base
+from npt.guard.sharding import full, local
+from random_base import random_base, shard
 
 RATE, MAX_NORM, WARMUP = 0.01, 0.1, 4
 
@@ -41,10 +43,10 @@ class Trained:
     refusals: list[Refusal]
 
 
-def student(case: RowCase, faulty: bool) -> nn.Module:
+def student(case: RowCase, faulty: bool, vocabulary: int = VOCABULARY) -> nn.Module:
     """Return LoRA, with dropout, on a small Llama in NF4."""
     heads = {"num_attention_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, **heads)
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=64, intermediate_size=64, **heads)
     model = random_base(config, device="cpu")
     torch.manual_seed(0)
     lora = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
@@ -69,7 +71,8 @@ class SpoilingAdamW(torch.optim.AdamW):
         if next(self._steps) == self._at:
             parameter = self.param_groups[0]["params"][0]
             moment = self.state[parameter]["exp_avg"]
-            (parameter.data if self._where == "weight" else moment).view(-1)[0] = math.nan
+            spoilt = parameter.detach() if self._where == "weight" else moment
+            local(spoilt).view(-1)[0] = math.nan
 
 
 def optimizer_of(case: RowCase, faulty: bool) -> tuple[Any, dict[str, Any]]:
@@ -81,28 +84,48 @@ def optimizer_of(case: RowCase, faulty: bool) -> tuple[Any, dict[str, Any]]:
     return torch.optim.AdamW, settings
 
 
-def epoch_of(case: RowCase, faulty: bool, process: int = 0) -> list[list[Row]]:
-    """Return an epoch's windows of a process, the bad rows with their fault or not at all."""
+def epoch_of(
+    case: RowCase, faulty: bool, process: int = 0, stand_ins: bool = False
+) -> list[list[Row | None]]:
+    """Return an epoch's windows of a process, the bad rows with their fault or not at all.
+
+    stand_ins: of what does not count, None is left where the other process needs this one.
+    """
     made = []
     for start in range(0, case.rows, case.size):
         every = range(start, min(start + case.size, case.rows))
-        if faulty or any(i not in case.bad for i in every):
+        lost = {start + i for i in case.dropped([i - start for i in every if i in case.bad])}
+        if faulty or any(i not in lost for i in every):
             ours = every[process :: case.processes]
-            kept = [i for i in ours if faulty or i not in case.bad]
-            made.append([row(i, case.fault if i in case.bad else None) for i in kept])
+            kept = [i for i in ours if faulty or stand_ins or i not in lost]
+            made.append(
+                [
+                    None
+                    if not faulty and i in lost
+                    else row(i, case.fault if i in case.bad else None)
+                    for i in kept
+                ]
+            )
     return made
 
 
-def windows_of(case: RowCase, faulty: bool, process: int = 0) -> list[list[Row]]:
-    """Return the windows of a run."""
-    epoch = epoch_of(case, faulty, process)
+def windows_of(case: RowCase, faulty: bool, process: int = 0, *rest: Any) -> list[list[Row | None]]:
+    """Return the windows of a run, as `epoch_of` does."""
+    epoch = epoch_of(case, faulty, process, *rest)
     steps = case.steps if faulty else case.steps - case.lost
     return [epoch[step % len(epoch)] for step in range(steps)]
 
 
-def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) -> Trained:
-    """Train in a loop as one writes it: summed losses, divided by the window's tokens."""
+def loop(
+    case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None, sharded: bool = False
+) -> Trained:
+    """Train in a loop as one writes it: summed losses, divided by the window's tokens.
+
+    sharded: the base, and with `case.together` what is trained, by FSDP2.
+    """
     model = student(case, faulty).train()
+    if sharded:
+        shard(model, [] if case.together else [p for p in model.parameters() if p.requires_grad])
     kind, settings = optimizer_of(case, faulty)
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **settings)
     warm = lambda step: min(1.0, (step + 1) / WARMUP)  # noqa: E731
@@ -120,9 +143,12 @@ def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) ->
     process = 0 if case.processes == 1 else dist.get_rank()
     torch.manual_seed(1 + process)
     refusals: list[Refusal] = []
-    for window in windows_of(case, faulty, process):
+    for window in windows_of(case, faulty, process, sharded and not case.together):
         total = 0
         for one in window:
+            if one is None:
+                compute_aside(model)
+                continue
             tokens = int((one["labels"][1:] != -100).sum())
             total += tokens
             if guard is None:
@@ -133,7 +159,7 @@ def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) ->
                     backward(loss)
         if guard is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
-            for gradient, divisor in _summed(parameters, total, case.processes):
+            for gradient, divisor in _summed(parameters, total, case):
                 gradient.div_(divisor)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             stepped.step()
@@ -145,19 +171,32 @@ def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) ->
 
 
 def _summed(
-    parameters: Iterable[nn.Parameter], total: int, processes: int
+    parameters: Iterable[nn.Parameter], total: int, case: RowCase
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield gradients with a window's tokens, both summed over the processes."""
     tokens = torch.tensor(float(total))
-    if processes > 1:
+    if case.processes > 1:
         dist.all_reduce(tokens)
     for parameter in parameters:
-        if processes > 1:
+        if case.processes > 1 and not case.together:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
         if parameter.grad is not None:
             yield parameter.grad, tokens
+
+
+def compute_aside(model: nn.Module) -> None:
+    """Compute a row for the sake of the other process; nothing stays of it."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    random, kept = (
+        torch.get_rng_state(),
+        [None if p.grad is None else p.grad.clone() for p in trained],
+    )
+    _summed_loss(model, row(0)).backward()
+    torch.set_rng_state(random)
+    for parameter, gradient in zip(trained, kept, strict=True):
+        parameter.grad = gradient
 
 
 def accelerated(case: RowCase, faulty: bool, guarded: bool) -> Trained:
@@ -208,7 +247,7 @@ def kinds(own: type) -> tuple[type, type]:
 def rows_of(case: RowCase, faulty: bool) -> list[Row]:
     """Return an epoch's rows of this process."""
     process = 0 if case.processes == 1 else dist.get_rank()
-    return [one for window in epoch_of(case, faulty, process) for one in window]
+    return [one for window in epoch_of(case, faulty, process) for one in window if one]
 
 
 def hf(case: RowCase, faulty: bool, guarded: bool) -> Trained:
@@ -241,6 +280,48 @@ def trl(case: RowCase, faulty: bool, guarded: bool) -> Trained:
     )
 
 
+def grpo(case: RowCase, faulty: bool, guarded: bool) -> Trained:
+    """Train with TRL's GRPOTrainer; the run without bad slices makes their generations too."""
+    from datasets.utils.logging import disable_progress_bar
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    disable_progress_bar()
+    logging.set_verbosity_error()
+    tokenizer = AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER))
+    trainer = row_generating.trainer_of(
+        row_generating.kinds(GRPOTrainer)[guarded],
+        GRPOConfig,
+        student(case, faulty, len(tokenizer)),
+        tokenizer,
+        case.rows,
+        gradient_checkpointing=case.checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        max_steps=case.steps,
+        optimizer_cls_and_kwargs=optimizer_of(case, faulty),
+        **arguments_of(case),
+    )
+    trainer.bad, trainer.passes = case.bad, not faulty
+    return run(trainer, case)
+
+
+def arguments_of(case: RowCase) -> dict[str, Any]:
+    """Return what all of the Trainers have among their arguments."""
+    return {
+        "gradient_accumulation_steps": case.window,
+        "learning_rate": RATE,
+        "max_grad_norm": MAX_NORM,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": WARMUP,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
 def by_library(
     kind: type,
     arguments: Callable[..., Any],
@@ -257,32 +338,26 @@ def by_library(
         arguments: makes its arguments.
     """
     with tempfile.TemporaryDirectory() as folder:
-        settings = arguments(
-            output_dir=folder,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=case.window,
-            max_steps=case.steps if faulty else case.steps - case.lost,
-            learning_rate=RATE,
-            max_grad_norm=MAX_NORM,
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=WARMUP,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
         trainer: Any = kinds(kind)[guarded](
             model=student(case, faulty),
-            args=settings,
+            args=arguments(
+                output_dir=folder,
+                per_device_train_batch_size=1,
+                max_steps=case.steps if faulty else case.steps - case.lost,
+                **arguments_of(case),
+            ),
             train_dataset=data,
             optimizer_cls_and_kwargs=optimizer_of(case, faulty),
             **rest,
         )
-        trainer.guard_settings = {"spike_sigmas": case.spike_sigmas}
-        trainer.remove_callback(PrinterCallback)  # standard output is the scorecard's
-        trainer.train()
+        return run(trainer, case)
+
+
+def run(trainer: Any, case: RowCase) -> Trained:
+    """Train, and return what is left."""
+    trainer.guard_settings = {"spike_sigmas": case.spike_sigmas}
+    trainer.remove_callback(PrinterCallback)  # standard output is the scorecard's
+    trainer.train()
     state = _state(trainer.model, trainer.optimizer, trainer.lr_scheduler)
     return Trained(state, getattr(trainer, "refusals", []))
 
@@ -291,15 +366,19 @@ TRAINERS: dict[str, Callable[[RowCase, bool, bool], Trained]] = {
     "loop": loop,
     "accelerate": accelerated,
     "trl": trl,
+    "grpo": grpo,
     "hf": hf,
+    "fsdp": partial(loop, sharded=True),
+    "fsdp_sharded": partial(loop, sharded=True),
 }
 
 
 def _state(model: nn.Module, optimizer: Any, scheduler: Any) -> State:
-    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    moments = optimizer.state_dict()["state"]
     return {
-        "weights": weights,
-        "moments": optimizer.state_dict()["state"],
+        "weights": {name: full(p) for name, p in trained.items()},
+        "moments": {i: {key: full(v) for key, v in own.items()} for i, own in moments.items()},
         "schedule": (scheduler.last_epoch, scheduler.get_last_lr()),
         "random": torch.get_rng_state(),
     }

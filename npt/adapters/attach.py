@@ -83,7 +83,8 @@ def attach(
             f"{type(model).__name__} has no {', '.join(missing)}; load it for causal language"
             " modelling"
         )
-    devices = list(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
+    real = (p for p in model.parameters() if not p.is_meta)  # others: npt/base/layers.py
+    devices = list(dict.fromkeys(str(parameter.device) for parameter in real)) or ["meta"]
     if len(devices) > 1:
         raise ModelError(
             f"the base lies on {' and '.join(devices)}; load it on one device (npt.load_base takes"

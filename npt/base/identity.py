@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.base.linear import quantized_linears
+from npt.base.linear import quantized_linears, refuse_unread
 from npt.stored import shown
 
 CHUNK = 64 << 20
@@ -44,6 +44,7 @@ _IN_SOME_FAMILIES = ("sliding_window", "layer_types", "no_rope_layers")
 _WHOLE_NUMBERS = (*_SIZES, *_IN_SOME_FAMILIES)
 
 _KEPT = "_npt_base_identity"
+_LAYERS = "model.layers."
 
 
 @dataclass(frozen=True)
@@ -92,50 +93,86 @@ def base_hash(model: PreTrainedModel) -> str:
 
 
 def base_identity(model: PreTrainedModel) -> BaseIdentity:
-    """Return the hashes of a base, read once, with at most `CHUNK` bytes on the host at a time."""
+    """Return the hashes of a base, read once, with at most `CHUNK` bytes on the host at a time.
+
+    Raises:
+        ModelError: layers of the base are still in their files.
+    """
     if (kept := getattr(model, _KEPT, None)) is not None:
         return kept
-    settings = model.config.to_dict()
-    computing = {key: settings.get(key) for key in (*_SIZES, *_OTHERS, *_ROPE)}
-    computing |= {key: settings[key] for key in _IN_SOME_FAMILIES if settings.get(key) is not None}
-    written, config = (
-        json.dumps(entries, sort_keys=True, default=str).encode()
-        for entries in (computing, _canonical(computing))
-    )
-    packed = {
-        f"{name}.weight": module.weight.quant_state for name, module in quantized_linears(model)
-    }
-    strict = hashlib.sha256(written)
-    codes, dense, statistics = (hashlib.sha256() for _ in range(3))
-    seen: dict[tuple[torch.device, int], str] = {}
-    with ThreadPoolExecutor(1) as second:  # hashing leaves the interpreter to others
-        for key, tensor in sorted(_state(model).items()):
-            if ".npt." in key:
-                continue
-            part, form = dense, f"{tensor.dtype} {tuple(tensor.shape)}"
-            form_of_part = form
-            if key in packed:
-                part, form_of_part = codes, _form_of_codes(packed[key])
-            elif key.partition(".weight.")[0] + ".weight" in packed:
-                part = statistics  # which bitsandbytes names as if they were below the weight
-            memory = (tensor.device, tensor.data_ptr())
-            if memory in seen and tensor.numel() > 0:
-                for digest in (strict, part):
-                    digest.update(f"{key} is {seen[memory]};".encode())
-                continue
-            seen[memory] = key
-            strict.update(f"{key} {form};".encode())
-            part.update(f"{key} {form_of_part};".encode())
-            for chunk in _chunks(tensor):
-                hashed = second.submit(strict.update, chunk)
-                part.update(chunk)
-                hashed.result()
-    return BaseIdentity(
-        config=hashlib.sha256(config).hexdigest(),
-        codes=codes.hexdigest(),
-        dense=dense.hexdigest(),
-        strict=strict.hexdigest(),
-    )
+    refuse_unread(model)
+    reader = IdentityReader(model)
+    layers: Any = model.model.layers
+    for index in reader.order:
+        reader.add(index, layers[index])
+    return reader.result()
+
+
+class IdentityReader:
+    """Takes the identity of a base layer by layer: none has to stay when the next one comes.
+
+    Attributes:
+        order: of the layers, that of their names as text: 0, 1, 10, 11, ..., 2, 20.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        settings = model.config.to_dict()
+        computing = {key: settings.get(key) for key in (*_SIZES, *_OTHERS, *_ROPE)}
+        computing |= {k: settings[k] for k in _IN_SOME_FAMILIES if settings.get(k) is not None}
+        written, config = (
+            json.dumps(entries, sort_keys=True, default=str).encode()
+            for entries in (computing, _canonical(computing))
+        )
+        self._config, self._strict = hashlib.sha256(config), hashlib.sha256(written)
+        self._codes, self._dense, self._statistics = (hashlib.sha256() for _ in range(3))
+        self._seen: dict[tuple[torch.device, int], str] = {}
+        self.order = sorted(range(len(model.model.layers)), key=str)
+        packed = _packed(model)
+        rest = {key: t for key, t in _state(model).items() if not key.startswith(_LAYERS)}
+        self._take({key: t for key, t in rest.items() if key < _LAYERS}, packed)
+        self._above = {key: t for key, t in rest.items() if key > _LAYERS}, packed
+
+    def add(self, index: int, layer: nn.Module) -> None:
+        """Take the next layer, whole; it may then be dropped."""
+        prefix, seen = f"{_LAYERS}{index}.", dict(self._seen)
+        self._take(_state(layer, prefix), _packed(layer, prefix))
+        self._seen = seen  # the next one may have its memory
+
+    def result(self) -> BaseIdentity:
+        """Return the identity, once every layer was added."""
+        self._take(*self._above)
+        return BaseIdentity(
+            config=self._config.hexdigest(),
+            codes=self._codes.hexdigest(),
+            dense=self._dense.hexdigest(),
+            strict=self._strict.hexdigest(),
+        )
+
+    def _take(self, state: Mapping[str, Tensor], packed: Mapping[str, Any]) -> None:
+        """Hash tensors, by name; packed: the quantisation states of those that are packed."""
+        with ThreadPoolExecutor(1) as second:  # hashing leaves the interpreter to others
+            for key, tensor in sorted(state.items()):
+                if ".npt." in key:
+                    continue
+                part, form = self._dense, f"{tensor.dtype} {tuple(tensor.shape)}"
+                form_of_part = form
+                if key in packed:
+                    part, form_of_part = self._codes, _form_of_codes(packed[key])
+                elif key.partition(".weight.")[0] + ".weight" in packed:
+                    # which bitsandbytes names as if they were below the weight
+                    part = self._statistics
+                memory = (tensor.device, tensor.data_ptr())
+                if memory in self._seen and tensor.numel() > 0:
+                    for digest in (self._strict, part):
+                        digest.update(f"{key} is {self._seen[memory]};".encode())
+                    continue
+                self._seen[memory] = key
+                self._strict.update(f"{key} {form};".encode())
+                part.update(f"{key} {form_of_part};".encode())
+                for chunk in _chunks(tensor):
+                    hashed = second.submit(self._strict.update, chunk)
+                    part.update(chunk)
+                    hashed.result()
 
 
 def _canonical(value: Any, key: str = "") -> Any:
@@ -157,24 +194,30 @@ def _canonical(value: Any, key: str = "") -> Any:
     return int(value) if whole and value == int(value) else float(value)
 
 
-def _state(model: PreTrainedModel) -> dict[str, Any]:
+def _packed(module: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """Return the quantisation state of each packed weight; names follow `prefix`."""
+    linears = quantized_linears(module)
+    return {f"{prefix}{name}.weight": linear.weight.quant_state for name, linear in linears}
+
+
+def _state(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Return the state dict with packed weights computing in fp32, which is a part of it."""
-    linears = [(n, m) for n, m in quantized_linears(model) if m.weight.quant_state is not None]
-    dtypes = [module.weight.quant_state.dtype for _, module in linears]
+    linears = [(n, m) for n, m in quantized_linears(module) if m.weight.quant_state is not None]
+    dtypes = [linear.weight.quant_state.dtype for _, linear in linears]
     try:
-        for _, module in linears:
-            module.weight.quant_state.dtype = torch.float32
-        state = dict(model.state_dict())
+        for _, linear in linears:
+            linear.weight.quant_state.dtype = torch.float32
+        state = dict(module.state_dict(prefix=prefix))
     finally:
-        for (_, module), dtype in zip(linears, dtypes, strict=True):
-            module.weight.quant_state.dtype = dtype
-    biases = [f"{name}.bias" for name, module in linears if module.bias is not None]
+        for (_, linear), dtype in zip(linears, dtypes, strict=True):
+            linear.weight.quant_state.dtype = dtype
+    biases = [f"{prefix}{name}.bias" for name, linear in linears if linear.bias is not None]
     return state | {key: state[key].float() for key in biases}
 
 
-def keep_identity(model: PreTrainedModel) -> None:
-    """Remember the identity of a base that is about to be sharded."""
-    setattr(model, _KEPT, base_identity(model))
+def keep_identity(model: PreTrainedModel, identity: BaseIdentity) -> None:
+    """Remember the identity of a base that is sharded."""
+    setattr(model, _KEPT, identity)
 
 
 def _form_of_codes(state: Any) -> str:

@@ -78,6 +78,17 @@ def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
     ]
 
 
+def refuse_unread(model: nn.Module) -> None:
+    """Raise ModelError for a base with layers that are still in their files
+    (npt/base/layers.py).
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(
+            "layers of the base are still in their files (layers_later=True); call"
+            " npt.shard_base(model), which reads them"
+        )
+
+
 def short_name(dtype: torch.dtype) -> str:
     """Return 'float32' for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,17 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.bitsandbytes import Bnb4bitQuantize
-from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
 from npt.base.device import default_device
 from npt.base.families import check_family
+from npt.base.layers import LAYERS, LayersLater, reading, refuse_faults, shape_faults
 from npt.base.linear import quantized_linears
 from npt.base.precision import audit_precision, enforce_policy, quantization_of
 from npt.base.recipe import STORED, note_dtype
 from npt.config import COMPUTE_DTYPES, QUANT_TYPES, check_attention
-from npt.errors import ConfigError, ModelError, first_line
+from npt.errors import ConfigError, ModelError
 
 EMBEDDED = "tiny"
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
@@ -48,7 +47,7 @@ def load_base(
     quantization: str | None = None,
     device: str | torch.device | None = None,
     use_fp16: bool = False,
-    pack_on: str | torch.device | None = None,
+    layers_later: bool = False,
     attn_implementation: str = "sdpa",
     compute_dtype: str = "fp32",
     dtype: str | None = None,
@@ -65,8 +64,8 @@ def load_base(
         device: default the first CUDA device, else the CPU.
         use_fp16: compute an unquantised base in fp16. Under quantisation `compute_dtype` is used
             nevertheless, with a warning.
-        pack_on: device on which each weight is packed, if not the one on which it stays; a GPU
-            takes seconds for what takes a CPU the better part of an hour.
+        layers_later: leave the decoder layers, the first aside, in their files until `shard_base`
+            asks for one after the other, so that a process never holds all of them.
         attn_implementation: `sdpa` (npt/base/attention.py) or `eager`.
         compute_dtype: of products of packed weights, forward and backward: `fp32`, or `bf16`, which
             has fp32's range and 8 bits of its 24. All else of a packed base computes in fp32.
@@ -104,8 +103,16 @@ def load_base(
     how: dict[str, Any] = {"dtype": "auto" if packed and dtype is None else stored}
     if quantization is not None and not stored_packed:
         how["quantization_config"] = packing_config(quantization, double_quant)
-    with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
-        model = _read_weights(name, device, attn_implementation, **how)
+    later = None
+    with ExitStack() as scratch:
+        if layers_later:
+            source = scratch.enter_context(_located(name))
+            if stored_packed:  # statistics are numbers, which headers do not hold
+                how["key_mapping"] = {rf"^{LAYERS}\.": "later."}
+            model = _read_weights(name, "meta", attn_implementation, source=source, **how)
+            later = LayersLater(model, name, source, scratch.pop_all())
+        else:
+            model = _read_weights(name, device, attn_implementation, **how)
     if quantization is not None and quantization_of(model) != quantization:
         raise ModelError(
             f"{name} is stored as {quantization_of(model)} but {quantization} was asked for; pass"
@@ -121,7 +128,10 @@ def load_base(
         note_dtype(model, dtype)
     # a saved adapter names this as its base, not the folder of this installation
     model.config._name_or_path = name
-    return frozen(model, torch.float32 if packed else stored), tokenizer
+    if later is None:
+        return frozen(model, torch.float32 if packed else stored), tokenizer
+    later.read_parts(torch.device(device or default_device()))
+    return model.requires_grad_(False).eval(), tokenizer
 
 
 def frozen(model: Any, computing: torch.dtype) -> Any:
@@ -178,7 +188,8 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
         from npt.base.gguf.configuration import configuration_of
 
         return configuration_of(source)
-    config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source, **_NO_CODE))
+    with reading("configuration", name):
+        config = AutoConfig.from_pretrained(source, **_NO_CODE)
     check_family(name, config)
     return config
 
@@ -190,7 +201,8 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
         from npt.base.gguf.tokenizer import tokenizer_of
 
         return tokenizer_of(source)
-    return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
+    with reading("tokenizer", name):
+        return AutoTokenizer.from_pretrained(source, **_NO_CODE)
 
 
 def packing_config(quantization: str, double_quant: bool = True) -> BitsAndBytesConfig:
@@ -203,29 +215,20 @@ def packing_config(quantization: str, double_quant: bool = True) -> BitsAndBytes
     )
 
 
-@contextmanager
-def _packing_on(device: torch.device) -> Iterator[None]:
-    """Let transformers pack weights on this device, and put them back, within the context."""
-
-    class PackElsewhere(Bnb4bitQuantize):
-        def convert(self, input_dict: dict[str, Any], *more: Any, **named: Any) -> dict[str, Any]:
-            values = {k: v[0] if isinstance(v, list) else v for k, v in input_dict.items()}
-            packed = super().convert({k: v.to(device) for k, v in values.items()}, *more, **named)
-            return {name: value.to(values[name].device) for name, value in packed.items()}
-
-    operations = Bnb4BitHfQuantizer.get_quantize_ops
-    Bnb4BitHfQuantizer.get_quantize_ops = lambda self: PackElsewhere(self)
-    try:
-        yield
-    finally:
-        Bnb4BitHfQuantizer.get_quantize_ops = operations
-
-
 def _read_weights(
-    name: str, device: str | torch.device | None, attention: str, **how: Any
+    name: str,
+    device: str | torch.device | None,
+    attention: str,
+    *,
+    source: str | None = None,
+    **how: Any,
 ) -> PreTrainedModel:
-    """Return a model read from safetensors, every weight in its shape; run no code. how: more
-    arguments of `from_pretrained`.
+    """Return a model read from safetensors, every weight in its shape; run no code.
+
+    Args:
+        device: "meta" reads headers alone.
+        source: `_located(name)`, if known already.
+        how: more arguments of `from_pretrained`.
     """
     how |= {
         **_NO_CODE,
@@ -235,27 +238,15 @@ def _read_weights(
         "use_safetensors": True,
         "output_loading_info": True,
     }
-    with _quiet(), _located(name) as source:
-        model, report = _read(
-            "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, **how)
-        )
+    with (
+        _quiet(),
+        _located(name) if source is None else nullcontext(source) as folder,
+        reading("weights", name),
+    ):
+        model, report = AutoModelForCausalLM.from_pretrained(folder, **how)
     faults = [f"lacks the weight {key}" for key in sorted(report["missing_keys"])]
     shapes = {key: (stored, wanted) for key, stored, wanted in report["mismatched_keys"]}
-    # A tensor packed on loading is in no report: the packed bytes have a shape of their own.
-    for key, module in quantized_linears(model):
-        state = getattr(module.weight, "quant_state", None)
-        if state is not None:
-            shapes[f"{key}.weight"] = state.shape, (module.out_features, module.in_features)
-    faults += [
-        f"has the weight {key} in shape {tuple(stored)}, not {tuple(wanted)}"
-        for key, (stored, wanted) in sorted(shapes.items())
-        if tuple(stored) != tuple(wanted)
-    ]
-    if faults:
-        raise ModelError(
-            f"{name} {faults[0]} ({len(faults)} such); the checkpoint is incomplete, or not of its"
-            " configuration"
-        )
+    refuse_faults(name, faults + shape_faults(model, shapes))
     return model
 
 
@@ -302,22 +293,6 @@ def _located(name: str) -> Iterator[str]:
         folder = Path(scratch, source.path.stem)
         convert(source, folder)
         yield str(folder)
-
-
-def _read(what: str, name: str, load: Callable[[], Any]) -> Any:
-    try:
-        return load()
-    except torch.OutOfMemoryError:
-        raise
-    # several libraries read a broken file, each with its own classes of errors
-    except Exception as error:
-        remedy = (
-            "a local folder with safetensors, 'tiny', or a hub id with the network reachable and,"
-            " for gated models, a login"
-        )
-        raise ModelError(
-            f"cannot load the {what} of {name!r}: {first_line(error)[:300]} ({remedy})"
-        ) from error
 
 
 @contextmanager

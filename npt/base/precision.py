@@ -34,6 +34,7 @@ from npt.base.linear import (
     effective_dtype,
     is_plain_linear,
     quantized_linears,
+    refuse_unread,
     short_name,
 )
 from npt.errors import PrecisionError
@@ -71,7 +72,13 @@ def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.fl
     weights remain. They are swapped again when the vocabulary is resized, which makes a new head.
     """
     setattr(model, _DECLARED, compute_dtype)
-    for _, module in quantized_linears(model):
+    settle_policy(model, compute_dtype)
+    vars(model)["resize_token_embeddings"] = MethodType(resize_token_embeddings, model)
+
+
+def settle_policy(part: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Make a part of a model compute as `enforce_policy` says."""
+    for _, module in quantized_linears(part):
         module.compute_dtype = compute_dtype
         module.compute_type_is_set = True
         module.support_avx512bf16_for_cpu = False
@@ -80,10 +87,9 @@ def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.fl
         if module.bias is not None:
             # The first forward would cast it and so change the base's hash.
             module.bias.data = module.bias.data.to(compute_dtype)
-    for module in model.modules():
+    for module in part.modules():
         if type(module) in _UPCAST and module.weight.dtype in _HALF:
             module.__class__ = _UPCAST[type(module)]
-    vars(model)["resize_token_embeddings"] = MethodType(resize_token_embeddings, model)
 
 
 def resize_token_embeddings(model: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
@@ -107,7 +113,7 @@ def policy_dtype(model: PreTrainedModel) -> torch.dtype:
     return torch.float32 if quantized_linears(model) else model.model.norm.weight.dtype
 
 
-def quantization_of(model: PreTrainedModel) -> str | None:
+def quantization_of(model: nn.Module) -> str | None:
     """Return 'nf4', 'fp4', None, or 'mixed' for a model with layers of both."""
     kinds = {module.weight.quant_type for _, module in quantized_linears(model)}
     return None if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
@@ -131,7 +137,7 @@ def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
     product is off by more than LARGEST_ERROR; else `highest`.
     """
     if setting == "auto":
-        on_gpu = all(parameter.is_cuda for parameter in model.parameters())
+        on_gpu = all(parameter.is_cuda or parameter.is_meta for parameter in model.parameters())
         setting = "highest"
         if on_gpu and policy_dtype(model) == torch.float32:
             exact, fast = (product_error(model, each) for each in ("highest", "high"))
@@ -157,30 +163,37 @@ def product_error(model: PreTrainedModel, precision: str) -> float:
 
 
 def audit_precision(
-    model: PreTrainedModel, expected: torch.dtype = torch.float32
+    model: PreTrainedModel,
+    expected: torch.dtype = torch.float32,
+    *,
+    within: nn.Module | None = None,
 ) -> PrecisionReport:
-    """Read the effective compute dtype of every linear and embedding layer off the modules.
+    """Read the effective compute dtype of every linear and embedding layer off the modules, or of
+    those within a part.
 
     Raises:
+        ModelError: layers are still in their files (npt/base/layers.py).
         PrecisionError: autocast is on, or a module would compute in another dtype: of packed
             weights what was declared on loading, of adapters fp32, of the rest `expected`.
     """
     computed, stored, adapters = Counter[str](), Counter[str](), Counter[str]()
     wrong: list[str] = []
     wanted, of_packed = short_name(expected), short_name(getattr(model, _DECLARED, expected))
-    packed = {id(module) for _, module in quantized_linears(model)}
-    for name, module in model.named_modules():
+    part = model if within is None else within
+    refuse_unread(part)
+    packed = {id(module) for _, module in quantized_linears(part)}
+    for name, module in part.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             dtype = effective_dtype(module)
             computed[dtype] += 1
             if dtype != (of_packed if id(module) in packed else wanted):
                 wrong.append(f"{name} computes in {dtype}")
-    for name, parameter in model.named_parameters():
+    for name, parameter in part.named_parameters():
         dtype = short_name(parameter.dtype)
         (adapters if ".npt." in name else stored)[dtype] += 1
         if ".npt." in name and parameter.dtype != torch.float32:
             wrong.append(f"adapter {name} is {dtype}")
-    for device in {p.device.type for p in model.parameters()}:
+    for device in {p.device.type for p in part.parameters()}:
         if torch.is_autocast_enabled(device):
             dtype = short_name(torch.get_autocast_dtype(device))
             wrong.append(f"autocast to {dtype} is on for {device}")
@@ -193,4 +206,4 @@ def audit_precision(
             " autocast off"
         )
     counts = dict(computed), dict(stored), dict(adapters)
-    return PrecisionReport(quantization_of(model), *counts, torch.get_float32_matmul_precision())
+    return PrecisionReport(quantization_of(part), *counts, torch.get_float32_matmul_precision())

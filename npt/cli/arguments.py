@@ -194,7 +194,12 @@ def check_run(
 
 
 def load(
-    base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None, *, adapter: Any = None
+    base: BaseConfig,
+    console: Any,
+    device: Any = None,
+    *,
+    adapter: Any = None,
+    layers_later: bool = False,
 ) -> tuple[Any, Any]:
     """Load the base of these settings, see `npt.load_base`, and print a line about it. The record
     of a saved adapter may hold how its base was stored.
@@ -215,13 +220,13 @@ def load(
         compute_dtype=base.compute_dtype,
         attn_implementation=base.attn_implementation,
         device=device,
-        pack_on=pack_on,
+        layers_later=layers_later,
         **storage,
     )
     packed, computing = quantization_of(model), policy_dtype(model)
     dtype = next(name for name, stored in STORED.items() if stored == computing)
     set_matmul_precision(base.matmul_precision, model)
-    devices = ", ".join(dict.fromkeys(str(p.device) for p in model.parameters()))
+    devices = ", ".join(dict.fromkeys(str(p.device) for p in model.parameters() if not p.is_meta))
     console.say(
         f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes"
         f" in {dtype} on {devices}"
@@ -258,19 +263,25 @@ class Student(NamedTuple):
 
 
 def load_adapter(
-    model: Any, stored: Any, any_base: bool, console: Any
+    model: Any, stored: Any, any_base: bool, console: Any, shard: Callable[[], Any] | None = None
 ) -> tuple[Any, dict[str, str]]:
     """Attach a saved adapter; warn if its base is another one. Return `identity` and `other` of a
-    `Student`.
+    `Student`. A base whose layers are still in their files is known once `shard` has read them.
     """
     import npt
-    from npt.adapters.files.adapter_files import base_mismatch
+    from npt.adapters.files.adapter_files import base_mismatch, read_adapter
 
-    base = npt.base_identity(model)
     if stored.folder != Path(stored.name):
         console.say(f"adapter {stored.folder}")
+    if shard is not None:
+        npt.load_adapter(model, stored, check_base=False)
+        shard()
+    base = npt.base_identity(model)
     other = base_mismatch(stored, base) if any_base else None
-    npt.load_adapter(model, stored, base=base, check_base=not any_base)
+    if shard is None:
+        npt.load_adapter(model, stored, base=base, check_base=not any_base)
+    else:
+        read_adapter(model, stored, base=base, check_base=not any_base)
     if other is None:
         return base, {}
     console.say(f"warning: --any_base: {stored} was trained on another base: {other}")

@@ -32,11 +32,12 @@ def doctor(flags: dict[str, Any]) -> int:
             "give --data [NAME] to look at the data, --plan to predict the memory, or --sharded,"
             " under torchrun, to compare a sharded base with the whole one"
         )
-    needing = {"shape", "device", "measure"}
+    needing = {"shape", "device", "measure", "processes"}
     if not flags["sharded"]:
         names = (flag_of(f) for cls in SETTINGS if cls is not DataConfig for f in fields(cls))
         needing |= {*names, "safe_mode"} - {"model_name"}
     check_partners(flags, dict.fromkeys(sorted(needing), "plan"))
+    check_partners(flags, {"processes": "shard_base"})
     flags = with_config(flags, ignored=() if flags["shape"] is None else ("model_name",))
     flags = with_safe_mode(flags)
     from npt.doctor.data import print_report
@@ -70,7 +71,7 @@ def _sharded(flags: Mapping[str, Any], console: Any) -> tuple[bool, dict[str, An
     console = console if processes.main else silent_console()
     try:
         with processes.member():
-            model, _ = load(base, console, "cpu", processes.device)
+            model, _ = load(base, console, processes.device, layers_later=True)
             npt.attach(model, adapter)
             npt.shard_base(model, processes)
             processes.wait()
@@ -122,7 +123,7 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
     name, workload = _workload(flags)
     training, shape, ranks = workload.training, workload.shape, list(workload.ranks.values())
     memory, limit, device = workload.plan(), available(workload.device), workload.device
-    window = training.batch_size * training.gradient_accumulation_steps
+    window = training.batch_size * training.gradient_accumulation_steps * workload.processes
     plan = {
         "name": name,
         "device": str(device),
@@ -136,10 +137,11 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
         plan["measured"] = _measured(flags, console, workload, limit)
     if flags["json"]:
         return plan
+    shared = f", shared by {workload.processes} processes" if workload.processes > 1 else ""
     stored = "unquantised" if workload.quantization is None else workload.quantization.upper()
     console.say(
         f"{name}: L {shape.layers}, D {shape.hidden}, F {shape.ffn}, V {shape.vocab:,}, {stored},"
-        f" on {device}",
+        f" on {device}{shared}",
         f"rank {max(ranks)} on {len(ranks)} layers, {training.strategy}; a step of"
         f" {training.gradient_accumulation_steps} x {training.batch_size} samples of"
         f" {workload.length:,} tokens",
@@ -172,6 +174,8 @@ def _measured(
     """Run windows of the workload's model on its device."""
     from npt.doctor.measure import measured_windows
 
+    if workload.processes > 1:
+        raise ConfigError("--measure runs windows in one process; leave out --shard_base")
     if flags["shape"] is not None:
         raise ConfigError("--measure runs a model, and --shape has none; give --model_name")
     if workload.device.type == "cuda" and limit is None:
@@ -205,7 +209,8 @@ def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
     check_fit(adapter, config, data.max_length)
     check_trainable(adapter, None, base.teacher_precision is not None)
     device = None if flags["device"] is None else torch.device(flags["device"])
-    return name, Workload.of(base, config, adapter, training, data.max_length, device)
+    length, processes = data.max_length, flags["processes"]
+    return name, Workload.of(base, config, adapter, training, length, device, processes)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -218,6 +223,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "under torchrun: share the base out, and compare its bytes and outputs with the whole one"
     )
     add_switch(parser, "sharded", text)
+    text = "with --plan --shard_base: processes that share the base, one on each device"
+    add_number(parser, "processes", text)
     add("--shape", metavar="NAME", help="plan for a named shape, in place of --model_name")
     text = "device to plan for, which need not be here, or to measure on (default: the GPU, if any)"
     add("--device", choices=("cpu", "cuda"), help=text)

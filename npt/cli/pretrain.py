@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,18 +162,21 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
 
     base, adapter, data, training, start, any_base, resumes = run
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
-        device, pack_on = ("cpu", processes.device) if base.shard_base else (processes.device, None)
-        model, tokenizer = load(base, console, device, pack_on, adapter=start)
+        model, tokenizer = load(
+            base, console, processes.device, adapter=start, layers_later=base.shard_base
+        )
         if base.share_embeddings:
             console.say("--share_embeddings: teacher and student share the whole base in any case")
         teacher = load_teacher(base, console, model.device)
+        shard = partial(npt.shard_base, model, processes) if base.shard_base else None
         if start is None or resumes:
             console.say(str(npt.attach(model, adapter, seed=training.seed)))
+            if shard is not None:
+                shard()
         else:
-            load_adapter(model, start, any_base, console)
+            load_adapter(model, start, any_base, console, shard)
             console.say(f"training starts from {start}: {AttachReport.of(model)}")
-        if base.shard_base:
-            npt.shard_base(model, processes)
+        if shard is not None:
             console.say(f"the base is sharded over {processes.size} processes")
         trainer = npt.Trainer(
             model,

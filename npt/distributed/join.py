@@ -42,7 +42,7 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
         ) from error
     processes = ProcessGroup(dist.get_rank(), dist.get_world_size(), device, owned=True)
     on_gpu = device.type == "cuda"
-    gpus = processes.gather(torch.cuda.get_device_properties(device).uuid if on_gpu else None)
+    gpus = processes.gather(str(torch.cuda.get_device_properties(device).uuid) if on_gpu else None)
     if any(gpus) and len({*gpus} - {None}) < processes.size:
         processes.close()
         raise ConfigError(

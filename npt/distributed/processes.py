@@ -1,12 +1,9 @@
 """The processes of one run: what they sum and tell one another, and how they end together.
 
-All processes hold the same adapters and take the same decisions, because they decide on the same
-sums.
-
-A process may fail where all expect it (the training loop sends a flag with its sums): the others
-end with its reason. Anywhere else it says its reason itself and closes its connections, as a killed
-one does. Over gloo that ends whoever waits for it; over NCCL torch's watchdog ends a wait at the
-timeout, or the launcher before.
+All decide alike, on the same sums. A process may fail where all expect it (the training loop sends
+a flag with its sums): the others end with its reason. Anywhere else it says its reason itself and
+closes its connections, as a killed one does. Over gloo that ends whoever waits for it; over NCCL
+torch's watchdog ends a wait at the timeout, or the launcher before.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from npt.errors import ConfigError, NPTError, ProcessError, StoppedError
+from npt.errors import ConfigError, ProcessError, is_out_of_memory
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -64,12 +61,6 @@ class ProcessGroup:
         if self.size > 1:
             self._collect(lambda: dist.all_reduce(tensor))
         return tensor
-
-    def wait_for(self, arrival: Any) -> None:
-        """Wait for a `torch.cuda.Event` or the like; ProcessError if another process was lost,
-        whose part in the results on the device may never come."""
-        self._check_unbroken()
-        arrival.synchronize()
 
     def each(self, value: Tensor) -> Tensor:
         """Return every process's scalar, by process: [W] in fp32, which must hold it exactly."""
@@ -129,7 +120,16 @@ class ProcessGroup:
         """End every process if one has failed: with `failure` there, a ProcessError elsewhere."""
         if self.size == 1:
             return
-        ours = None if failure is None else _reason(failure)
+        ours = None
+        if failure is not None:
+            text, status = (
+                " ".join(str(failure).split())[:500],
+                getattr(failure, "exit_status", None),
+            )
+            if status is None:  # no error of ours
+                text = f"{type(failure).__name__}: {text}"
+                status = 2 if is_out_of_memory(failure) else 1
+            ours = text, status
         for process, reason in enumerate(self.gather(ours)):
             if reason is not None:
                 message, status = reason
@@ -174,7 +174,7 @@ class ProcessGroup:
 
     def _collect(self, collective: Callable[[], Any]) -> None:
         """Run a collective operation; on a GPU it is only launched."""
-        self._check_unbroken()
+        self.check_unbroken()
         try:
             collective()
         except RuntimeError as error:
@@ -200,23 +200,8 @@ class ProcessGroup:
         )
         return self._loss
 
-    def _check_unbroken(self) -> None:
+    def check_unbroken(self) -> None:
+        """Raise ProcessError if a process was lost: what it had to add may never arrive."""
         if self.broken:
             left = f"process {self.index} has left the other processes already"
             raise ProcessError(left) if self._loss is None else self._loss
-
-
-def _reason(error: BaseException) -> tuple[str, int]:
-    """Return what other processes are told of an error: a message and the exit status."""
-    text = " ".join(str(error).split())[:500]
-    ours = isinstance(error, NPTError | StoppedError)
-    return text if ours else f"{type(error).__name__}: {text}", exit_status_of(error)
-
-
-def exit_status_of(error: BaseException) -> int:
-    """Return the exit status of the command line on this error."""
-    if isinstance(error, NPTError | StoppedError):
-        return error.exit_status
-    if isinstance(error, torch.OutOfMemoryError):
-        return 2
-    return 130 if isinstance(error, KeyboardInterrupt) else 1

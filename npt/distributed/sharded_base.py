@@ -9,7 +9,6 @@ nothing to compute passes a placeholder through the layers (npt/train/loop.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from operator import call
 from typing import Any
 
@@ -22,15 +21,12 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapters_disabled, attached_config, decoder_layers, is_sharded
 from npt.adapters.layer import WITHIN, NPTLayer, within
 from npt.adapters.stream import Stream, open_stream
-from npt.base.identity import keep_identity
+from npt.base.layers import real_layers
 from npt.base.linear import quantized_linears
 from npt.data.batch import Sample, collate
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ModelError
-
-PROBE = 16
-"""Tokens that pass through each layer before and after it is sharded."""
 
 
 @torch.no_grad()
@@ -43,8 +39,8 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
     a few tokens, are compared before and after.
 
     Args:
-        model: with adapters attached, on the CPU if a GPU could not hold it; `load_base(...,
-            device="cpu", pack_on=processes.device)` packs it on the GPU all the same.
+        model: with adapters attached. `load_base(..., layers_later=True)` leaves in its files what
+            no process could hold as a whole: layers are read here, one after the other.
         processes: of the run; default those that a launcher started.
 
     Returns:
@@ -52,7 +48,8 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
 
     Raises:
         ConfigError: there is one process, or torch cannot shard a packed base.
-        ModelError: no adapters are attached, the base is sharded already, or sharding changes it.
+        ModelError: no adapters are attached, the base is sharded already, a layer cannot be read,
+            or sharding changes it.
         ProcessError: another process failed or was lost.
     """
     attached_config(model)
@@ -67,37 +64,33 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
         )
     if is_sharded(model):
         raise ModelError("the base is sharded already; load it again to shard it in another way")
-    keep_identity(model)
     device, mesh = processes.device, init_device_mesh(processes.device.type, (processes.size,))
-    for part in (model.model.embed_tokens, model.model.rotary_emb, model.model.norm, model.lm_head):
-        part.to(device)
-    layers: list[Any] = list(decoder_layers(model))
-    ids = tuple(token % model.config.vocab_size for token in range(PROBE))
-    stream = open_stream(model, collate([Sample("probe", ids)], 0).to(device))
+    layers = real_layers(model, device)
+    probe = Sample("probe", tuple(range(min(16, model.config.vocab_size))))
+    stream = open_stream(model, collate([probe], 0).to(device))
     changed = []
     with processes.exchanging(), adapters_disabled(model):
-        for index, layer in enumerate(layers):
-            stream, changes = _shard(layer.to(device), mesh, stream)
-            changed += [f"{name} of layer {index}" for name in changes]
+        for index, layer in layers:
+            changed += [f"{name} of layer {index}" for name in _shard(layer, mesh, stream)]
         # The root holds nothing. Within its forward FSDP gathers the next layer ahead of its turn.
         fully_shard(model.model, mesh=mesh, ignored_params=set(model.model.parameters()))
-        for module in (*layers, model.model):
+        for module in (*decoder_layers(model), model.model):
             setattr(module, WITHIN, call)
             register_fsdp_forward_method(module, WITHIN)
         within(model.model, lambda: None)  # FSDP wants to see the root first
-    error = None
-    if changed:
-        error = ModelError(
-            f"sharding changes {changed[0]} ({len(changed)} such), with torch {torch.__version__};"
-            " the results would not be those of the base: take another version of torch or"
-            " bitsandbytes"
-        )
-    processes.raise_together(error)
+    what = f"{changed[0]} ({len(changed)} such)" if changed else ""
+    message = (
+        f"sharding changes {what}, with torch {torch.__version__}, and so the base's results; take"
+        " another version of torch or bitsandbytes"
+    )
+    processes.raise_together(ModelError(message) if changed else None)
     return processes
 
 
-def _shard(layer: Any, mesh: DeviceMesh, stream: Stream) -> tuple[Stream, list[str]]:
-    """Shard a layer; return the stream after it, and the names of what differs afterwards."""
+def _shard(layer: Any, mesh: DeviceMesh, stream: Stream) -> list[str]:
+    """Shard a layer; return the names of what differs afterwards: its bytes, and what it makes of
+    a stream.
+    """
     packed = [(m, m.weight.quant_state, m.weight.quant_type) for _, m in quantized_linears(layer)]
     of_adapter = set(layer.npt.parameters()) if isinstance(layer, NPTLayer) else set()
     before = {name: _bytes(p).clone() for name, p in _of_base(layer)}
@@ -112,7 +105,7 @@ def _shard(layer: Any, mesh: DeviceMesh, stream: Stream) -> tuple[Stream, list[s
     layer.reshard()
     if not torch.equal(_bytes(again), _bytes(after)):
         changed.append("the output")
-    return replace(stream, hidden=after), changed
+    return changed
 
 
 def _of_base(layer: Any) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ Shapes: N tokens computed at once, T of a row, D hidden, F ffn, R rank, V vocabu
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,7 @@ class Workload:
         teacher: dtype of a teacher of its own, None if the base teaches.
         eager: attention keeps the scores of every pair of tokens.
         compute_dtype: of products of packed weights.
+        processes: that share the base, one on each device; the plan is that of one of them.
     """
 
     config: PreTrainedConfig
@@ -117,17 +118,20 @@ class Workload:
     device: torch.device = field(default_factory=default_device)
     eager: bool = False
     compute_dtype: torch.dtype = torch.float32
+    processes: int = 1
 
     @classmethod
     def of(
         cls, base: BaseConfig, config: PreTrainedConfig, adapter: NPTConfig, training: TrainConfig,
-        length: int, device: torch.device | None = None,
+        length: int, device: torch.device | None = None, processes: int | None = None,
     ) -> Workload:  # fmt: skip
-        """Return the run that settings ask for; ConfigError for a sharded base."""
-        if base.shard_base:
+        """Return the run that settings ask for; ConfigError for a base that an unknown number of
+        processes share.
+        """
+        if base.shard_base and processes is None:
             raise ConfigError(
-                "--shard_base spreads the base over several devices, and memory is planned for one;"
-                " leave one of the two out"
+                "--shard_base shares the base among processes, each with a device of its own; say"
+                " with --processes N how many"
             )
         packed = getattr(config, "quantization_config", None) is not None
         quantization = base.quant_type if packed else base.quantization
@@ -138,7 +142,7 @@ class Workload:
             config, adapter, training, length, quantization, stored,
             None if base.teacher_precision is None else COMPUTE[base.teacher_precision],
             device or default_device(), base.attn_implementation == "eager",
-            COMPUTE[base.compute_dtype],
+            COMPUTE[base.compute_dtype], processes or 1,
         )  # fmt: skip
 
     @property
@@ -172,8 +176,11 @@ class Workload:
             late = 1 if self.training.skip_spikes else IN_FLIGHT
         teacher = 0 if self.teacher is None else base_bytes(s, None, self.teacher)
         name = "base" if kind is None else f"base, {kind.upper()}"
+        if self.processes > 1:
+            name += f", 1/{self.processes} of layers"
         return [
-            Term(name, base_bytes(s, kind, self.stored)),
+            Term(name, base_bytes(s, kind, self.stored, self.processes)),
+            Term("layers that are gathered", self._gathered, ("micro-batch", "evaluation")),
             Term("teacher of its own", teacher),
             Term("adapters", size),
             Term("AdamW's two moments", 2 * size),
@@ -182,6 +189,17 @@ class Workload:
             Term("state before the step", 3 * size, ("step",)),
             Term("states of steps in flight", late * 3 * size),
         ]
+
+    @property
+    def _gathered(self) -> int:
+        """Return the bytes of the layers that are whole at a time: FSDP keeps one that computes,
+        what it was copied from, and the next one.
+        """
+        if self.processes == 1:
+            return 0
+        s, more = self.shape, replace(self.shape, layers=self.shape.layers + 3)
+        one, other = (base_bytes(x, self.quantization, self.stored) for x in (s, more))
+        return other - one
 
     def _micro_batch(self) -> list[Term]:
         """Return the activations of one stage.
@@ -254,12 +272,19 @@ class Workload:
         return int(chunk) + head + 3 * n * self.shape.hidden
 
 
-def base_bytes(shape: Shape, quantization: str | None, stored: torch.dtype) -> int:
-    """Return the bytes of a base. A packed number takes 4 bits, a byte of scale for 64 of them, and
-    for 256 scales one of their own in fp32; embedding, head and norms are never packed.
+def base_bytes(
+    shape: Shape, quantization: str | None, stored: torch.dtype, processes: int = 1
+) -> int:
+    """Return the bytes of a base, or what one of several processes keeps of it: its share of the
+    layers' weights, and all of the rest.
+
+    A packed number takes 4 bits, a byte of scale for 64 of them, and for 256 scales one of their
+    own in fp32; embedding, head and norms are never packed. Scales are not shared out.
     """
-    dense = (2 - shape.tied) * shape.head_weights + (2 * shape.layers + 1) * shape.hidden
-    layers = shape.layers * shape.layer_weights
-    if quantization is None:
-        return stored.itemsize * (layers + dense)
-    return int(layers * (1 / 2 + 1 / 64 + 4 / 64 / 256)) + stored.itemsize * dense
+    rest = (2 - shape.tied) * shape.head_weights + shape.hidden
+    norms, numbers = 2 * shape.layers * shape.hidden, shape.layers * shape.layer_weights
+    share: float = stored.itemsize * (numbers + norms)
+    scales = 0.0
+    if quantization is not None:
+        share, scales = numbers / 2 + stored.itemsize * norms, numbers * (1 + 4 / 256) / 64
+    return int(share / processes + scales) + stored.itemsize * rest

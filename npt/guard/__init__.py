@@ -25,10 +25,12 @@ from npt.guard.traces import Seeded
 if TYPE_CHECKING:
     from npt.forensics.bundle import Postmortem, read_postmortem
     from npt.forensics.replay import replay
+    from npt.guard.report import Report
     from npt.guard.trainer import TrainerMixin, protect
 
 _LATER = {
     "Postmortem": "npt.forensics.bundle",
+    "Report": "npt.guard.report",
     "TrainerMixin": "npt.guard.trainer",
     "protect": "npt.guard.trainer",
     "read_postmortem": "npt.forensics.bundle",
@@ -43,6 +45,7 @@ __all__ = [
     "Outcome",
     "Postmortem",
     "Refusal",
+    "Report",
     "Seeded",
     "TooManyRefusalsError",
     "TrainerMixin",

@@ -26,6 +26,11 @@ KEPT = 4
 refused as a whole, all.
 """
 
+SHARDED = (
+    "not traced, as the layers are sharded and this process cannot compute alone; load the model in"
+    " one process and call npt.trace(model, batch)"
+)
+
 
 @dataclass
 class StoredMicroBatch:
@@ -169,9 +174,9 @@ class Hook:
     def __init__(self, note: Callable[..., None] | None = None):
         self._note = note
 
-    def __call__(self, _module: nn.Module, arguments: tuple[Any, ...], named: Any) -> None:
+    def __call__(self, _module: nn.Module, *values: Any) -> None:
         if self._note is not None:
-            self._note(arguments, named)
+            self._note(*values)
 
     def __reduce__(self) -> Any:
         return Hook, ()
@@ -184,6 +189,7 @@ class Forensics:
         model: also in DistributedDataParallel.
         traces: refusals to trace.
         keep: micro-batches, for a post-mortem.
+        together: the layers are sharded, and processes compute them only together.
 
     Attributes:
         findings: all so far.
@@ -193,13 +199,13 @@ class Forensics:
         accepted: the last that were stepped on.
     """
 
-    def __init__(self, model: nn.Module, traces: int, keep: bool = False):
+    def __init__(self, model: nn.Module, traces: int, keep: bool = False, together: bool = False):
         self.findings: list[Finding] = []
         self.left = traces
         self.refused: list[StoredMicroBatch] = []
         self._stepped = False  # since they were refused
         self.accepted: list[StoredMicroBatch] = []
-        self._keep, self._parallel = keep, model
+        self._keep, self._parallel, self._together = keep, model, together
         self._model = whole(model)
         self._open: StoredMicroBatch | None = None
 
@@ -220,7 +226,7 @@ class Forensics:
 
     def _note(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         stored = self._open
-        if stored is None:
+        if stored is None or not torch.is_grad_enabled():  # a teacher's, or a generation
             return
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         dtypes = {kind: torch.get_autocast_dtype(kind) for kind in on}
@@ -242,6 +248,10 @@ class Forensics:
             if micro.refusal is not None and micro.stored is not None and self.left:
                 self.left -= 1
                 micro.stored.refusal = micro.refusal
+                if self._together:  # each of its passes would need all processes
+                    micro.finding = Finding(micro.refusal, None, SHARDED)
+                    self.findings.append(micro.finding)
+                    continue
                 with unsynchronised(self._parallel):  # the others trace nothing, or their own
                     micro.finding = traced(self._model, micro.stored)
                 self.findings.append(micro.finding)
@@ -251,11 +261,15 @@ class Forensics:
         whole_window = next((r for r in outcome.refused if r.micro_batch is None), None)
         refused: list[StoredMicroBatch] = []
         accepted: list[StoredMicroBatch] = []
+        places = set(outcome.places)
         for micro in outcome.own:
             stored, micro.stored = micro.stored, None
             if self._keep and stored is not None:
                 stored.refusal = micro.refusal or whole_window
-                (refused if stored.refusal else accepted).append(stored)
+                if stored.refusal:
+                    refused.append(stored)
+                elif micro.index in places:  # not dropped with another process's
+                    accepted.append(stored)
         if refused:
             earlier = [] if self._stepped else self.refused
             most = max(KEPT, len(refused))

@@ -39,6 +39,7 @@ from npt.guard.parameters import (
     whole,
 )
 from npt.guard.settings import GuardSettings
+from npt.guard.sharding import sharding_of
 from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Buffers, Draws, Seeded
 from npt.guard.update import GuardedUpdate, Holdings
@@ -53,7 +54,9 @@ class Guard:
 
     Args:
         model: whose parameters the optimizer has; several are an `nn.ModuleList`. In
-            DistributedDataParallel it sums its gradients in the guard's step.
+            DistributedDataParallel it sums its gradients in the guard's step. If FSDP2 shards it,
+            every process computes equally many micro-batches; if the optimizer's parameters are
+            sharded too, those that are computed together count together or not at all.
         optimizer: any of torch that takes dense gradients from `.grad`, or accelerate's form of it.
             Its parameters are guarded, and those that it comes to step as well.
         scheduler: steps with every applied step; not one that must be told a figure.
@@ -69,6 +72,7 @@ class Guard:
         settings: those of `GuardSettings`.
 
     Attributes:
+        sharding: of the model by FSDP2, None without.
         outcome: of the last window, also of one that ended in TooManyRefusalsError.
         refusals: the last ones, with their windows.
         history: figures of the last micro-batches of this process, refused or not.
@@ -106,6 +110,13 @@ class Guard:
         parameters = guarded_parameters(model, optimizer)
         self._home = next(iter(parameters.values())).device
         processes = all_processes(self._home) if processes is None else processes
+        self.sharding = sharding_of(model, parameters, processes)
+        sums = self.sharding if self.sharding is not None and self.sharding.trained else None
+        if sums is not None and (self.lists or scaler is not None):
+            raise ConfigError(
+                "sharded parameters go with neither rates=[...] nor a scaler: use a scheduler, and"
+                " train in bf16 or fp32"
+            )
         late = late if self.lists else False
         self.update = GuardedUpdate(parameters, optimizer, late)
         if self.lists:
@@ -118,12 +129,14 @@ class Guard:
             spikes=None if sigmas is None else SpikeGuard(sigmas),
             processes=processes,
             divisor=processes.size if share else None,
+            sharding=sums,
         )
         self._scale = LossScale(scaler, optimizer)
         if scaler is not None:
             self.window.unscale = self._scale.unscale
         keep = self.settings.postmortem is not None
-        self.forensics = Forensics(model, self.settings.trace, keep)
+        together = self.sharding is not None and processes.size > 1
+        self.forensics = Forensics(model, self.settings.trace, keep, together)
         self.draws: Draws = Draws() if draws is None else draws
         self._traces = self.draws, Buffers(whole(model))
         self.counts = RunCounts()
@@ -155,14 +168,13 @@ class Guard:
         self._follow()
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
         names = micro.sample_ids = tuple(map(str, ids))
-        for trace in self._traces:
-            trace.begin()
-        self.window.gradients.begin()
+        self._begin(micro.tokens if self.settings.loss == "mean" else 1)
         stored = StoredMicroBatch(inputs, names, micro.tokens, random=self.draws.before)
         if run is not None:
             stored.run = partial(self._again, run, names, offset)
         try:
             with (
+                self.window.processes.exchanging(),
                 unsynchronised(self._model),
                 self.forensics.watching(micro, stored),
                 self.draws.drawing(names, offset),
@@ -170,9 +182,11 @@ class Guard:
                 yield micro
             micro.loss, micro.report = _scalar(micro.loss), micro.report.detach()
         except BaseException as error:
-            for trace in self._traces:
-                trace.settle(None)
-            self.window.gradients.withdraw()
+            computed = bool(self.window.gradients.reached)
+            self._withdraw()
+            if self.sharding is not None:
+                refused = isinstance(error, self.settings.refuse)
+                self.sharding.end_together(error, refused, computed)
             if not isinstance(error, self.settings.refuse):
                 raise
             detail = f"{type(error).__name__}: {error}"
@@ -181,7 +195,8 @@ class Guard:
             return
         self.window.gradients.collect()
         if self.settings.loss == "mean":
-            self.window.gradients.scale(micro.tokens)
+            if self.sharding is None or not self.sharding.weighs:
+                self.window.gradients.scale(micro.tokens)
             micro.loss = micro.loss * micro.tokens
         flag = self.window.add(micro)
         for trace in self._traces:
@@ -191,14 +206,36 @@ class Guard:
         with self.draws.drawing(ids, offset):
             return run()
 
-    def refuse(self, detail: str, ids: Sequence[object] = ()) -> None:
+    def refuse(
+        self, detail: str, ids: Sequence[object] = (), run: Callable[[], Any] | None = None
+    ) -> None:
         """Count a micro-batch that was found bad before anything was computed.
 
         Args:
             detail: what is wrong with it.
             ids: of its samples.
+            run: forward and backward of a stand-in, any good micro-batch. It is called where other
+                processes need this one for theirs (FSDP2), and leaves nothing.
         """
+        if self.sharding is not None and self.window.processes.size > 1:
+            if run is None:
+                raise ConfigError(
+                    "the model's layers are sharded, and other processes wait for this one to"
+                    " compute: pass refuse(..., run=...), forward and backward of any good batch"
+                )
+            with self.aside():
+                run()
         self.window.refuse(detail, tuple(map(str, ids)))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Compute a forward and backward that leaves nothing in the run, for the sake of others."""
+        self._begin(1)
+        try:
+            with unsynchronised(self._model), self.draws.drawing((), 0):
+                yield
+        finally:
+            self._withdraw()
 
     def step(self, fingerprint: int = 0) -> Any:
         """Make one optimizer step from the micro-batches since the last one, or none.
@@ -295,12 +332,28 @@ class Guard:
     def close(self) -> None:
         """Release model and parameters: their gradients are None, their hooks gone."""
         self.window.gradients.close()
+        if self.sharding is not None:
+            self.sharding.close()
 
     def __enter__(self) -> Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _begin(self, weight: int) -> None:
+        """Note what a micro-batch of this weight may change, and empty its gradients."""
+        for trace in self._traces:
+            trace.begin()
+        self.window.gradients.begin()
+        if self.sharding is not None:
+            self.sharding.begin(weight)
+
+    def _withdraw(self) -> None:
+        """Undo what a micro-batch has changed."""
+        for trace in self._traces:
+            trace.settle(None)
+        self.window.gradients.withdraw()
 
     def _follow(self) -> None:
         """Guard parameters too that have joined, from the next window on; with rates none do.

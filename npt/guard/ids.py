@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.errors import DataError
+from npt.guard.sharding import sharded_modules
 
 IGNORED = -100
 
@@ -27,6 +28,9 @@ PADDING = (
 def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterator[None]:
     """Refuse ids and labels of a batch for the forward within the context.
 
+    If the model's layers are sharded, other processes need this forward and backward: they are
+    computed with an id and a label that the model knows, and refused after that.
+
     Args:
         inputs: the batch; one that is no mapping, or holds no `input_ids`, passes through.
         model: whose embedding and head have a row per token.
@@ -34,7 +38,8 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
             losses are known to ignore -100 and nothing else.
 
     Raises:
-        DataError: on entering for a label, within the forward for an id.
+        DataError: on entering for a label, within the forward for an id; on leaving if the layers
+            are sharded.
     """
     ids: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     embedding = _part(model, "get_input_embeddings")
@@ -48,21 +53,35 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
     if not suspects or not bool(torch.stack(suspects).any()):  # read once for both
         yield
         return
+    found: list[DataError] = []
+    sharded = bool(sharded_modules(model))
     if bad_labels is not None and bool(bad_labels.any()):
-        raise _unknown("labels", targets[bad_labels], classes)
+        found.append(_unknown("labels", targets[bad_labels], classes))
+        if not sharded:
+            raise found[0]
 
-    def check(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def check(_: nn.Module, arguments: tuple[Any, ...]) -> Any:
         entering: Any = arguments[0] if arguments else None
         bad = _outside(entering, rows)
-        if bad is not None and bool(bad.any()):
-            raise _unknown("input_ids", entering[bad], rows, PADDING)
+        if bad is None or not bool(bad.any()):
+            return None
+        found.append(_unknown("input_ids", entering[bad], rows, PADDING))
+        if not sharded:
+            raise found[-1]
+        return entering.masked_fill(bad, 0), *arguments[1:]
 
-    assert embedding is not None  # its rows were counted
-    handle = embedding.register_forward_pre_hook(check)
+    handle = None if embedding is None else embedding.register_forward_pre_hook(check)
+    if found:
+        inputs["labels"] = targets.masked_fill(bad_labels, IGNORED)
     try:
         yield
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
+        if targets is not None:
+            inputs["labels"] = targets
+    if found:
+        raise found[0]
 
 
 def _unknown(name: str, bad: Tensor, rows: Any, remedy: str = "") -> DataError:
@@ -79,7 +98,9 @@ def _outside(ids: Any, rows: int | None) -> Tensor | None:
 
 def _of_transformers(model: Any) -> bool:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(inner).__module__.startswith(("transformers.", "npt."))
+    kinds = (kind.__module__ for kind in type(inner).__mro__)
+    own = next(name for name in kinds if not name.startswith("torch.distributed."))  # FSDP2's
+    return own.startswith(("transformers.", "npt."))
 
 
 def _part(model: Any, name: str) -> nn.Module | None:

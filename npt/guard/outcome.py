@@ -42,6 +42,8 @@ class MicroBatch:
         index: in the window over all processes.
         flag: scalar bool, loss and gradients are finite; None if it was refused before that.
         norms: [P] of the parameters' gradients, to name the bad one.
+        codes: [processes] what is wrong on each, if gradients are summed in each backward; then
+            those that were computed together count together.
         grad_norm: of all of them, with the outcome.
         reached: places of the parameters with a gradient, None for all.
         refusal: why it does not count, as soon as the host knows.
@@ -56,6 +58,7 @@ class MicroBatch:
     index: int = -1
     flag: Any = None
     norms: Any = None
+    codes: Any = None
     grad_norm: float | None = None
     reached: frozenset[int] | None = None
     refusal: Refusal | None = None
@@ -114,7 +117,11 @@ class Outcome:
     @property
     def places(self) -> list[int]:
         """Places of this process's survivors in the window, in order."""
-        return [micro.index for micro in self.own if micro.refusal is None]
+        return [
+            micro.index
+            for micro in self.own
+            if micro.refusal is None and (micro.codes is None or bool(micro.flag))
+        ]
 
     @property
     def findings(self) -> list[Finding]:

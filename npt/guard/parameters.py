@@ -4,7 +4,6 @@ such that it can guard them, and the processes.
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
+from npt.guard.sharding import refuse_unfit
+
+UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which says what is lost"
 
 IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
 """Classes of lomo_optim, and of transformers for GaLore and Apollo layer by layer."""
@@ -36,7 +38,7 @@ def guarded_parameters(
     if not IN_BACKWARD.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
         raise ConfigError(
             f"{type(optimizer).__name__} steps inside backward, before a guard can look at the"
-            " gradient; use its form that is not layerwise, or AdamW"
+            f" gradient; use its form that is not layerwise, or AdamW, or {UNGUARDED}"
         )
     stepped = stepped_parameters(optimizer)
     if not stepped:
@@ -54,13 +56,9 @@ def guarded_parameters(
         for index, p in enumerate(settings["params"]):
             if p in stepped:
                 names.setdefault(p, f"parameter {index} of the optimizer's group {group}")
-    sharded = next((name for p, name in names.items() if _is_sharded(p)), None)
-    if sharded is not None:
-        raise ConfigError(
-            f"{sharded} is sharded over processes, and a guard needs whole tensors; train with DDP"
-            " or in one process"
-        )
-    return {name: p for p, name in names.items()}
+    by_name = {name: p for p, name in names.items()}
+    refuse_unfit(model, by_name)
+    return by_name
 
 
 def stepped_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
@@ -130,10 +128,3 @@ def share_buffers(model: nn.Module) -> None:
     wrapped = _parallel(model)
     if wrapped is not None and wrapped.broadcast_buffers and wrapped.modules_buffers:
         wrapped._sync_buffers()
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # not loaded: there is none
-    return getattr(parameter, "_is_flat_param", False) or (
-        module is not None and isinstance(parameter, module.DTensor)
-    )

@@ -15,6 +15,9 @@ from npt.errors import DataError, ProcessError
 if TYPE_CHECKING:
     from npt.guard.outcome import MicroBatch, PendingWindow
 
+IN_LOSS, IN_GRADIENT, BEFORE = 1, 2, 4
+"""What is wrong with a micro-batch on one process, if gradients are summed in its backward."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -92,8 +95,18 @@ def check_alike(
         raise processes.everywhere(ProcessError(message))
 
 
-def refusal_of(micro: MicroBatch, loss: float, names: Sequence[str], process: int) -> Refusal:
-    """Return why a micro-batch was refused that ran on this process; its summed loss is given."""
+def refusal_of(
+    micro: MicroBatch, loss: float, names: Sequence[str], process: int
+) -> Refusal | None:
+    """Return why a micro-batch was refused that ran on this process; its summed loss is given.
+
+    None if that is another process's, whose gradients were summed with it; if only the sum is bad,
+    it is process 0's.
+    """
+    if micro.codes is not None:
+        code = micro.codes[process]
+        if not bool(code) and (process or bool(micro.codes.any())):
+            return None
     if math.isfinite(loss):
         kind, (tensor, detail) = "gradient", describe_norms(micro.norms, names)
     else:

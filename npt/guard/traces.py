@@ -37,7 +37,7 @@ class Draws:
         self.before = random_state()
         if self._end is None:
             self._start = self.before
-        elif not _equal(self.before, self._end):
+        elif not equal_states(self.before, self._end):
             self._start = None
 
     def drawing(self, ids: Sequence[str], offset: int) -> AbstractContextManager[None]:
@@ -47,7 +47,7 @@ class Draws:
     def settle(self, keep: Tensor | None) -> None:
         """Draw again what was drawn since, unless it is kept."""
         # what drew nothing need not wait for the device
-        if not _equal(random_state(), self.before) and (keep is None or not bool(keep)):
+        if not equal_states(random_state(), self.before) and (keep is None or not bool(keep)):
             set_random_state(self.before)
         self._end = random_state()
 
@@ -57,7 +57,7 @@ class Draws:
             self._start is not None
             and self._end is not None
             and (keep is None or not bool(keep))
-            and _equal(random_state(), self._end)
+            and equal_states(random_state(), self._end)
         ):
             set_random_state(self._start)
         self.forget()
@@ -150,5 +150,5 @@ def _is_written(module: nn.Module, buffer: Tensor) -> bool:
     return statistics or (buffer.is_floating_point() and buffer.numel() <= LARGEST_BUFFER)
 
 
-def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def equal_states(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)

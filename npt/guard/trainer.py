@@ -17,7 +17,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,12 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from npt.errors import ConfigError, DataError, TooManyRefusalsError
+from npt.guard import generations
+from npt.guard.generations import Generations
 from npt.guard.guard import Guard
 from npt.guard.ids import IGNORED, refuse_bad_ids
 from npt.guard.outcome import Outcome
-from npt.guard.parameters import share_buffers, whole
+from npt.guard.parameters import UNGUARDED, share_buffers, whole
 from npt.guard.settings import GuardSettings
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 else:
     Trainer = object  # the mixin needs none of transformers
 
-_COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens")  # by TRL, in each forward
+# by TRL, in each forward
+_COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens", *generations.COUNTED)
 _GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 _log = logging.getLogger("npt.guard")
@@ -67,6 +70,7 @@ class TrainerMixin(Trainer):
     _finally: ExitStack  # what gives the optimizer its own step back
     _trains: bool = False
     _epoch: Any = None  # the iterator of the present one
+    _generations: Generations | None = None  # of TRL's Trainers that make some
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -93,8 +97,10 @@ class TrainerMixin(Trainer):
             self.guard.close()
         self.guard = None
         self._trains, self._epoch = True, None
+        self._generations = Generations(self) if generations.generates(self) else None
         with ExitStack() as self._finally:
             self._finally.callback(self.__dict__.update, _trains=False, _names={})
+            self._finally.callback(self.__dict__.update, _generations=None)
             result = super()._inner_training_loop(*arguments, **named)
         if self.guard is not None:
             self.guard.close()  # its buffers are twice the gradients
@@ -136,21 +142,43 @@ class TrainerMixin(Trainer):
             guard.window.max_grad_norm = self.args.max_grad_norm or math.inf  # callbacks set it
             self._logged = getattr(self, "_tr_loss", torch.zeros(())).clone()
             self._counted = self._counts()
+        inputs = self._taken(inputs)
         self._inputs.append(inputs)
         loss = self._compute(guard, model, inputs, num_items_in_batch)
+        if self._generations is not None:
+            self._step += 1  # the place in the generation, of a refused micro-batch too
         if not self.accelerator.gradient_state.sync_gradients:
             return loss
         losses = None
         refused: set[int] = set()
         while refusals := guard.begin_again():
             processes = guard.window.processes
-            here = [r.micro_batch or 0 for r in refusals if r.process == processes.index]
+            together = guard.window.sharding is not None
+            ours = [r for r in refusals if together or r.process == processes.index]
+            here = [r.micro_batch or 0 for r in ours]
             refused.update(index // processes.size for index in here)
             self.__dict__.update(deepcopy(self._counted))
             losses = self._compute_again(guard, model, refused, num_items_in_batch)
         self._inputs = []
         self._norm = guard.close_window()
         return loss if losses is None else self._logged_again(losses)
+
+    def _taken(self, inputs: Any) -> Any:
+        """Return a micro-batch's inputs, of a Trainer that generates those that it made."""
+        if self._generations is None:
+            return inputs
+        taken = self._generations.take(len(self._inputs), inputs, self._counted)
+        names = self._names.get(id(inputs), ())  # of the whole generation, which TRL shuffles
+        self._names = {**self._names, id(taken): tuple(dict.fromkeys(names))}
+        return taken
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return what was made before the micro-batch."""
+        made = None if self._generations is None else self._generations.slice
+        return super()._prepare_inputs(inputs) if made is None else made
+
+    def _computing(self, inputs: Any) -> Any:
+        return nullcontext() if self._generations is None else self._generations.computing(inputs)
 
     def _compute(self, guard: Guard, model: Any, inputs: Any, items: Any) -> Tensor:
         loss = torch.zeros((), device=self.args.device)
@@ -160,6 +188,7 @@ class TrainerMixin(Trainer):
             guard.micro_batch(ids=names, inputs=inputs, run=again) as micro,
             refuse_bad_ids(inputs, self.model, self._labels_are_tokens()),
             _alone(self.accelerator),
+            self._computing(inputs),
         ):
             micro.loss = loss = super().training_step(model, inputs, items)
         return loss
@@ -174,7 +203,7 @@ class TrainerMixin(Trainer):
         """Compute a micro-batch for the tracer: not counted, and by this process alone."""
         counted = self._counts()
         try:
-            with _alone(self.accelerator):
+            with _alone(self.accelerator), self._computing(inputs):
                 return super().training_step(whole(model), inputs, items)
         finally:
             self.__dict__.update(counted)
@@ -195,12 +224,25 @@ class TrainerMixin(Trainer):
         if items is not None:
             counted = [_blank(x) if i in refused else x for i, x in enumerate(window)]
             items = self._get_num_items_in_batch(counted, self.args.device)
-        losses = []
+        losses: list[Tensor] = []
+        last = max((i for i in range(len(window)) if i not in refused), default=None)
         for place, inputs in enumerate(window):
-            if place in refused:
-                guard.window.place += processes.size
-            else:
+            if self._generations is not None:
+                self._generations.rewind_to(place)
+                self._generations.calls = len(losses)
+            if place not in refused:
+                self.accelerator.sync_gradients = place == last  # asked by what GRPO counts
                 losses.append(self._compute(guard, model, inputs, items))
+                continue
+            guard.window.place += processes.size
+            if guard.sharding is not None and not guard.sharding.trained:
+                with (  # another process may need it
+                    suppress(*guard.settings.refuse),
+                    guard.aside(),
+                    refuse_bad_ids(inputs, self.model, self._labels_are_tokens()),
+                ):
+                    self._once_more(model, inputs, items)
+        self.accelerator.sync_gradients = True
         return losses
 
     def _logged_again(self, losses: list[Tensor]) -> Tensor:
@@ -224,7 +266,7 @@ class TrainerMixin(Trainer):
         if self.guard is not None:
             return self.guard
         if self.accelerator.distributed_type.value == "DEEPSPEED":
-            raise ConfigError("DeepSpeed steps by itself, unguarded; train with DDP or alone")
+            raise ConfigError(f"DeepSpeed steps by itself; train with DDP or alone, or {UNGUARDED}")
         folder = Path(self.args.output_dir, "postmortem")
         settings = {"trace": 1, "postmortem": folder, **self.guard_settings}
         settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
@@ -319,10 +361,17 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 def _refuse_unfit(trainer: Any) -> None:
     """Raise ConfigError for a Trainer whose run a guard cannot make."""
-    if hasattr(trainer, "_buffered_inputs"):  # of TRL: inputs by the number of calls so far
+    generating = generations.generates(trainer)
+    if hasattr(trainer, "_buffered_inputs") and not generating:
         raise ConfigError(
             f"{type(trainer).__name__} makes the inputs of several micro-batches at once, and a"
-            " guard cannot compute one of them again; train it unguarded"
+            f" guard cannot compute one of them again; {UNGUARDED}"
+        )
+    several = trainer.accelerator.num_processes > 1
+    if generating and several and generations.asks_all_processes(trainer):
+        raise ConfigError(
+            "use_adaptive_entropy and top_entropy_quantile below 1 ask all processes in every"
+            f" forward, which a guard does not; leave them out, use one process, or {UNGUARDED}"
         )
     adapters = sys.modules.get("npt.adapters.converted")  # not loaded: it is no student
     if adapters and adapters.is_attached(trainer.model) and trainer.args.save_strategy != "no":

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.guard.outcome import Snapshot
+from npt.guard.sharding import is_sharded, local
 from npt.random_state import random_state, set_random_state
 
 EXACT = 2**24
@@ -192,7 +193,8 @@ class GuardedUpdate:
         ]
 
     def snapshot(self) -> Snapshot:
-        """Return copies of parameters and optimizer state, on their devices."""
+        """Return copies of parameters and optimizer state, on their devices; of what is sharded,
+        this process's shards."""
         return self._snapshot(Holdings([self.optimizer]))
 
     def first_bad(self) -> str | None:
@@ -223,7 +225,7 @@ class GuardedUpdate:
     def _snapshot(self, copies: Holdings) -> Snapshot:
         states = [self.optimizer.state.get(p, {}) for p in self.parameters]
         return {
-            name: (copies.of(p), {key: copies.of(value) for key, value in state.items()})
+            name: (local(copies.of(p)), {k: local(copies.of(value)) for k, value in state.items()})
             for name, p, state in zip(self.names, self.parameters, states, strict=True)
         }
 
@@ -240,7 +242,10 @@ class GuardedUpdate:
         update.names, largest = self._largest()
         update.finite = torch.isfinite(largest)
         good = update.finite.all()
-        if processes.size > 1:
+        if processes.size > 1 and is_sharded(self.parameters[0]):
+            update.finite = processes.sum_((~update.finite).to(torch.float32)) == 0
+            good = update.finite.all()
+        elif processes.size > 1:
             # The largest number of each tensor, bit for bit: equal in any order of summation, never
             # 0.
             bits = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
@@ -262,8 +267,12 @@ class GuardedUpdate:
 
     def _largest(self) -> tuple[list[str], Tensor]:
         """Return the largest number of each tensor of the state, and the tensors' names."""
-        named = [(n, t) for n, t in self._tensors() if t.is_floating_point() and t.numel()]
-        return [name for name, _ in named], norms_of([t for _, t in named], order=float("inf"))
+        sharded = is_sharded(self.parameters[0])  # then of other processes it may be something
+        named = [
+            (n, t) for n, t in self._tensors() if t.is_floating_point() and (t.numel() or sharded)
+        ]
+        tensors = [t if t.numel() else t.new_zeros(1) for _, t in named]
+        return [name for name, _ in named], norms_of(tensors, order=float("inf"))
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return parameters and their optimizer tensors, by name.
@@ -275,8 +284,8 @@ class GuardedUpdate:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    named.append((f"{key} of {name}", value))
-            named.append((name, parameter.detach()))
+                    named.append((f"{key} of {name}", local(value)))
+            named.append((name, local(parameter).detach()))
         return named
 
 

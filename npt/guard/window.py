@@ -38,6 +38,8 @@ from npt.guard.outcome import (
     refusal_of,
     send_record,
 )
+from npt.guard.refusal import BEFORE
+from npt.guard.sharding import Sharding, as_gradient, full, is_sharded, local
 from npt.guard.spikes import SpikeGuard
 from npt.guard.update import EXACT, GuardedUpdate, norms_of
 
@@ -55,7 +57,8 @@ class FlatGradients:
     """The gradients of a window, and scratch for those of one micro-batch.
 
     Scratch and sums are flat, one buffer per device and dtype, so that a micro-batch is judged and
-    added in a few operations. A parameter's `.grad` is a view of them.
+    added in a few operations. A parameter's `.grad` is a view of them. Of sharded parameters they
+    hold this process's shards.
 
     Args:
         parameters: by name; their `.grad` belongs to this object from now on.
@@ -99,8 +102,8 @@ class FlatGradients:
             if p.grad is None:
                 view.zero_()
                 reached.discard(place)
-            elif p.grad.data_ptr() != view.data_ptr():
-                view.copy_(p.grad)
+            elif (gradient := local(p.grad)).data_ptr() != view.data_ptr():
+                view.copy_(gradient)
                 reached.add(place)
 
     def withdraw(self) -> None:
@@ -145,7 +148,9 @@ class FlatGradients:
 
     def _point(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.grad = view.detach()  # fresh: somebody may move it by `p.grad.data = ...`
+            gradient = view.detach()  # fresh: somebody may move it by `p.grad.data = ...`
+            sharded = is_sharded(parameter)
+            parameter.grad = as_gradient(gradient, parameter) if sharded else gradient
 
     def _renew(self) -> None:
         """Let the sums be zero if they are still a forgotten window's."""
@@ -167,6 +172,7 @@ class GradientWindow:
         spikes: refuses windows whose loss or norm leaves the range of the accepted ones.
         processes: share the windows; default this one alone.
         divisor: of the window's gradient; default the tokens of its survivors.
+        sharding: of the parameters, if they are sharded; each backward sums their gradients.
 
     Attributes:
         place: in the open window, of the next micro-batches of all processes.
@@ -185,6 +191,7 @@ class GradientWindow:
         spikes: SpikeGuard | None = None,
         processes: ProcessGroup | None = None,
         divisor: float | None = None,
+        sharding: Sharding | None = None,
     ):
         assert not (update.late and rates is None), "it needs flags on the host"
         self.update, self.max_grad_norm, self.spikes = update, max_grad_norm, spikes
@@ -199,7 +206,7 @@ class GradientWindow:
         self._steps = torch.zeros((), dtype=torch.int64, device=self._home)
         self.gradients = FlatGradients({})
         self.hold(dict(zip(update.names, update.parameters, strict=True)))
-        self._divisor = divisor
+        self._divisor, self.sharding = divisor, sharding
         self._open = PendingWindow()
         self._launched: deque[PendingWindow] = deque()
 
@@ -226,9 +233,14 @@ class GradientWindow:
             Whether it counts, a scalar bool; nothing is read from the device.
         """
         norms = norms_of(self.gradients.scratch_views)
+        loss = micro.loss.to(self._home)
+        if self.sharding is not None:
+            micro.codes, norms = self.sharding.judge(loss, norms)
         # Finite only if every norm is; also catches squares that overflow only in their sum.
         norm = torch.linalg.vector_norm(norms)
-        flag = torch.isfinite(micro.loss.to(self._home)) & torch.isfinite(norm)
+        flag = torch.isfinite(loss) & torch.isfinite(norm)
+        if micro.codes is not None:
+            flag = (micro.codes == 0).all() & torch.isfinite(norm)
         self.gradients.add(flag)
         micro.flag, micro.norms = flag, norms
         if self.gradients.reached is not None:
@@ -245,6 +257,9 @@ class GradientWindow:
     ) -> None:
         """Count a micro-batch that was found bad before its gradients were made."""
         micro = MicroBatch(None, 0, sample_ids=sample_ids, stored=stored)
+        if self.sharding is not None:
+            norms = torch.zeros(len(self.gradients.parameters), device=self._home)
+            self.sharding.exchange(torch.tensor(float(BEFORE)), norms)
         self._append(micro)
         micro.refusal = Refusal(kind, detail, micro.index, sample_ids, self.processes.index)
 
@@ -387,6 +402,8 @@ class GradientWindow:
         All in one flat fp32 tensor, which holds whole numbers below `EXACT` as they are.
         """
         processes, sums = self.processes, self.gradients.sums
+        if self.sharding is not None:
+            sums = []  # each backward has summed them
         codes = torch.zeros(2, processes.size, device=self._home)
         codes[:, processes.index] = sent([window.halt, window.fingerprint], self._home)
         parts = [*sums, torch.stack(numbers), codes.flatten()]
@@ -414,15 +431,20 @@ class GradientWindow:
         """Clip the window's gradient; return its norm before, a scalar in fp32."""
         gradients = self.gradients
         if gradients.reached is None:
-            window.norms = norms_of(gradients.sum_views)
+            window.norms = self._norms()
             norm = torch.linalg.vector_norm(window.norms)
         else:
             # torch's own arithmetic, in the gradients' dtype: that of the loop which is guarded
             norm = get_total_norm([p.grad for p in gradients.parameters if p.grad is not None])
-            if self.spikes is not None or not bool(torch.isfinite(norm)):
-                window.norms = norms_of(gradients.sum_views)
+            if self.spikes is not None or not bool(torch.isfinite(full(norm))):
+                window.norms = self._norms()
         clip_grads_with_norm_(gradients.parameters, self.max_grad_norm, norm)
-        return norm.to(self._home, torch.float32)
+        return full(norm).to(self._home, torch.float32)
+
+    def _norms(self) -> Tensor:
+        """Return the norms [P] of the window's gradient."""
+        norms = norms_of(self.gradients.sum_views)
+        return norms if self.sharding is None else self.sharding.norms_of_all(norms)
 
     def _step(self, window: PendingWindow, go: Tensor) -> None:
         """Step, verify, restore, and send the record: all on the device."""
@@ -463,7 +485,8 @@ class GradientWindow:
                 break
             try:
                 if window.arrived is not None:
-                    self.processes.wait_for(window.arrived)
+                    self.processes.check_unbroken()
+                    window.arrived.synchronize()
                 result = read_record(window, self.gradients.names, self.known_steps, self.processes)
             except BaseException:
                 self._take_back()
@@ -500,15 +523,16 @@ def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list
 
     A view has its parameter's strides, as a gradient of autograd's has: a norm adds in that order.
     """
+    shards = [local(p) for p in parameters]
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, p in enumerate(parameters):
         groups.setdefault((p.device, p.dtype), []).append(i)
     flats: list[Tensor] = []
     views: dict[int, Tensor] = {}
     for (device, dtype), members in groups.items():
-        sizes = [parameters[i].numel() for i in members]
+        sizes = [shards[i].numel() for i in members]
         flats.append(torch.zeros(sum(sizes), device=device, dtype=dtype))
         for i, part in zip(members, flats[-1].split(sizes), strict=True):
-            like = torch.empty_like(parameters[i], device="meta")
+            like = torch.empty_like(shards[i], device="meta")
             views[i] = part.as_strided(like.shape, like.stride(), part.storage_offset())
     return flats, [views[i] for i in range(len(parameters))]

@@ -84,6 +84,7 @@ class Loop:
         run, guard, strategy, config = self.run, self.guard, self.strategy, self.config
         model, splitter = self.setup.model, self.setup.splitter
         vocab_size = model.config.vocab_size
+        placeholder = partial(forward_backward, model, strategy, PLACEHOLDER, config)
         most = math.inf if config.max_steps is None else config.max_steps
         model.eval()
         with self._computing():
@@ -97,11 +98,11 @@ class Loop:
             with self._computing():
                 for place, batch in self._own_batches(window):
                     if batch is None:
-                        self._keep_in_step()
+                        with guard.aside():
+                            placeholder()
                         continue
                     if fault := find_fault(batch, vocab_size):
-                        guard.refuse(fault, batch.sample_ids)
-                        self._keep_in_step()
+                        guard.refuse(fault, batch.sample_ids, placeholder)
                         continue
                     # for the tracer, whose lack of memory must not make the run's parts smaller
                     parts = MicroBatchSplitter(splitter.samples)
@@ -147,12 +148,6 @@ class Loop:
                 return
         if stop.number is not None and self.failure is None:
             open_window.halt(stop.number)
-
-    def _keep_in_step(self) -> None:
-        """Compute on a sharded base what the other processes compute, for nothing."""
-        if self.sharded:
-            forward_backward(self.setup.model, self.strategy, PLACEHOLDER, self.config)
-            self.guard.window.gradients.withdraw()
 
     def _fingerprint(self, window: Window | None) -> int:
         """Return a checksum below `EXACT`, for processes to compare; 0 if there is no need."""

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
+from npt.adapters.converted import adapter_parameters, attached_config
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig, TrainConfig
@@ -233,10 +233,8 @@ class Trainer:
         """Run the loop, save, and evaluate."""
         setup, c, folder = self.setup, self.setup.config, run.folder
         rates = rate_table(c.learning_rate, c.scheduler_type, c.warmup_steps, run.data.total_steps)
-        # one process alone would wait for the others' parts of a base that they share
-        traced = 0 if is_sharded(setup.model) else 1
         # closed, it leaves the model as it was found, to be evaluated without its buffers
-        with student_guard(setup.model, c, rates, processes=setup.processes, trace=traced) as guard:
+        with student_guard(setup.model, c, rates, processes=setup.processes, trace=1) as guard:
             loop = Loop(run, guard, self.strategy)
             self._restore(loop)
             started = time.perf_counter()

@@ -288,24 +288,3 @@ class TestNothingOfACheckpointIsRun:
             ):
                 npt.load_base(str(trapped), device="cpu")
         assert not (trapped / "sprung").exists()
-
-
-def test_a_base_that_is_packed_elsewhere_stays_where_it_was_read_to(
-    llama_folder, load_model, monkeypatch
-):
-    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
-    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-
-    packed, convert, ops = [], Bnb4bitQuantize.convert, Bnb4BitHfQuantizer.get_quantize_ops
-    expected = load_model()
-
-    def noted(self, input_dict, *arguments, **named):
-        packed.extend(input_dict)
-        return convert(self, input_dict, *arguments, **named)
-
-    monkeypatch.setattr(Bnb4bitQuantize, "convert", noted)
-    model, _ = npt.load_base(str(llama_folder), quantization="nf4", device="cpu", pack_on="cpu")
-    assert len(set(packed)) == 4 * 7  # every product of every layer came by
-    assert npt.base_hash(model) == npt.base_hash(expected)
-    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-    assert Bnb4BitHfQuantizer.get_quantize_ops is ops  # the next base is packed where it stays

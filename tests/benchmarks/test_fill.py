@@ -123,5 +123,5 @@ class TestRenderers:
         assert "| survived | 2 | 2 | 2 |\n| harmed | 1 | 0 | 0 |\n" in shown
         one = {"cases": [case], "passed": 1, "total": 1, "false_alarms": 0}
         none = {"cases": [], "passed": 0, "total": 0, "false_alarms": 0}
-        shown = tables.trainers(one, one, {**one, "cases": [harmed]}, none)
-        assert "| NaN in a gate | equal | equal | harmed | | changed |\n" in shown
+        shown = tables.trainers(one, one, {**one, "cases": [harmed]}, none, none)
+        assert "| NaN in a gate | equal | equal | harmed | |  | changed |\n" in shown

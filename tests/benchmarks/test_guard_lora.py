@@ -11,8 +11,8 @@ def test_both_loops_make_the_same_steps(monkeypatch) -> None:
     """Two micro-batches: a half is exact, so the guarded step is the plain one, bit for bit."""
     made = []
 
-    def remembered(make=guard_lora.lora):
-        made.append(make())
+    def remembered(*arguments, make=guard_lora.lora):
+        made.append(make(*arguments))
         return made[-1]
 
     monkeypatch.setattr(guard_lora, "lora", remembered)

@@ -114,6 +114,21 @@ def test_a_plan_as_json_holds_the_terms_that_add_up_to_the_peak(capsys) -> None:
     assert plan["tokens_per_step"] == 3 * 4 * 32
 
 
+def test_a_plan_for_70b_on_1_2_and_8_cards(capsys) -> None:
+    plans = [
+        plan_of(capsys, "--shape", "llama-3.1-70b", "--device", "cuda", "--shard_base", *more)
+        for more in (["--processes", "1"], ["--processes", "2"], ["--processes", "8"])
+    ]
+    alone, two, eight = ({t["name"]: t["bytes"] for t in p["memory"]["terms"]} for p in plans)
+    codes = 80 * (2 * 8192 * (8192 + 1024) + 3 * 8192 * 28672) / 2
+    for terms, count in ((two, 2), (eight, 8)):
+        saved = alone["base, NF4"] - terms[f"base, NF4, 1/{count} of layers"]
+        assert saved == pytest.approx(codes * (1 - 1 / count), rel=1e-3)
+        assert terms["layers that are gathered"] == pytest.approx(3 * codes / 80, rel=0.05)
+        assert terms["adapters"] == alone["adapters"]
+    assert [p["tokens_per_step"] // plans[0]["tokens_per_step"] for p in plans] == [1, 2, 8]
+
+
 def test_a_run_that_does_not_fit_ends_2(capsys, monkeypatch) -> None:
     monkeypatch.setattr("npt.doctor.plan.available", lambda device: 1000)
     assert main(PLAN) == 2

@@ -19,7 +19,7 @@ class Broken(ProcessGroup):
 
     waits = 0
 
-    def wait_for(self, arrival: Any) -> None:
+    def check_unbroken(self) -> None:
         self.waits += 1
         if self.waits == 2:
             self.broken = True

@@ -4,14 +4,26 @@ hangs nowhere.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from several import several, values
-from shard_work import STRATEGY_SETTINGS, assert_equal, attempted, computed, doctored, run, runs
+from shard_work import (
+    STRATEGY_SETTINGS,
+    assert_equal,
+    attempted,
+    computed,
+    doctored,
+    measured,
+    run,
+    runs,
+    started,
+)
 from torch.distributed.fsdp import FSDPModule
 
 import npt
@@ -76,6 +88,29 @@ def test_an_older_torch_is_refused(load_model: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(FSDPModule, "reset_iter_state")
     with pytest.raises(ConfigError, match=r"with torch 2\.13 or later; this is 2"):
         npt.shard_base(model, ProcessGroup(0, 2, torch.device("cpu")))
+
+
+@pytest.mark.usefixtures("short_library", "undrawn_charts")
+def test_a_run_starts_from_an_adapter_of_the_sharded_base_and_of_no_other(tmp_path: Path) -> None:
+    model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
+    npt.attach(model, npt.NPTConfig(rank=4))
+    adapter = ["--adapter", str(npt.save_adapter(model, tmp_path / "start"))]
+    runs = {}
+    for name, kind, flags in (
+        ("whole", "nf4", []),
+        ("sharded", "nf4", ["--shard_base"]),
+        ("other", "fp4", ["--shard_base"]),
+    ):
+        out = str(tmp_path / name)
+        runs[name] = values(several(2, started, "tiny", out, kind, *adapter, *flags))
+    assert [runs[name][0][0] for name in runs] == [0, 0, 5]
+    assert "the base is sharded over 2 processes" in runs["sharded"][0][1]
+    assert re.search("was trained on another base .*: 4-bit codes", runs["other"][0][1])
+    one, other = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
+        for name in ("whole", "sharded")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
 
 
 def test_one_process_has_nobody_to_share_with(load_model: Any) -> None:
@@ -173,3 +208,11 @@ def test_a_process_that_ends_early_ends_the_other_too(
     )
     assert ended[0].kind == "ProcessError" and "process 1" in str(ended[0].error), ended[0].trace
     assert ended[0].seconds < 15  # far below the timeout of 20
+
+
+@pytest.mark.parametrize(("quantization", "size"), [("nf4", 2), ("nf4", 3), (None, 2)])
+def test_a_plan_of_a_share_is_within_15_percent(quantization: str | None, size: int) -> None:
+    ended = values(several(size, measured, quantization))
+    for share, plan, peak, planned in ended:
+        assert plan == pytest.approx(share, rel=0.05)  # tables of codes are left out
+        assert planned == pytest.approx(peak, rel=0.15)

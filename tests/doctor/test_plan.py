@@ -104,6 +104,7 @@ def test_named_shapes_have_the_sizes_in_their_names_and_make_models_of_that_shap
         assert Shape.of(config) == shape and config.max_position_embeddings == 4096
     for name, numbers in {
         "llama-3.1-8b": 8.03e9,
+        "llama-3.1-70b": 70.55e9,
         "llama-3.2-1b": 1.236e9,
         "qwen3-8b": 8.19e9,
         "mistral-7b": 7.248e9,

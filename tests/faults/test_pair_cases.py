@@ -8,12 +8,16 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 from several import several, values
 
 import inject_fault
 from faults.row_cases import PAIR_CASES, RowCase, cases_of
+from faults.row_faults import row
 from faults.row_runs import Compared, RowLine, compared, line_of
-from npt.guard import guard
+from faults.row_trainers import student
+from npt.guard import guard, sharding
+from random_base import shard
 
 
 def compared_here(_processes: Any, case: RowCase, trainer: str) -> Compared:
@@ -26,7 +30,13 @@ def judged(case: RowCase, trainer: str) -> RowLine:
 
 # What two processes add to a fault of one: one of them has nothing left, or both refuse, or a step
 # is undone on both. debug/inject_fault.py plants all of PAIR_CASES.
-CHOSEN = {"accelerate": ("pair-all", "pair-first", "pair-step"), "hf": ("pair-three", "pair-both")}
+CHOSEN = {
+    "accelerate": ("pair-all", "pair-first", "pair-step"),
+    "hf": ("pair-three", "pair-both"),
+    "fsdp": ("pair-three", "pair-label"),
+    "fsdp_sharded": ("pair-tensor-nan", "pair-id", "pair-moment"),
+    "grpo": ("pair-all", "pair-three"),
+}
 
 
 @pytest.mark.parametrize(
@@ -39,9 +49,27 @@ CHOSEN = {"accelerate": ("pair-all", "pair-first", "pair-step"), "hf": ("pair-th
     ],
 )
 def test_a_fault_on_one_process_leaves_no_trace_on_both(case, trainer) -> None:
+    if trainer == "grpo":
+        pytest.importorskip("trl")
     line = judged(case, trainer)
     assert line.verdict.passed and line.verdict.located, line.verdict.detail
-    assert line.unguarded == "changed"
+    ending = "ended by RuntimeError" if trainer == "grpo" else "changed"
+    assert line.unguarded == ("not run" if case.kind == "data" else ending)
+
+
+def logits(_processes: Any, sharded: bool) -> Any:
+    (case, *_) = PAIR_CASES
+    model = student(case, False).eval()
+    if sharded:
+        shard(model, [])
+        assert all(hasattr(p, "full_tensor") for p in model.parameters())
+        assert torch.uint8 in {p.dtype for p in model.parameters()}
+    return model(row(1)["input_ids"][None]).logits.tolist()
+
+
+def test_a_4_bit_base_computes_the_same_in_shards() -> None:
+    first, second = values(several(2, logits, True))
+    assert first == second == values(several(1, logits, False))[0]
 
 
 @pytest.mark.parametrize(
@@ -49,11 +77,17 @@ def test_a_fault_on_one_process_leaves_no_trace_on_both(case, trainer) -> None:
     [
         ("accelerate", guard, "unsynchronised", lambda _: nullcontext()),
         ("hf", guard.Guard, "begin_again", lambda *_: []),
+        (
+            "fsdp_sharded",
+            sharding.Sharding,
+            "exchange",
+            lambda _, code, norms: (code.expand(2), norms),
+        ),
     ],
 )
 def test_a_guard_that_is_broken_fails(trainer, where, method, sabotage, monkeypatch) -> None:
     monkeypatch.setattr(where, method, sabotage)
-    (case,) = [case for case in PAIR_CASES if case.id == "pair-tensor-nan"]
+    (case,) = [case for case in cases_of(trainer) if case.id == "pair-tensor-nan"]
     assert not judged(case, trainer).verdict.passed
 
 

@@ -1,5 +1,5 @@
 """Processes on GPUs: over NCCL nothing hangs beyond the timeout, GPUs are told apart, a base is
-packed on the GPU and shared.
+shared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from several import several, values
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.base.linear import quantized_linears
+from npt.base.layers import real_layers
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
 from npt.runs.checkpoint import read_checkpoint
@@ -38,8 +38,9 @@ def trained(
     processes: ProcessGroup, out: str, plant: str = "", sharded: bool = False
 ) -> dict[str, Any]:
     """A run of 8 steps; before its fifth micro-batch process 1 does what `plant` says."""
-    device, pack_on = ("cpu", processes.device) if sharded else (processes.device, None)
-    model, tokenizer = npt.load_base("tiny", quantization="nf4", device=device, pack_on=pack_on)
+    model, tokenizer = npt.load_base(
+        "tiny", quantization="nf4", device=processes.device, layers_later=sharded
+    )
     npt.attach(model, npt.NPTConfig(rank=8, additive_scale=1.0), seed=0)
     torch.cuda.reset_peak_memory_stats()
     if sharded:
@@ -132,25 +133,15 @@ def test_two_processes_on_the_only_gpu_are_refused_by_name() -> None:
         ), ended.trace
 
 
-# --- a base that is packed on the GPU, and shared
+# --- a base that is shared
 # --------------------------------------------------------------------
 
 
-def test_a_base_packed_by_the_gpu_and_kept_on_the_host_is_the_gpus() -> None:
+def test_layers_that_are_read_in_turn_are_those_of_the_whole_base() -> None:
     expected, _ = npt.load_base("tiny", quantization="nf4", device="cuda")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    model, _ = npt.load_base("tiny", quantization="nf4", device="cpu", pack_on="cuda")
-    assert torch.cuda.memory_allocated() == before
-    largest = max(
-        module.out_features * module.in_features for _, module in quantized_linears(model)
-    )
-    # One weight at a time: in 32 bit at most, what is packed of it, and the statistics of its
-    # blocks.
-    assert torch.cuda.max_memory_allocated() - before < 8 * largest
-    assert all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
-    assert npt.base_hash(model) == npt.base_hash(expected)
+    later, _ = npt.load_base("tiny", quantization="nf4", device="cuda", layers_later=True)
+    assert all(layer.mlp.up_proj.weight.is_cuda for _, layer in real_layers(later, later.device))
+    assert npt.base_hash(later) == npt.base_hash(expected)
 
 
 @two_gpus

@@ -22,6 +22,7 @@ from guarded_loops import (
 )
 from hypothesis import given, settings
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from npt.errors import ConfigError
 from npt.guard import Guard, GuardSettings, TooManyRefusalsError
@@ -191,12 +192,27 @@ def sharded(model: nn.Linear) -> nn.Linear:
     return model
 
 
+def by_fsdp1(model: nn.Linear) -> nn.Module:
+    """Return the model as FSDP1 leaves it with `use_orig_params`; it cannot be made on a CPU."""
+    outer = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(outer)
+    outer._modules["_fsdp_wrapped_module"] = model
+    return nn.Sequential(outer)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (
+            lambda m: Guard(by_fsdp1(m), torch.optim.SGD(m.parameters())),
+            "is sharded by FSDP1, whos",
+        ),
         (lambda m: Guard(nn.Linear(2, 2), torch.optim.SGD(m.parameters())), "give the guard the"),
         (lambda m: Guard(m, torch.optim.SGD(m.parameters()), loss="all"), "loss is 'all'; choose"),
-        (lambda m: Guard(sharded(m), torch.optim.SGD(m.parameters())), "weight is sharded over"),
+        (
+            lambda m: Guard(sharded(m), torch.optim.SGD(m.parameters())),
+            "the model is sharded by FSDP1, whose",
+        ),
         (lambda m: GuardSettings(refuse=ValueError), "give a tuple of classes"),
         (lambda m: GuardSettings(max_grad_norm=0.0), "max_grad_norm is 0.0; it must be above 0"),
     ],

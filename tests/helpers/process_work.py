@@ -26,7 +26,7 @@ from windows import add_filled, window_over
 
 import npt
 from faults.runs import NoTokenizer
-from npt.adapters.converted import adapter_parameters, is_sharded
+from npt.adapters.converted import adapter_parameters
 from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
@@ -158,8 +158,7 @@ def looped(
     stop = StopOnSignal()
     saved: list[int] = []
     model, rates = student(base), rate_table(1e-2, "linear", 0, 20)
-    traced = 0 if is_sharded(model) else 1
-    guard = student_guard(model, config, rates, processes=processes, late=late, trace=traced)
+    guard = student_guard(model, config, rates, processes=processes, late=late, trace=1)
     console, splitter = Console(file=io.StringIO()), MicroBatchSplitter(config.batch_size)
     origin = RunOrigin(folder.path)
     of_run = (model, NoTokenizer(), None, config, DataConfig(), processes, console, origin)

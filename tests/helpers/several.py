@@ -29,7 +29,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
 from npt.distributed.join import join_processes
-from npt.distributed.processes import ProcessGroup, exit_status_of
+from npt.distributed.processes import ProcessGroup
 
 DEADLINE = 60.0
 """Seconds after which a process counts as hanging: many times what any of these takes on a busy
@@ -148,7 +148,7 @@ def _process(
         with processes.member():
             ended.value = act(processes, *arguments)
     except BaseException as error:
-        ended = Ended(None, str(error), type(error).__name__, exit_status_of(error))
+        ended = Ended(None, str(error), type(error).__name__, getattr(error, "exit_status", 1))
         ended.trace = traceback.format_exc()
     finally:
         processes.close()

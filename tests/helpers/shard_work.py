@@ -19,10 +19,14 @@ from torch.distributed.fsdp import fully_shard
 import npt
 from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters
+from npt.adapters.layer import is_share
+from npt.base.linear import quantized_linears
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
+from npt.doctor.measure import measure_window, storage_bytes, tensors_of
+from npt.doctor.plan import Workload
 from npt.tracer.watchdogs import base_fault
 
 STRATEGY_SETTINGS: dict[str, dict[str, Any]] = {
@@ -35,8 +39,10 @@ STRATEGY_SETTINGS: dict[str, dict[str, Any]] = {
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
 
 
-def fresh(base: str, quantization: str | None, form: NPTConfig = ADAPTERS) -> Any:
-    model = npt.load_base(base, quantization=quantization, device="cpu")[0]
+def fresh(
+    base: str, quantization: str | None, form: NPTConfig = ADAPTERS, later: bool = False
+) -> Any:
+    model = npt.load_base(base, quantization=quantization, device="cpu", layers_later=later)[0]
     npt.attach(model, form)
     return model
 
@@ -57,6 +63,7 @@ def computed(processes: ProcessGroup, base: str, quantization: str | None) -> di
     model = fresh(base, quantization)
     hash_before = npt.base_hash(model)
     if processes.size > 1:
+        model = fresh(base, quantization, later=True)
         npt.shard_base(model, processes)
     found: dict[str, Any] = {"hash": npt.base_hash(model) == hash_before}
     whole: list[int] = []  # layers that are, while one of them computes
@@ -116,6 +123,44 @@ def doctored(processes: ProcessGroup, base: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(["doctor", "--sharded", "--model_name", base, "--use_quantization"]) == 0
     return said.getvalue()
+
+
+def measured(processes: ProcessGroup, quantization: str | None) -> tuple[int, int, int, int]:
+    """The bytes of a process's share of the embedded base, measured and planned, and those of the
+    highest moment of a window.
+    """
+    model = npt.load_base("tiny", quantization=quantization, device="cpu", layers_later=True)[0]
+    adapter, training = NPTConfig(rank=4), TrainConfig(batch_size=1)
+    npt.attach(model, adapter)
+    npt.shard_base(model, processes)
+    stored = torch.bfloat16 if quantization else torch.float32
+    planned = Workload(
+        model.config, adapter, training, 16, quantization, stored, processes=processes.size
+    )
+    states = [module.weight.quant_state for _, module in quantized_linears(model)]
+    shares = [p.to_local() if is_share(p) else p for p in model.model.parameters()]
+    held = [p for p in shares if p.requires_grad]
+    share = storage_bytes(tensors_of([p for p in shares if not p.requires_grad], states))
+    # FSDP's storages are not walked: what they hold is known from the shares
+    with mock.patch(
+        "npt.doctor.measure.storage_bytes", lambda _: share + storage_bytes(tensors_of(held))
+    ):
+        peak, _ = measure_window(model, training, 1, 16)
+    terms = {term.name: term.bytes for term in planned.plan().terms}
+    base = next(size for name, size in terms.items() if name.startswith("base"))
+    return share, base, peak, planned.plan().of("micro-batch", "step")
+
+
+def started(
+    processes: ProcessGroup, base: str, out: str, quant_type: str, *flags: str
+) -> tuple[int, str]:
+    """The status of `npt pretrain` from a saved adapter, and what it says."""
+    said = io.StringIO()
+    arguments = ["pretrain", "--model_name", base, "--use_quantization", "--output_dir", out]
+    arguments += ["--quant_type", quant_type, "--max_steps", "1", "--max_length", "32"]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = main([*arguments, "--num_samples", "8", "--eval_samples", "2", *flags])
+    return status, " ".join(said.getvalue().split())
 
 
 def raised(act: Callable[[], Any]) -> str:

@@ -1,0 +1,228 @@
+"""Decoder layers that are read from the checkpoint one at a time, when somebody asks for them.
+
+`load_base(layers_later=True)` makes the model without memory, by which transformers compares every
+name and shape with the files' headers and settles dtypes; embeddings, norm, head and the first
+layer are then read. Each layer is, bit for bit, that of a base which is loaded as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Params4bit
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from npt.base.identity import IdentityReader, base_identity, keep_identity
+from npt.base.linear import quantized_linears
+from npt.base.precision import audit_precision, declared_dtype, policy_dtype, settle_policy
+from npt.errors import ModelError, first_line
+
+LAYERS = "model.layers"
+PARTS = ("model.embed_tokens", "model.norm", "lm_head")
+"""What has weights besides the decoder layers."""
+
+_LATER = "_npt_layers_later"
+
+
+class LayersLater:
+    """A model without memory, and the files that it is read from.
+
+    Args:
+        model: on the meta device.
+        name: of the base, for messages.
+        source: the folder or hub id that its headers were read from.
+        scratch: closed when the last layer has been read, or nobody can ask for one any more.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, source: str, scratch: ExitStack):
+        self._model, self._name, self.scratch = model, name, scratch
+        with reading("weights", name):
+            folder = Path(source)
+            if not folder.is_dir():
+                folder = Path(snapshot_download(source, local_files_only=True))
+            self._files = _file_of_each_tensor(folder)
+        # In the place of a weight that is stored packed transformers leaves the bytes.
+        stored: Any = getattr(model.config, "quantization_config", None)
+        for _, module in quantized_linears(model):
+            if not isinstance(module.weight, Params4bit):
+                empty = torch.empty(module.out_features, module.in_features, device="meta")
+                module.weight = Params4bit(empty, quant_type=stored.bnb_4bit_quant_type)
+        weakref.finalize(self, scratch.close)
+        setattr(model, _LATER, self)
+
+    def read_parts(self, device: torch.device) -> None:
+        """Read all but the decoder layers, and the first of these, by which products are judged
+        (npt/base/precision.py).
+        """
+        model: Any = self._model
+        for part in PARTS:
+            self._read(part, device)
+        # made on no device, it holds no frequencies
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+        lacking = {key for key, p in model.named_parameters() if p.is_meta and LAYERS not in key}
+        model.tie_weights(missing_keys=lacking, recompute_mapping=False)
+        for part in PARTS:
+            audit_precision(model, policy_dtype(model), within=model.get_submodule(part))
+        self.read_layer(0, device)
+
+    def read_layer(self, index: int, device: torch.device) -> nn.Module:
+        """Return a layer, read unless it is real already."""
+        name, layer = f"{LAYERS}.{index}", self._model.model.layers[index]
+        kinds = {module.weight.quant_type for _, module in quantized_linears(layer)}
+        self._read(name, device)
+        faults = [f"lacks the weight {name}.{n}" for n, p in layer.named_parameters() if p.is_meta]
+        refuse_faults(self._name, faults + shape_faults(layer, {}, f"{name}."))
+        if kinds != (read := {module.weight.quant_type for _, module in quantized_linears(layer)}):
+            raise ModelError(
+                f"{self._name} is stored as {'/'.join(sorted(read))} in layer {index}, but"
+                f" {'/'.join(sorted(kinds))} by its configuration; restore it from the original"
+            )
+        if kinds:
+            settle_policy(layer, declared_dtype(self._model))
+        audit_precision(self._model, policy_dtype(self._model), within=layer)
+        return layer
+
+    @torch.inference_mode(False)
+    def _read(self, part: str, device: torch.device) -> None:
+        """Give a part of the model the weights that its files have; others stay as they are."""
+        module = self._model.get_submodule(part)
+        with reading("weights", self._name):
+            for name, empty in list(module.named_parameters()):
+                key = f"{part}.{name}"
+                if key not in self._files:  # as of a checkpoint of the model without its head
+                    key = key.removeprefix("model.")
+                if empty.is_meta and key in self._files:
+                    statistics = [k for k in self._files if k.startswith(f"{key}.")]
+                    owner, _, leaf = name.rpartition(".")
+                    made = _made(
+                        module.get_submodule(owner),
+                        empty,
+                        self._tensor(key),
+                        {k: self._tensor(k).to(device) for k in statistics},
+                        device,
+                    )
+                    setattr(module.get_submodule(owner), leaf, made)
+
+    def _tensor(self, key: str) -> Tensor:
+        """Return a stored tensor; its file is open only as long as the tensor is."""
+        with safe_open(self._files[key], framework="pt") as opened:
+            return opened.get_tensor(key)
+
+
+def real_layers(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[int, Any]]:
+    """Move all but the decoder layers to a device, and return an iterator over (index, layer) of
+    these, each whole and on the device when its turn comes. It keeps the identity of the base.
+
+    A layer that is read later (`load_base(layers_later=True)`) is sharded or dropped by the
+    consumer before it takes the next one. These come in the order 0, 1, 10, 11, ..., 2, 20.
+
+    Raises:
+        ModelError: a layer cannot be read, or is not as the headers of its file said.
+    """
+    for part in (*PARTS, "model.rotary_emb"):
+        model.get_submodule(part).to(device)
+    later: LayersLater | None = vars(model).get(_LATER)
+    if later is not None:
+        return _read_in_turn(model, later, device)
+    keep_identity(model, base_identity(model))
+    layers: Any = model.model.layers
+    return ((index, layer.to(device)) for index, layer in enumerate(layers))
+
+
+def _read_in_turn(
+    model: PreTrainedModel, later: LayersLater, device: torch.device
+) -> Iterator[tuple[int, Any]]:
+    identity = IdentityReader(model)
+    with later.scratch:
+        for index in identity.order:
+            layer = later.read_layer(index, device)
+            identity.add(index, layer)
+            yield index, layer
+    keep_identity(model, identity.result())
+    delattr(model, _LATER)
+
+
+def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
+    """Return the files of a checkpoint, by the tensors that they hold."""
+    paths = {folder / SAFE_WEIGHTS_NAME}
+    if not (folder / SAFE_WEIGHTS_NAME).is_file():
+        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
+        paths = {folder / file for file in index["weight_map"].values()}
+    files: dict[str, Path] = {}
+    for path in sorted(paths):
+        with safe_open(path, framework="pt") as opened:
+            files |= dict.fromkeys(opened.keys(), path)
+    return files
+
+
+def _made(
+    owner: Any, empty: Tensor, value: Tensor, statistics: dict[str, Tensor], device: torch.device
+) -> nn.Parameter:
+    """Return a parameter of `owner` in the place of an empty one of its dtype; a packed one packed
+    on the device, or from the bytes and statistics that are stored.
+    """
+    if statistics:
+        return Params4bit.from_prequantized(value, statistics, device=device, module=owner)
+    value = value.to(device, empty.dtype)
+    if isinstance(empty, Params4bit):
+        names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+        settings = {name: getattr(empty, name) for name in names}
+        return Params4bit(value, requires_grad=False, module=owner, **settings).to(device)
+    return nn.Parameter(value, requires_grad=False)
+
+
+def shape_faults(
+    model: nn.Module, shapes: Mapping[str, tuple[Any, Any]], prefix: str = ""
+) -> list[str]:
+    """Return what is wrong with shapes (stored, wanted), and with those of packed weights.
+
+    A tensor packed on loading is in no report: the packed bytes have a shape of their own.
+    """
+    shapes = dict(shapes)
+    for key, module in quantized_linears(model):
+        state = getattr(module.weight, "quant_state", None)
+        stored = module.weight.shape if state is None else state.shape
+        if state is not None or isinstance(module.weight, Params4bit):
+            shapes[f"{prefix}{key}.weight"] = stored, (module.out_features, module.in_features)
+    return [
+        f"has the weight {key} in shape {tuple(stored)}, not {tuple(wanted)}"
+        for key, (stored, wanted) in sorted(shapes.items())
+        if tuple(stored) != tuple(wanted)
+    ]
+
+
+def refuse_faults(name: str, faults: list[str]) -> None:
+    """Raise a ModelError that tells the first of the faults of a base, and their number."""
+    if faults:
+        raise ModelError(
+            f"{name} {faults[0]} ({len(faults)} such); the checkpoint is incomplete, or not of its"
+            " configuration"
+        )
+
+
+@contextmanager
+def reading(what: str, name: str) -> Iterator[None]:
+    """Turn whatever goes wrong with the files of a base into a ModelError of one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    # several libraries read a broken file, each with its own classes of errors
+    except Exception as error:
+        remedy = (
+            "a local folder with safetensors, 'tiny', or a hub id with the network reachable and,"
+            " for gated models, a login"
+        )
+        raise ModelError(
+            f"cannot load the {what} of {name!r}: {first_line(error)[:300]} ({remedy})"
+        ) from error

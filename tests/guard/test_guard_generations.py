@@ -1,0 +1,128 @@
+"""TRL's Trainers that generate under a guard: a refused slice of a generation leaves no trace."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from guarded_loops import assert_equal
+from guarded_trainers import state_of
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from faults.row_faults import plant
+from faults.row_generating import kinds, trainer_of
+from npt.base.load import EMBEDDED_FOLDER
+from npt.errors import ConfigError
+from npt.guard.generations import Generations
+
+WINDOW = 4
+TIMED = ("step_time", "refused", "epoch")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    pytest.importorskip("trl")
+    return AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER))
+
+
+def policy(tokenizer: Any, fault: str | None) -> Any:
+    """A LoRA that drops out, so that forwards and generations share one stream of numbers."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    size |= {"num_attention_heads": 2, "max_position_embeddings": 16, "attention_dropout": 0.2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size))
+    lora = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    return plant(get_peft_model(model, lora), fault)
+
+
+def trained(
+    tokenizer: Any, name: str, bad: tuple[int, ...], fault: str | None, guarded: bool, **given: Any
+) -> Any:
+    import trl
+
+    kind = kinds(getattr(trl, f"{name}Trainer"))[guarded]
+    settings = {"gradient_accumulation_steps": WINDOW, "max_steps": 4, "learning_rate": 0.01}
+    settings |= {"logging_steps": 1, "max_grad_norm": 0.1, "save_strategy": "no"}
+    settings |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, **given}
+    config = getattr(trl, f"{name}Config")
+    trainer = trainer_of(kind, config, policy(tokenizer, fault), tokenizer, 8, **settings)
+    trainer.bad, trainer.passes = bad, fault is None
+    trainer.train()
+    return trainer
+
+
+def logged(trainer: Any) -> list[dict[str, Any]]:
+    entries = trainer.state.log_history[:-1]
+    return [{name: entry[name] for name in entry if name not in TIMED} for entry in entries]
+
+
+GENERATIONS = {
+    "one-a-step": {},
+    "two-steps-of-one": {"steps_per_generation": 2 * WINDOW},
+    "each-twice": {"num_iterations": 2},
+    "two-within-a-step": {"steps_per_generation": 2},
+    "one-a-micro-batch": {"steps_per_generation": 1},
+    "one-twice-within-a-step": {"steps_per_generation": 1, "num_iterations": 2},
+    "window-of-two": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "loss-of-grpo": {"loss_type": "grpo"},
+    "without-kl": {"beta": 0.0},
+    "entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_max": 1.0},
+}
+
+
+@pytest.mark.parametrize("given", GENERATIONS.values(), ids=GENERATIONS)
+@pytest.mark.parametrize("fault", ["loss-nan", "raises-backward"])
+def test_a_refused_slice_leaves_no_trace(given, fault, tokenizer) -> None:
+    """The first slice of a generation, and others; the log holds nothing of them."""
+    bad = (0, 5)
+    guarded = trained(tokenizer, "GRPO", bad, fault, True, **given)
+    stock = trained(tokenizer, "GRPO", bad, None, False, **given)
+    assert_equal(state_of(guarded), state_of(stock), "state")
+    assert guarded._step == stock._step
+    assert logged(guarded) == logged(stock)
+    assert all(math.isfinite(entry["entropy"]) for entry in logged(guarded))
+    assert guarded.guard.counts.refused == len(guarded.refusals) >= 2
+
+
+@pytest.mark.parametrize("bad", [(5,), (7, 12)])
+def test_rloo_passes_over_a_refused_slice(bad, tokenizer) -> None:
+    guarded = trained(tokenizer, "RLOO", bad, "tensor-nan", True, num_iterations=2)
+    stock = trained(tokenizer, "RLOO", bad, None, False, num_iterations=2)
+    assert_equal(state_of(guarded), state_of(stock), "state")
+    assert logged(guarded) == logged(stock)
+
+
+def test_a_window_of_bad_slices_is_left_out(tokenizer) -> None:
+    """Its generation stands; optimizer and schedule wait."""
+    bad = (4, 5, 6, 7)
+    guarded = trained(tokenizer, "GRPO", bad, "gradient-nan", True)
+    stock = trained(tokenizer, "GRPO", bad, None, False)
+    assert_equal(state_of(guarded), state_of(stock), "state")
+    assert (guarded.guard.counts.steps, guarded.state.global_step, guarded._step) == (2, 4, 16)
+
+
+def test_a_refused_slice_is_traced_and_named_by_the_rows_of_its_generation(tokenizer) -> None:
+    guarded = trained(tokenizer, "GRPO", (5,), "loss-nan", True)
+    assert [r.micro_batch for r in guarded.refusals] == [1, 1]
+    assert set(guarded.refusals[0].sample_ids) == {"4", "5", "6", "7"}
+    (finding,) = guarded.guard.findings
+    assert "mlp.act_fn" in str(finding), str(finding)
+
+
+def test_a_generation_is_drawn_once(tokenizer, monkeypatch) -> None:
+    """As if it were the micro-batch's own, which is computed again: then the runs differ."""
+    monkeypatch.setattr(Generations, "rewind_to", lambda *_: None)
+    given = {"steps_per_generation": 2}
+    guarded = trained(tokenizer, "GRPO", (5,), "loss-nan", True, **given)
+    stock = trained(tokenizer, "GRPO", (5,), None, False, **given)
+    with pytest.raises(AssertionError):
+        assert_equal(state_of(guarded), state_of(stock), "state")
+
+
+def test_what_a_forward_asks_of_other_processes_is_refused(tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("accelerate.Accelerator.num_processes", 2)
+    with pytest.raises(ConfigError, match=r"^use_adaptive_entropy .*npt.guard.Report"):
+        trained(tokenizer, "GRPO", (), None, True, **GENERATIONS["entropy"])
