@@ -8,7 +8,8 @@ went wrong?
     python debug/inject_fault.py --trainer hf --all   transformers' Trainer under npt.guard; also
                                                       loop, accelerate, trl, grpo. All but loop and
                                                       trl with two processes too; fsdp (a sharded
-                                                      base), fsdp_sharded (what is trained is too)
+                                                      base), fsdp_sharded (what is trained is
+                                                      sharded too)
 
 Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every
 case passed, else 1.

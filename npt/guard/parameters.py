@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
+from npt.guard.refusal import UNGUARDED
 from npt.guard.sharding import refuse_unfit
-
-UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which says what is lost"
 
 IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
 """Classes of lomo_optim, and of transformers for GaLore and Apollo layer by layer."""

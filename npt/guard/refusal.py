@@ -15,6 +15,8 @@ from npt.errors import DataError, ProcessError
 if TYPE_CHECKING:
     from npt.guard.outcome import MicroBatch, PendingWindow
 
+UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which says what is lost"
+
 IN_LOSS, IN_GRADIENT, BEFORE = 1, 2, 4
 """What is wrong with a micro-batch on one process, if gradients are summed in its backward."""
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ProcessError
-from npt.guard.refusal import IN_GRADIENT, IN_LOSS
+from npt.guard.refusal import IN_GRADIENT, IN_LOSS, UNGUARDED
 
 FSDP = "torch.distributed.fsdp"
 DTENSOR = "torch.distributed.tensor"
@@ -61,7 +61,7 @@ def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
     if any(isinstance(m, kinds) for m in model.modules()) or any(map(_is_flat, names.values())):
         raise ConfigError(
             "the model is sharded by FSDP1, whose gradients a guard cannot hold; use FSDP2"
-            " (fully_shard; fsdp_version: 2), DDP or one process"
+            f" (fully_shard; fsdp_version: 2), DDP or one process, or {UNGUARDED}"
         )
     sharded = _sharded(names)
     for name, given in sharded.items():

@@ -33,7 +33,8 @@ from npt.guard.generations import Generations
 from npt.guard.guard import Guard
 from npt.guard.ids import IGNORED, refuse_bad_ids
 from npt.guard.outcome import Outcome
-from npt.guard.parameters import UNGUARDED, share_buffers, whole
+from npt.guard.parameters import share_buffers, whole
+from npt.guard.refusal import UNGUARDED
 from npt.guard.settings import GuardSettings
 
 if TYPE_CHECKING:
@@ -272,6 +273,10 @@ class TrainerMixin(Trainer):
         settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
         settings |= {"loss": "share", "max_grad_norm": self.args.max_grad_norm or math.inf}
         self.guard = Guard(model, self.optimizer, **settings)
+        if self._generations is not None and self.guard.sharding is not None:
+            raise ConfigError(
+                f"{type(self).__name__} is not guarded over FSDP2; train with DDP or {UNGUARDED}"
+            )
         self._inputs = []
         self._take_over(self.optimizer)
         return self.guard
