@@ -215,7 +215,8 @@ def together(
         return act()
     failure: Exception | None = None
     try:
-        result = act()
+        with processes.exchanging():
+            result = act()
     except Exception as error:
         sharded = model is not None and is_sharded(model)
         if sharded and is_out_of_memory(error):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapters_disabled, decoder_layers, is_sharded, npt_layers
-from npt.adapters.stream import open_stream
+from npt.adapters.layer import within
+from npt.adapters.stream import Stream, open_stream
 from npt.base.linear import cast_once
 from npt.base.precision import fp32_products
 from npt.calibration.cut import Cut
@@ -108,10 +110,7 @@ def measure(
                 raise faults[0]
         return finite
 
-    for number, batch in numbered:
-        batch = batch.to(device)
-        generator.manual_seed(seed * 1_000_003 + (number or 0))
-        seen: dict[tuple[int, str], Tensor] = {}
+    def walked(batch: Batch, seen: dict[tuple[int, str], Tensor]) -> Stream:
         with ExitStack() as stack:
             stack.enter_context(adapters_disabled(model))
             for index, watched in converted:
@@ -127,6 +126,12 @@ def measure(
                 for name in ("attention output", "stream"):
                     check(f"{name} of layer {index} is", stream.rows(seen[index, name].detach()))
             states.backward(_score(model, states.detach(), generator, check))
+        return stream
+
+    for number, batch in numbered:
+        generator.manual_seed(seed * 1_000_003 + (number or 0))
+        seen: dict[tuple[int, str], Tensor] = {}
+        stream = within(model.model, partial(walked, batch.to(device), seen))
         for index, of_layer in sums.items():
             gradient = seen[index, "stream"].grad
             assert gradient is not None

@@ -53,6 +53,8 @@ def test_processes_share_a_start_and_fail_together(
     for process in every:
         assert_equal(process["started"]["state"], every[0]["started"]["state"])
         assert process["started"]["layers"] == every[0]["started"]["layers"]
+        assert_equal(process["sharded"]["state"], every[0]["started"]["state"])
+        assert process["sharded"]["kl"] == every[0]["started"]["kl"]
         assert_equal(process["begun again"]["state"], every[0]["begun again"]["state"])
         assert process["begun again"]["last"] <= 9
     shared = every[0]["started"]
@@ -76,6 +78,7 @@ def test_processes_share_a_start_and_fail_together(
         if not met[process]:
             owner = met.index(True)
             assert line["nan"].startswith(f"ProcessError: process {owner} failed: {nan}")
+        assert every[process]["refused sharded"] == line["nan"]
         memory = "CUDA out of memory. Tried to allocate 2.00 GiB."
         memory = f"{memory}\nMore." if process == last else f"process {last}: {memory}"
         assert line["memory"] == f"OutOfMemoryError: {memory}"

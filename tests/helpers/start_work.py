@@ -42,7 +42,17 @@ def samples(seed: int = 0) -> list[Sample]:
     return found
 
 
-def student(base: str) -> Any:
+def with_a_rare_one() -> list[Sample]:
+    return [*samples()[:51], Sample("rare", (5, RARE, 9))]
+
+
+def student(base: str, shared_by: ProcessGroup | None = None) -> Any:
+    """The base with fresh adapters; shared by processes, a copy of its own."""
+    if shared_by is not None:
+        model = npt.load_base(base, quantization="nf4", device="cpu")[0]
+        npt.attach(model, ADAPTERS)
+        npt.shard_base(model, shared_by)
+        return model
     model = loaded(base)
     npt.detach(model)
     npt.attach(model, ADAPTERS)
@@ -53,9 +63,9 @@ def state(model: Any) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy().copy() for name, p in adapter_parameters(model).items()}
 
 
-def started(processes: ProcessGroup, base: str) -> dict[str, Any]:
+def started(processes: ProcessGroup, base: str, sharded: bool = False) -> dict[str, Any]:
     """The start of seven batches, and how near the student is to its teacher on other text."""
-    model = student(base)
+    model = student(base, processes if sharded else None)
     calibration = npt.calibrate(
         model, NoTokenizer(), samples(), 800, batch_size=8, processes=processes
     )
@@ -77,9 +87,7 @@ def refused(processes: ProcessGroup, base: str) -> dict[str, str]:
     were and the processes in step.
     """
     model, errors = student(base), {}
-    before, gram = state(model), sensitivity._gram
-    data = samples()
-    data[5] = Sample("rare", (5, RARE, 9))
+    before, gram, data = state(model), sensitivity._gram, with_a_rare_one()
 
     def lack(rows: Any) -> Any:
         if processes.index == processes.size - 1:
@@ -138,9 +146,27 @@ def begun_again(processes: ProcessGroup, base: str, out: str) -> dict[str, Any]:
     }
 
 
+def refused_sharded(processes: ProcessGroup, base: str) -> str:
+    """The error of a start on a sharded base that meets a NaN on one process alone."""
+    model = student(base, processes)
+    before = state(model)
+    model.model.embed_tokens.weight.data[RARE] = math.nan
+    try:
+        npt.calibrate(
+            model, NoTokenizer(), with_a_rare_one(), 10_000, batch_size=8, processes=processes
+        )
+    except npt.NPTError as error:
+        after = state(model)
+        kept = all(value.tobytes() == after[key].tobytes() for key, value in before.items())
+        return f"{type(error).__name__}: {error}" * (kept and processes.sums([1.0])[0] > 1)
+    return ""
+
+
 def all_of_it(processes: ProcessGroup, base: str, out: str) -> dict[str, Any]:
     return {
         "started": started(processes, base),
+        "sharded": started(processes, base, sharded=True),
+        "refused sharded": refused_sharded(processes, base),
         "refused": refused(processes, base),
         "begun again": begun_again(processes, base, out),
     }
