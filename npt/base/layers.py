@@ -145,7 +145,7 @@ def _read_in_turn(
     identity = IdentityReader(model)
     with later.scratch:
         for index in identity.order:
-            layer = later.read_layer(index, device)
+            layer = later.read_layer(index, device).to(device)  # its adapter too
             identity.add(index, layer)
             yield index, layer
     keep_identity(model, identity.result())
@@ -194,6 +194,12 @@ def shape_faults(
         stored = module.weight.shape if state is None else state.shape
         if state is not None or isinstance(module.weight, Params4bit):
             shapes[f"{prefix}{key}.weight"] = stored, (module.out_features, module.in_features)
+        if state is not None:  # of damaged files: neither bitsandbytes nor torch looks
+            count = state.shape.numel()
+            here = 2 * module.weight.numel() * module.weight.element_size()
+            shapes[f"{prefix}{key}.weight's 4-bit codes"] = (here,), (count + count % 2,)
+            blocks = -(-count // state.blocksize)
+            shapes[f"{prefix}{key}.weight.absmax"] = (state.absmax.numel(),), (blocks,)
     return [
         f"has the weight {key} in shape {tuple(stored)}, not {tuple(wanted)}"
         for key, (stored, wanted) in sorted(shapes.items())

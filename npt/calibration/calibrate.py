@@ -144,8 +144,12 @@ def calibrate(
         shown = track(
             parts, "calibrating", console=console, transient=True, disable=not console.is_terminal
         )
+        width = model.config.hidden_size
+        # before a pass, after which processes that share a base could not begin again on the host
+        sums = together(processes, lambda: {i: Sensitivity(width, matrices_on) for i in layers})
         with evaluating(model):
-            return together(processes, lambda: measure(model, shown, seed, matrices_on), model)
+            together(processes, lambda: measure(model, shown, seed, sums), model)
+        return sums
 
     def solved() -> dict[int, Cut]:
         cuts = {}

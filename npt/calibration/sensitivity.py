@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -78,9 +78,9 @@ def measure(
     model: PreTrainedModel,
     numbered: Iterable[tuple[int | None, Batch]],
     seed: int,
-    sums_on: torch.device,
-) -> dict[int, Sensitivity]:
-    """Return sums over batches for every converted layer, by its index; the model does not change.
+    sums: Mapping[int, Sensitivity],
+) -> None:
+    """Add batches to the sums of every converted layer, by its index; the model does not change.
 
     Over a sharded base a fault is raised after the last batch: the other processes need this one
     for every pass through a layer.
@@ -89,13 +89,12 @@ def measure(
         model: with adapters attached.
         numbered: batches and their numbers; None for one that is computed and left out.
         seed: with a batch's number, of the draws from the predictions.
-        sums_on: device of the matrices.
+        sums: of each layer.
 
     Raises:
         NumericalError: a non-finite activation or gradient.
     """
     converted, layers = npt_layers(model), decoder_layers(model)
-    sums = {index: Sensitivity(model.config.hidden_size, sums_on) for index, _ in converted}
     device = next(model.parameters()).device
     generator = torch.Generator(device)
     first, to_the_end = converted[0][0], is_sharded(model)
@@ -145,7 +144,6 @@ def measure(
                 )
     if faults:
         raise faults[0]
-    return sums
 
 
 def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> ExitStack:

@@ -32,6 +32,8 @@ def doctor(flags: dict[str, Any]) -> int:
             "give --data [NAME] to look at the data, --plan to predict the memory, or --sharded,"
             " under torchrun, to compare a sharded base with the whole one"
         )
+    if flags["sharded"] and (flags["plan"] or flags["data"] is not None):
+        raise ConfigError("--sharded looks at the base alone; ask for --data or --plan without it")
     needing = {"shape", "device", "measure", "processes"}
     if not flags["sharded"]:
         names = (flag_of(f) for cls in SETTINGS if cls is not DataConfig for f in fields(cls))
@@ -69,6 +71,8 @@ def _sharded(flags: Mapping[str, Any], console: Any) -> tuple[bool, dict[str, An
     base, adapter = build(BaseConfig, flags), build(NPTConfig, flags)
     processes = join_processes()
     console = console if processes.main else silent_console()
+    if processes.size == 1:
+        raise ConfigError("--sharded needs several processes; start them with torchrun")
     try:
         with processes.member():
             model, _ = load(base, console, processes.device, layers_later=True)

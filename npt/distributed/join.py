@@ -1,6 +1,4 @@
-"""Join the processes that a launcher started: torchrun, `accelerate launch` or any that sets
-torch's variables.
-"""
+"""Join the processes that torchrun, `accelerate launch` or another launcher has started."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
         raise ModelError("the base is sharded already; load it again to shard it in another way")
     device, mesh = processes.device, init_device_mesh(processes.device.type, (processes.size,))
     layers = real_layers(model, device)
-    probe = Sample("probe", tuple(range(min(16, model.config.vocab_size))))
-    stream = open_stream(model, collate([probe], 0).to(device))
+    probe = collate([Sample("probe", tuple(range(min(16, model.config.vocab_size))))]).to(device)
+    stream = open_stream(model, probe)
     changed = []
     with processes.exchanging(), adapters_disabled(model):
         for index, layer in layers:

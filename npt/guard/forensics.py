@@ -26,6 +26,9 @@ KEPT = 4
 refused as a whole, all.
 """
 
+MOST_CALLS = 64
+"""Calls of the model in a micro-batch that are noted."""
+
 SHARDED = (
     "not traced, as the layers are sharded and this process cannot compute alone; load the model in"
     " one process and call npt.trace(model, batch)"
@@ -227,6 +230,8 @@ class Forensics:
     def _note(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         stored = self._open
         if stored is None or not torch.is_grad_enabled():  # a teacher's, or a generation
+            return
+        if len(stored.calls) == MOST_CALLS:  # of one that an error has left open
             return
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         dtypes = {kind: torch.get_autocast_dtype(kind) for kind in on}

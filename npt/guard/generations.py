@@ -32,8 +32,9 @@ def generates(trainer: Any) -> bool:
 
 def asks_all_processes(trainer: Any) -> bool:
     """Return whether a forward needs figures of all processes, besides its metrics."""
-    adaptive = getattr(trainer, "use_adaptive_entropy", False)
-    return adaptive or getattr(trainer, "top_entropy_quantile", 1.0) < 1.0
+    asking = ("use_adaptive_entropy", "calculate_KL")  # the latter is KTO's
+    quantile = getattr(trainer, "top_entropy_quantile", 1.0)
+    return quantile < 1.0 or any(getattr(trainer, name, False) for name in asking)
 
 
 class Generations:

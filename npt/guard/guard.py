@@ -166,7 +166,8 @@ class Guard:
             offset: of its samples in the data, for seeded draws: samples may come again.
         """
         self._follow()
-        micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
+        unset = torch.zeros((), device=self._home)
+        micro = MicroBatch(unset, 1 if tokens is None else tokens)
         names = micro.sample_ids = tuple(map(str, ids))
         self._begin(micro.tokens if self.settings.loss == "mean" else 1)
         stored = StoredMicroBatch(inputs, names, micro.tokens, random=self.draws.before)
@@ -182,11 +183,11 @@ class Guard:
                 yield micro
             micro.loss, micro.report = _scalar(micro.loss), micro.report.detach()
         except BaseException as error:
-            computed = bool(self.window.gradients.reached)
+            done = isinstance(error, DataError) or micro.loss is not unset
+            done = done and bool(self.window.gradients.reached)
             self._withdraw()
-            if self.sharding is not None:
-                refused = isinstance(error, self.settings.refuse)
-                self.sharding.end_together(error, refused, computed)
+            if self.sharding is not None and isinstance(error, self.settings.refuse):
+                self.sharding.end_together(error, done)
             if not isinstance(error, self.settings.refuse):
                 raise
             detail = f"{type(error).__name__}: {error}"
@@ -197,6 +198,11 @@ class Guard:
         if self.settings.loss == "mean":
             if self.sharding is None or not self.sharding.weighs:
                 self.window.gradients.scale(micro.tokens)
+            elif micro.tokens != self.sharding.weight:  # by which the backward has multiplied
+                raise ConfigError(
+                    f"the micro-batch began with tokens={self.sharding.weight} and has"
+                    f" {micro.tokens}; of sharded parameters tell micro_batch(tokens=...)"
+                )
             micro.loss = micro.loss * micro.tokens
         flag = self.window.add(micro)
         for trace in self._traces:
@@ -223,13 +229,23 @@ class Guard:
                     "the model's layers are sharded, and other processes wait for this one to"
                     " compute: pass refuse(..., run=...), forward and backward of any good batch"
                 )
-            with self.aside():
+            with self._aside():
                 run()
         self.window.refuse(detail, tuple(map(str, ids)))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Compute a forward and backward that leaves nothing in the run, for the sake of others."""
+        """Compute a forward and backward that leaves nothing in the run, for the sake of others.
+
+        ConfigError if the trained parameters are sharded: it would leave something in the others'.
+        """
+        if self.sharding is not None and self.sharding.trained:
+            raise ConfigError("of sharded parameters every micro-batch counts: call guard.refuse")
+        with self._aside():
+            yield
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
         self._begin(1)
         try:
             with unsynchronised(self._model), self.draws.drawing((), 0):

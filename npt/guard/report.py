@@ -113,7 +113,9 @@ class Report(TrainerCallback):
         told = {f"{i}": micro for i, micro in enumerate(self._window) if micro.flag is not None}
         hides = " (logging_nan_inf_filter keeps it out of the log)" * args.logging_nan_inf_filter
         text = "the loss of micro-batch {0} is not finite" + hides
-        flags = torch.stack([m.flag for m in told.values()]) if told else torch.ones(0)
+        home = next((m.flag[0].device for m in told.values()), None)
+        each = [torch.stack([f.to(home) for f in m.flag]).all() for m in told.values()]
+        flags = torch.stack(each) if told else torch.ones(0)
         gradients = {name: p.grad for name, p in _trained(model).items() if p.grad is not None}
         losses, bad = self._read(
             _Look("loss", step, [*told], flags, text),
@@ -172,7 +174,7 @@ class Report(TrainerCallback):
         loss = loss_in(output)
         if loss is not None and self._window and torch.is_grad_enabled():
             micro, good = self._window[-1], loss.detach().isfinite().all()
-            micro.flag = good if micro.flag is None else micro.flag & good
+            micro.flag = [*(micro.flag or []), good]  # in nn.DataParallel each on its device
 
     def _look_at_weights(self, model: nn.Module, step: int) -> None:
         """Look at the weights on their device, and at whether a step changed them."""
@@ -254,8 +256,9 @@ def _finite(kind: str, step: int, tensors: Mapping[str, Tensor], text: str) -> _
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits: equal only if nothing changed, but for a rare chance."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(integers[tensor.element_size()]).sum(dtype=torch.int64)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    kind = integers.get(tensor.element_size(), torch.uint8)
+    return tensor.contiguous().view(kind).sum(dtype=torch.int64)
 
 
 def _cannot_trace(model: nn.Module) -> str:

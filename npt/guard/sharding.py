@@ -63,6 +63,11 @@ def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
             "the model is sharded by FSDP1, whose gradients a guard cannot hold; use FSDP2"
             f" (fully_shard; fsdp_version: 2), DDP or one process, or {UNGUARDED}"
         )
+    if any(getattr(p, "_replicated_grad_hook_registered", False) for p in names.values()):
+        raise ConfigError(
+            "transformers averages the adapters' gradients inside each backward, as of a model that"
+            f" was loaded with distributed_config; shard it by fsdp_version 2, or {UNGUARDED}"
+        )
     sharded = _sharded(names)
     for name, given in sharded.items():
         by_fsdp = given.device_mesh.ndim == 1 and given.placements[0].is_shard()
@@ -127,10 +132,12 @@ class Sharding:
         self.weight = 1
         self._norms: list[Tensor] = []  # of the micro-batch, before the sums
         if trained:
-            self._divide_by(1.0)
-            for module in self.modules:
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_custom_reduce_scatter(_Summing(self))
+            try:
+                for module in self.modules:
+                    module.set_custom_reduce_scatter(_Summing(self))
+            except ValueError as error:
+                raise ConfigError(f"FSDP2 cannot be guarded here: {error}") from error
+            self._sum(True)
 
     @property
     def weighs(self) -> bool:
@@ -144,9 +151,12 @@ class Sharding:
         for module in self.modules if self.trained else ():
             # accelerate would wait for the last micro-batch of a window
             module.set_requires_gradient_sync(True, recurse=False)
+            module.set_is_last_backward(True)  # and leave the sums to be waited for later
 
     def prepare(self, gradients: Tensor) -> None:
         """Weigh this process's gradients of a layer, flat, and look at them."""
+        if not self.trained:  # closed
+            return
         if self.weight != 1:
             gradients.mul_(self.weight)
         self._norms.append(torch.linalg.vector_norm(gradients, dtype=torch.float32))
@@ -178,29 +188,32 @@ class Sharding:
         """Return the norms [P] of whole tensors, from those of this process's shards."""
         return self.processes.sum_(norms.square()).sqrt()
 
-    def end_together(self, error: BaseException, refused: bool, computed: bool) -> None:
-        """Raise ProcessError if an error would be refused while others wait in the middle of a
-        micro-batch.
-
-        computed: a backward has reached a parameter.
+    def end_together(self, error: BaseException, done: bool) -> None:
+        """Raise ProcessError in place of refusing an error after which processes would be out of
+        step: one before all passes of the micro-batch were `done`. In one process it is one in a
+        backward, which FSDP2 does not begin anew.
         """
-        if self.processes.size > 1 and refused and (not computed or _in_torch(error)):
+        alone = self.processes.size == 1
+        if _in_backward(error) if alone else not done:
             self.processes.leave()
+            others = "" if alone else ", and the others wait for its layers"
             raise ProcessError(
                 f"process {self.processes.index} met {type(error).__name__}: {error} in the middle"
-                " of a micro-batch, and the others wait for its layers; check data before the"
-                " forward, and call guard.refuse(detail, ids, run=...)"
+                f" of a micro-batch{others}; check data before the forward, and call"
+                " guard.refuse(detail, ids, run=...)"
             ) from error
 
     def close(self) -> None:
-        """Let gradients be means over the processes again, as FSDP2's are."""
+        """Let gradients be means over the processes again, which is FSDP2's default."""
         self.begin(1)
         if self.trained:
-            self._divide_by(float(self.processes.size))
+            self._sum(False)
+            self.trained = False
 
-    def _divide_by(self, factor: float) -> None:
+    def _sum(self, sums: bool) -> None:
         for module in self.modules:
-            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(sums)
+            module.set_gradient_divide_factor(1.0 if sums else float(self.processes.size))
 
 
 class _Summing:
@@ -226,11 +239,10 @@ class _Summing:
         return scatter(output_tensor, input_tensor, op, group, async_op)
 
 
-def _in_torch(error: BaseException) -> bool:
-    """Return whether an error left a module's forward or a backward."""
+def _in_backward(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").startswith("torch."):
+        if trace.tb_frame.f_globals.get("__name__", "").startswith("torch.autograd"):
             return True
         trace = trace.tb_next
     return False

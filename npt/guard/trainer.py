@@ -94,18 +94,18 @@ class TrainerMixin(Trainer):
         """Train, with a guard of its own: a window that an error left open is forgotten, as when
         memory ran out and `auto_find_batch_size` begins again."""
         _refuse_unfit(self)
-        if self.guard is not None:
-            self.guard.close()
         self.guard = None
         self._trains, self._epoch = True, None
         self._generations = Generations(self) if generations.generates(self) else None
         with ExitStack() as self._finally:
             self._finally.callback(self.__dict__.update, _trains=False, _names={})
             self._finally.callback(self.__dict__.update, _generations=None)
-            result = super()._inner_training_loop(*arguments, **named)
+            self._finally.callback(self._close_guard)
+            return super()._inner_training_loop(*arguments, **named)
+
+    def _close_guard(self) -> None:
         if self.guard is not None:
             self.guard.close()  # its buffers are twice the gradients
-        return result
 
     def get_train_dataloader(self) -> Any:
         """Let the loader's sampler note its indices, so that refusals name them."""
@@ -233,7 +233,10 @@ class TrainerMixin(Trainer):
                 self._generations.calls = len(losses)
             if place not in refused:
                 self.accelerator.sync_gradients = place == last  # asked by what GRPO counts
-                losses.append(self._compute(guard, model, inputs, items))
+                try:
+                    losses.append(self._compute(guard, model, inputs, items))
+                finally:
+                    self.accelerator.sync_gradients = True
                 continue
             guard.window.place += processes.size
             if guard.sharding is not None and not guard.sharding.trained:
@@ -243,7 +246,6 @@ class TrainerMixin(Trainer):
                     refuse_bad_ids(inputs, self.model, self._labels_are_tokens()),
                 ):
                     self._once_more(model, inputs, items)
-        self.accelerator.sync_gradients = True
         return losses
 
     def _logged_again(self, losses: list[Tensor]) -> Tensor:
@@ -372,11 +374,11 @@ def _refuse_unfit(trainer: Any) -> None:
             f"{type(trainer).__name__} makes the inputs of several micro-batches at once, and a"
             f" guard cannot compute one of them again; {UNGUARDED}"
         )
-    several = trainer.accelerator.num_processes > 1
-    if generating and several and generations.asks_all_processes(trainer):
+    if trainer.accelerator.num_processes > 1 and generations.asks_all_processes(trainer):
         raise ConfigError(
-            "use_adaptive_entropy and top_entropy_quantile below 1 ask all processes in every"
-            f" forward, which a guard does not; leave them out, use one process, or {UNGUARDED}"
+            "use_adaptive_entropy, top_entropy_quantile below 1 and KTO's KL ask all processes in"
+            " every forward, which a guard does not; leave them out, use one process, or"
+            f" {UNGUARDED}"
         )
     adapters = sys.modules.get("npt.adapters.converted")  # not loaded: it is no student
     if adapters and adapters.is_attached(trainer.model) and trainer.args.save_strategy != "no":

@@ -279,7 +279,7 @@ class Loop:
             with self._stopping_together():
                 self._log(metrics)
             self.setup.say(self.metrics.progress(metrics))
-        if self.failure is None:
+        if self.sharded or self.failure is None:
             with self._computing():
                 self._evaluate_if_due()
         if c.save_steps and self.steps % c.save_steps == 0:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_parameters, attached_config
+from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig, TrainConfig
@@ -154,7 +154,7 @@ class Trainer:
         setup.stop.at_once = True  # until the loop there is nothing to save
         from npt.runs.trackers import start_trackers
 
-        with setup.processes.member(), setup.stop:
+        with setup.processes.member(), setup.processes.exchanging(), setup.stop:
             base = self._checked_base()
             path, resume_at = setup.origin.folder, setup.origin.resume_at
             with start_trackers(
@@ -224,7 +224,8 @@ class Trainer:
         loop.load_state(checkpoint.record)
         index = self.setup.processes.index
         at_once = dict(enumerate(checkpoint.record.get("samples_at_once", [])))
-        if (samples := at_once.get(index)) is not None:
+        samples = at_once.get(index)
+        if samples is not None and not is_sharded(self.setup.model):  # whose parts must be alike
             splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
         states = state.random_states  # earlier versions wrote one for each process
         set_random_state(states.get(index, states[0]))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,16 +294,26 @@ class TestRefused:
             narrower = {k: t.clone() for k, t in stored.items() if k.startswith(k_proj)}
             stored.update({k.replace(k_proj, q_proj): t for k, t in narrower.items()})
 
+        def cut(stored: dict[str, torch.Tensor], name: str) -> None:
+            stored[name] = stored[name][:10].clone()
+
         for change, message in (
+            (partial(cut, name=q_proj), rf"{q_proj}'s 4-bit codes in shape \(20,\), not \(4096,\)"),
+            (
+                partial(cut, name=f"{q_proj}.absmax"),
+                rf"{q_proj}.absmax in shape \(10,\), not \(64,\)",
+            ),
             (narrow, rf"has the weight {q_proj} in shape \(32, 64\), not \(64, 64\)"),
             (lambda stored: stored.pop(f"{q_proj}.absmax"), "cannot load the weights of .*absmax"),
         ):
+            whole = (tmp_path / "model.safetensors").read_bytes()
             self.change(tmp_path, change)
             later, _ = npt.load_base(name, device="cpu", layers_later=True)
             with pytest.raises(ModelError, match=message) as refusal:
                 for _ in real_layers(later, CPU):
                     pass
             assert "\n" not in str(refusal.value)
+            (tmp_path / "model.safetensors").write_bytes(whole)
 
     def test_a_hash_and_a_training_of_layers_that_are_still_in_their_files(self) -> None:
         later, tokenizer = npt.load_base("tiny", device="cpu", layers_later=True)

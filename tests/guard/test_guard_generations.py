@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from faults.row_generating import kinds, trainer_of
 from npt.base.load import EMBEDDED_FOLDER
 from npt.errors import ConfigError
 from npt.guard.generations import Generations
+from npt.guard.trainer import _refuse_unfit
 
 WINDOW = 4
 TIMED = ("step_time", "refused", "epoch")
@@ -124,5 +126,11 @@ def test_a_generation_is_drawn_once(tokenizer, monkeypatch) -> None:
 
 def test_what_a_forward_asks_of_other_processes_is_refused(tokenizer, monkeypatch) -> None:
     monkeypatch.setattr("accelerate.Accelerator.num_processes", 2)
-    with pytest.raises(ConfigError, match=r"^use_adaptive_entropy .*npt.guard.Report"):
+    with pytest.raises(ConfigError, match=r"^use_adaptive_entropy, .*npt.guard.Report"):
         trained(tokenizer, "GRPO", (), None, True, **GENERATIONS["entropy"])
+
+
+def test_kto_on_several_processes_is_refused_whose_loss_asks_all_of_them() -> None:
+    accelerator = SimpleNamespace(num_processes=2)
+    with pytest.raises(ConfigError, match="KTO's KL ask all processes"):
+        _refuse_unfit(SimpleNamespace(accelerator=accelerator, calculate_KL=True))
