@@ -19,6 +19,7 @@ from shard_work import (
     attempted,
     computed,
     doctored,
+    lost_in_an_evaluation,
     measured,
     run,
     runs,
@@ -149,6 +150,8 @@ def test_a_sharded_run_is_resumed_by_another_number_of_processes(base: str, tmp_
         "whole": {**settings, "gradient_accumulation_steps": 3},
         "half": {**settings, "gradient_accumulation_steps": 3, "max_steps": 1},
     }
+    # on a whole base process 1 goes on in smaller parts, which a sharded one must not have
+    plans["half"] |= {"sharded": False, "plant": "no memory"}
     whole = values(several(2, runs, base, str(tmp_path), plans))[0]["whole"]
     checkpoint = tmp_path / "half" / "checkpoints" / "step-00000001"
     settings |= {"gradient_accumulation_steps": 2, "resume": str(checkpoint)}
@@ -189,6 +192,12 @@ def test_a_refusal_on_one_process_leaves_the_processes_in_step(base: str, tmp_pa
             assert one[key] == other[key], key
         assert other["whole"] == []
     assert sharded[0]["refused"] == {"gradient": 2, "data": 4} and sharded[0]["error"] is None
+
+
+def test_a_process_that_is_lost_in_an_evaluation_is_named(base: str, tmp_path: Path) -> None:
+    left, _ = several(2, lost_in_an_evaluation, base, str(tmp_path / "run"))
+    assert left.kind == "ProcessError" and left.status == 6, left.trace
+    assert "process 1 does not answer any more" in str(left.error)
 
 
 @pytest.mark.parametrize("plant", ["kill"])

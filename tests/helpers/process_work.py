@@ -116,7 +116,9 @@ def planting(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
 
 
 def planted(what: str, model: Any) -> None:
-    """Meet an error, a signal, or another weight."""
+    """Meet an error, a signal, a lack of memory, or another weight."""
+    if what == "no memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if what == "raise":
         raise KeyError("a planted error")
     if what in SIGNALS:

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +30,7 @@ from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
 from npt.doctor.measure import measure_window, storage_bytes, tensors_of
 from npt.doctor.plan import Workload
+from npt.evaluation import evaluate
 from npt.tracer.watchdogs import base_fault
 
 STRATEGY_SETTINGS: dict[str, dict[str, Any]] = {
@@ -202,6 +206,19 @@ def run(
             else looped(processes, base, out, windows, **settings)
         )
     return found | {"whole": whole_weights(made[0])}
+
+
+def lost_in_an_evaluation(processes: ProcessGroup, base: str, out: str) -> None:
+    """A run of which process 1 is killed while the student is measured first."""
+    final_states, calls = evaluate.final_states, itertools.count()
+
+    def dying(*arguments: Any) -> Any:
+        if next(calls) == 1 and processes.index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return final_states(*arguments)
+
+    with mock.patch("npt.evaluation.evaluate.final_states", dying):
+        run(processes, base, out, True, count=4)
 
 
 def runs(
