@@ -33,7 +33,7 @@ def judged(case: RowCase, trainer: str) -> RowLine:
 CHOSEN = {
     "accelerate": ("pair-all", "pair-first", "pair-step"),
     "hf": ("pair-three", "pair-both"),
-    "grpo": ("pair-all", "pair-three"),
+    "grpo": ("pair-all",),
     "fsdp": ("pair-three", "pair-label"),
     "fsdp_sharded": ("pair-tensor-nan", "pair-id", "pair-moment"),
 }
