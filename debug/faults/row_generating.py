@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from faults.row_faults import MARK
-from npt.guard import TrainerMixin
 from npt.random_state import kept_random_state
 
 PROMPTS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"
@@ -82,21 +80,6 @@ class Slices:
         """Compute a loss, of weight 0 for a slice that is passed over."""
         loss = super().compute_loss(*arguments, **named)  # type: ignore[misc]
         return loss if self._slice is None else 0.0 * loss
-
-
-@cache
-def kinds(own: type) -> tuple[type, type]:
-    """Return a Trainer with bad slices, without a guard and with one."""
-
-    class Sliced(Slices, own):
-        pass
-
-    class Safe(TrainerMixin, Sliced):
-        def on_refused(self, outcome: Any) -> None:
-            """Keep the refusals."""
-            self.refusals = [*getattr(self, "refusals", []), *outcome.refused]
-
-    return Sliced, Safe
 
 
 def reward(completions: Sequence[str], **_: Any) -> list[float]:

@@ -230,18 +230,20 @@ class RowsInOrder:
 
 
 @cache
-def kinds(own: type) -> tuple[type, type]:
-    """Return the Trainer with its rows in their order, without a guard and with one."""
+def kinds(own: type, rows: type = RowsInOrder) -> tuple[type, type]:
+    """Return the Trainer with its rows as a mixin gives them, by default in their order, without a
+    guard and with one.
+    """
 
-    class InOrder(RowsInOrder, own):
+    class Given(rows, own):
         pass
 
-    class Safe(TrainerMixin, InOrder):
+    class Safe(TrainerMixin, Given):
         def on_refused(self, outcome: Any) -> None:
             """Keep the refusals."""
             self.refusals = [*getattr(self, "refusals", []), *outcome.refused]
 
-    return InOrder, Safe
+    return Given, Safe
 
 
 def rows_of(case: RowCase, faulty: bool) -> list[Row]:
@@ -290,7 +292,7 @@ def grpo(case: RowCase, faulty: bool, guarded: bool) -> Trained:
     logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER))
     trainer = row_generating.trainer_of(
-        row_generating.kinds(GRPOTrainer)[guarded],
+        kinds(GRPOTrainer, row_generating.Slices)[guarded],
         GRPOConfig,
         student(case, faulty, len(tokenizer)),
         tokenizer,

@@ -14,7 +14,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from faults.row_faults import plant
-from faults.row_generating import kinds, trainer_of
+from faults.row_generating import Slices, trainer_of
+from faults.row_trainers import kinds
 from npt.base.load import EMBEDDED_FOLDER
 from npt.errors import ConfigError
 from npt.guard.generations import Generations
@@ -45,7 +46,7 @@ def trained(
 ) -> Any:
     import trl
 
-    kind = kinds(getattr(trl, f"{name}Trainer"))[guarded]
+    kind = kinds(getattr(trl, f"{name}Trainer"), Slices)[guarded]
     settings = {"gradient_accumulation_steps": WINDOW, "max_steps": 4, "learning_rate": 0.01}
     settings |= {"logging_steps": 1, "max_grad_norm": 0.1, "save_strategy": "no"}
     settings |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, **given}
