@@ -319,11 +319,6 @@ def in_parts(layer: nn.Module) -> bool:
     return WITHIN in vars(layer)
 
 
-def is_share(tensor: Tensor) -> bool:
-    """Return whether only a part of a tensor is here."""
-    return hasattr(tensor, "full_tensor")
-
-
 def within(module: nn.Module, compute: Callable[..., T], *tensors: Tensor) -> T:
     """Return `compute(*tensors)` as if it were the forward of a decoder layer, or of the decoder.
 

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from npt.guard.forensics import Finding, Forensics, Hook, StoredMicroBatch, loss_in
 from npt.guard.outcome import MicroBatch, Refusal
 from npt.guard.parameters import plain_name, whole
-from npt.guard.sharding import is_sharded, local
+from npt.guard.sharding import is_of_fsdp1, is_sharded, local
 from npt.guard.update import norms_of
 
 SAID = 5
@@ -264,7 +264,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def _cannot_trace(model: nn.Module) -> str:
     """Return why the batch cannot be computed again by this process alone; empty if it can."""
     sharded = any(is_sharded(p) or hasattr(p, "ds_id") for p in model.parameters())
-    if sharded or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+    if sharded or is_of_fsdp1(model):
         return "its parameters are sharded over processes"
     weights = [p.detach() for p in _trained(model).values()]
     good = not weights or bool(norms_of(weights, math.inf).isfinite().all())

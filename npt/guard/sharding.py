@@ -56,9 +56,7 @@ def as_gradient(shard: Tensor, parameter: nn.Parameter) -> Tensor:
 
 def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
     """Raise ConfigError if trained parameters are sharded in a way that a guard cannot follow."""
-    module: Any = sys.modules.get(FSDP)
-    kinds = () if module is None else (module.FullyShardedDataParallel,)
-    if any(isinstance(m, kinds) for m in model.modules()) or any(map(_is_flat, names.values())):
+    if is_of_fsdp1(model) or any(map(_is_flat, names.values())):
         raise ConfigError(
             "the model is sharded by FSDP1, whose gradients a guard cannot hold; use FSDP2"
             f" (fully_shard; fsdp_version: 2), DDP or one process, or {UNGUARDED}"
@@ -82,6 +80,12 @@ def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
             f"{next(iter(sharded))} is sharded and {whole} is whole; shard all parameters of the"
             " optimizer or none (ignored_params of fully_shard)"
         )
+
+
+def is_of_fsdp1(model: nn.Module) -> bool:
+    module: Any = sys.modules.get(FSDP)
+    kinds = () if module is None else (module.FullyShardedDataParallel,)
+    return any(isinstance(m, kinds) for m in model.modules())
 
 
 def _sharded(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npt.adapters.layer import in_parts, is_share, within
+from npt.adapters.layer import in_parts, within
 from npt.base.linear import dense_weight, quantized_linears
 from npt.errors import NumericalError
+from npt.guard.sharding import is_sharded
 
 ADAPTER = ".npt."
 """A part of every adapter tensor's full name, and of no other's."""
@@ -107,13 +108,13 @@ def _whole_faults(model: nn.Module, prefix: str) -> Iterator[BadNumber | None]:
     packed = set()
     for name, module in quantized_linears(model):
         packed.add(id(module.weight))
-        if not is_share(module.weight):
+        if not is_sharded(module.weight):
             name = f"{prefix}{name}"
             yield tensor_fault(_statistics(name, module))
             yield tensor_fault({f"{name}: dequantised weight": dense_weight(module)})
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         base = tensor.is_floating_point() and ADAPTER not in f".{name}"
-        if base and id(tensor) not in packed and not is_share(tensor):
+        if base and id(tensor) not in packed and not is_sharded(tensor):
             yield tensor_fault({f"{prefix}{name}": tensor})
 
 

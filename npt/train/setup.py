@@ -75,11 +75,15 @@ class RunSetup:
 
     def check_stop(self) -> None:
         """Raise StoppedError if a signal came; on a sharded base all processes do so together."""
-        number = self.stop.number
-        if is_sharded(self.model):
-            number = next((n for n in self.processes.gather(number) if n is not None), None)
+        number = self.signal() if is_sharded(self.model) else self.stop.number
         if number is not None:
             raise StoppedError(number)
+
+    def signal(self) -> int | None:
+        """Return the number of a signal that came to any process; every process must ask."""
+        number = self.stop.number
+        numbers = [n for n in (number, *self.processes.gather(number)) if n is not None]
+        return numbers[0] if numbers else None
 
     def say(self, line: str) -> None:
         say(self.console, line)

@@ -246,7 +246,7 @@ class Trainer:
                 run.rescue(loop, error)
                 raise
             seconds = time.perf_counter() - started
-            number = self._signal()
+            number = setup.signal()
             if number is not None:
                 run.report_data(loop.position)
                 folder.event("signal", number=number, step=loop.steps)
@@ -264,14 +264,14 @@ class Trainer:
         else:
             with contextlib.suppress(StoppedError):  # all is saved; only the figures are missing
                 fidelity = self.evaluate().after(self.initial)
-            number = self._signal()
+            number = setup.signal()
             if number is not None and setup.processes.size > 1:
                 fidelity = None
             if fidelity is None:
                 folder.event("signal", number=number, step=loop.steps)
             else:
                 run.finish(loop, fidelity, seconds)
-                number = self._signal()
+                number = setup.signal()
         return TrainResult(
             folder=folder.path,
             steps=loop.steps,
@@ -297,9 +297,3 @@ class Trainer:
                 f" {folder.path / EVENTS})"
             )
         raise self.setup.processes.everywhere(error)
-
-    def _signal(self) -> int | None:
-        """Return the number of a signal that came to any process; every process must ask."""
-        number = self.setup.stop.number
-        numbers = [n for n in (number, *self.setup.processes.gather(number)) if n is not None]
-        return numbers[0] if numbers else None

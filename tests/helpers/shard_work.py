@@ -22,7 +22,6 @@ from torch.distributed.fsdp import fully_shard
 import npt
 from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters
-from npt.adapters.layer import is_share
 from npt.base.linear import quantized_linears
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
@@ -31,6 +30,7 @@ from npt.distributed.processes import ProcessGroup
 from npt.doctor.measure import measure_window, storage_bytes, tensors_of
 from npt.doctor.plan import Workload
 from npt.evaluation import evaluate
+from npt.guard.sharding import local
 from npt.tracer.watchdogs import base_fault
 
 STRATEGY_SETTINGS: dict[str, dict[str, Any]] = {
@@ -142,7 +142,7 @@ def measured(processes: ProcessGroup, quantization: str | None) -> tuple[int, in
         model.config, adapter, training, 16, quantization, stored, processes=processes.size
     )
     states = [module.weight.quant_state for _, module in quantized_linears(model)]
-    shares = [p.to_local() if is_share(p) else p for p in model.model.parameters()]
+    shares = [local(p) for p in model.model.parameters()]
     held = [p for p in shares if p.requires_grad]
     share = storage_bytes(tensors_of([p for p in shares if not p.requires_grad], states))
     # FSDP's storages are not walked: what they hold is known from the shares
