@@ -48,6 +48,7 @@ from npt.base.linear import (
     product_weight,
 )
 from npt.config import STREAM, NPTConfig
+from npt.extras import installed
 
 BLOCK = {"cpu": 1 << 19, "cuda": 1 << 23}
 """Elements of a block by type of device. On a CPU a handful of them fits the last cache, with rows
@@ -215,9 +216,8 @@ class _MLP(torch.autograd.Function):
             (mlp.up_proj, x[len(x) - len(of_up) :], of_up),
         ):
             multiply(module, product_weight(module, x.dtype), rows, out)
-        if teach:
-            taught.mul_(F.silu(product, inplace=True))
-        energy = product_forward(gate, up, LowRank(z, weights[:4], config), product)
+        of_mlp = LowRank(z, weights[:4], config)
+        energy = product_forward(gate, up, of_mlp, product, taught if teach else None)
         weight = product_weight(mlp.down_proj, x.dtype)
         down, teacher = multiply(mlp.down_proj, weight, inputs).split([n, len(inputs) - n])
         own, low = None, LowRank(z, weights[4:], config)
@@ -271,6 +271,17 @@ class _MLP(torch.autograd.Function):
         return of_mlp.grad_z + of_down.grad_z, grad_x, None, None, None, None, *grads
 
 
+def _kernels(tensor: Tensor) -> Any:
+    """Return npt/adapters/kernels.py for a tensor that it computes with, else None: without Triton,
+    off CUDA, and for a tensor that only stands for one (a fake one) the plain form is run.
+    """
+    if tensor.device.type != "cuda" or type(tensor) is not Tensor or not installed("triton"):
+        return None
+    from npt.adapters import kernels
+
+    return kernels
+
+
 class LowRank:
     """The modulation of some products in blocks of rows, and the gradients of z, M and B.
 
@@ -290,6 +301,7 @@ class LowRank:
         self.z, self.weights, self.mults = z, weights, weights[::2]
         self.alpha, self.slope = config.additive_scale, 2.0 * config.mult_bound
         self.adds = [None if add is None else self.alpha * add for add in weights[1::2]]
+        self.kernels = _kernels(z)
         self._rooms: list[Tensor] = []
 
     def changes(self, product: int) -> bool:
@@ -348,8 +360,10 @@ class LowRank:
 
     def begin_backward(self, grad_energy: Tensor | None) -> None:
         """Begin with the gradients of the additive energy, from that [N] of the energy, if any."""
-        self.grad_z, self._grad_energy = torch.zeros_like(self.z), grad_energy
+        self.grad_z, self.grad_energy = torch.zeros_like(self.z), grad_energy
         self.grad_weights = [None if w is None else torch.zeros_like(w) for w in self.weights]
+        if self.kernels is not None:
+            return  # they add these themselves
         for add, into in zip(self.adds, self.grad_weights[1::2], strict=True):
             if grad_energy is not None and add is not None and into is not None:
                 weighted = (2.0 / len(add) * grad_energy).unsqueeze(-1) * self.z
@@ -375,10 +389,10 @@ class LowRank:
                 into_y.addcmul_(c, grad, value=self.slope)
         if c is not None and mult is not None and into_mult is not None:
             # over -2 beta, as sigmoid (1 - sigmoid) = 1/4 - c^2
-            if self._grad_energy is None:
+            if self.grad_energy is None:
                 of_u = c.square_().sub_(0.25).mul_(grad).mul_(part)
             else:
-                weight = 2.0 * self._grad_energy[rows].unsqueeze(-1) / part.shape[-1]
+                weight = 2.0 * self.grad_energy[rows].unsqueeze(-1) / part.shape[-1]
                 of_u = torch.addcmul(weight * (self.slope * c), grad, part)
                 of_u.mul_(c.square_().sub_(0.25))
             into_mult.addmm_(of_u.t(), codes, alpha=-self.slope)
@@ -388,11 +402,18 @@ class LowRank:
             grad_z.addmm_(grad, add)
 
 
-def product_forward(gate: Tensor, up: Tensor, low: LowRank, out: Tensor) -> Tensor:
+def product_forward(
+    gate: Tensor, up: Tensor, low: LowRank, out: Tensor, taught: Tensor | None = None
+) -> Tensor:
     """Write p = silu(gate') * up' [N, F] to `out`; return the energy [N] of both products.
 
-    gate and up [N, F] are kept for backward. low: of their M and B.
+    gate and up [N, F] are kept for backward. low: of their M and B. With the teacher's up, `taught`,
+    `out` holds the teacher's gate, and `taught` becomes the teacher's p.
     """
+    if low.kernels is not None:
+        return low.kernels.forward(low, gate, up, out, taught)
+    if taught is not None:
+        taught.mul_(F.silu(out, inplace=True))
     energy = low.additive_energy()
     for rows in low.blocks(gate):
         gate_out = low.modulated(0, rows, gate, low.c(0, rows, energy))
@@ -410,6 +431,8 @@ def product_backward(
     grad_up: Tensor | None = None,
 ) -> None:
     """Add to the gradients of `low` those of p's modulation; write gate's and up's if given."""
+    if low.kernels is not None:
+        return low.kernels.backward(low, grad, gate, up, grad_gate, grad_up)
     for rows in low.blocks(gate):
         part = grad[rows]
         gate_c, up_c = low.c(0, rows), low.c(1, rows)
@@ -424,7 +447,10 @@ def product_backward(
 
 def modulated_forward(y: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
     """Return m y + s [N, O] of one product, and its energy [N]."""
-    out, energy = torch.empty_like(y), low.additive_energy()
+    out = torch.empty_like(y)
+    if low.kernels is not None:
+        return out, low.kernels.forward(low, y, None, out)
+    energy = low.additive_energy()
     for rows in low.blocks(y):
         out[rows] = low.modulated(0, rows, y, low.c(0, rows, energy))
     return out, energy
@@ -432,5 +458,7 @@ def modulated_forward(y: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
 
 def modulated_backward(grad: Tensor, y: Tensor, low: LowRank, grad_y: Tensor | None) -> None:
     """Add to the gradients of `low` those of m y + s; write y's if given."""
+    if low.kernels is not None:
+        return low.kernels.backward(low, grad, y, None, grad_y)
     for rows in low.blocks(y):
         low.add_gradients(0, rows, grad[rows], y, low.c(0, rows), grad_y)
