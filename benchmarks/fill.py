@@ -46,6 +46,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "fault-trainers": (tables.trainers, tuple(f"fault-{name}" for name in tables.TRAINERS)),
     "guards": (tables.guards, ("guards", "guard_lora")),
     "tracer": (tables.tracer, ("tracer",)),
+    "kernels": (tables.kernels, ("kernels",)),
 }
 """By the name that a page has: what writes the table, and its files."""
 

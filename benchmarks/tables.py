@@ -165,6 +165,29 @@ def tracer(figures: Json) -> str:
     return table(columns, [figures])
 
 
+def kernels(figures: Json) -> str:
+    """Return what `compile_kernels.py` prints: registers, and spilled bytes if there are any."""
+
+    def cell(architecture: str, row: Json) -> str:
+        same = ("kernel", "rank")
+        for found in figures["kernels"]:
+            if found["architecture"] == int(architecture) and all(found[k] == row[k] for k in same):
+                spilled = found["spilled"]
+                return f"{found['registers']}" + (f" ({spilled} bytes)" if spilled else "")
+        return "–"
+
+    columns: dict[str, Cell] = {
+        "kernel": "{kernel}",
+        "M z and B z": lambda row: f"rank to {row['rank']}" if row["rank"] else "by torch",
+    }
+    columns |= {
+        f"sm_{architecture} ({card})": partial(cell, architecture)
+        for architecture, card in figures["cards"].items()
+    }
+    rows = {(row["kernel"], row["rank"]): row for row in figures["kernels"]}
+    return f"{table(columns, rows.values(), words=2)}\nTriton {figures['triton']}.\n"
+
+
 def campaign(figures: Json) -> str:
     """Return what `inject_fault.py --all --json` prints: a line, and the cases by verdict."""
     rows = []

@@ -14,7 +14,7 @@ Shapes: N rows, F columns of the products (`width` in the kernels, for down D), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,12 +33,13 @@ ROWS = 256
 little of them leaves the L2 cache of a large card before it is read."""
 
 TILES: dict[tuple[str, bool], dict[str, int]] = {
-    ("forward", True): {"BM": 64, "BN": 64, "num_warps": 8},
+    ("forward", True): {"BM": 32, "BN": 128, "num_warps": 8},
     ("forward", False): {"BM": 1, "BN": 1024, "num_warps": 4},
-    ("backward", True): {"BM": 32, "BN": 128, "num_warps": 8},
+    ("backward", True): {"BM": 32, "BN": 64, "num_warps": 8},
     ("backward", False): {"BM": 1, "BN": 1024, "num_warps": 4},
 }
-"""Rows and columns of a tile by kernel, and by whether it multiplies."""
+"""Rows and columns of a tile by kernel, and by whether it multiplies: such that 8 to 16 numbers of
+each tensor fall to a thread, and none spills (benchmarks/compile_kernels.py)."""
 
 
 @triton.jit
@@ -59,8 +60,7 @@ def _low(term, code, at, within, columns, width, rank, RANK: tl.constexpr):
         known = (ranks < rank)[:, None] & (columns < width)[None, :]
         weight = tl.load(term + columns[None, :] * rank + ranks[:, None], mask=known, other=0.0)
         return tl.dot(code, weight, input_precision="tf32")
-    else:
-        return tl.load(term + at, mask=within, other=0.0)
+    return tl.load(term + at, mask=within, other=0.0)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _modulated(
 
 @triton.jit
 def _forward(
-    gate, up, out, taught, z, mult, add, up_mult, up_add, energy,
+    gate, up, out, taught, energy, z, mult, add, up_mult, up_add,
     count, width, low_width, rank, alpha, slope,
     RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -119,10 +119,9 @@ def _forward(
         of_up = tl.load(taught + at, mask=within, other=0.0)
         tl.store(taught + at, y * _sigmoid(y) * of_up, mask=within)
     tl.store(out + at, moved, mask=within)
-    if energy is not None:
-        total = tl.reduce(tl.where(within, squares, 0.0), 1, _plus)
-        tiles = tl.num_programs(0)
-        tl.store(energy + rows * tiles + tl.program_id(0), total, mask=rows < count)
+    total = tl.reduce(tl.where(within, squares, 0.0), 1, _plus)
+    tiles = tl.num_programs(0)
+    tl.store(energy + rows * tiles + tl.program_id(0), total, mask=rows < count)
 
 
 @triton.jit
@@ -141,8 +140,8 @@ def _leave(
 
 @triton.jit
 def _backward(
-    grad, gate, up, z, mult, add, up_mult, up_add, of_energy,
-    of_gate, of_up, of_mult, of_add, of_up_mult, of_up_add,
+    grad, gate, up, of_energy, of_gate, of_up, z, mult, add, up_mult, up_add,
+    of_mult, of_add, of_up_mult, of_up_add,
     count, width, low_width, rank, alpha, slope,
     RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -176,10 +175,7 @@ def _backward(
             at, low_at, within, alpha, slope,
         )  # fmt: skip
         of_out = of_out * moved_up * opened * (1.0 + moved * (1.0 - opened))
-    _leave(
-        of_out, y, c, s, weight, of_gate, of_mult, of_add, at, low_at, within, alpha, slope
-    )
-
+    _leave(of_out, y, c, s, weight, of_gate, of_mult, of_add, at, low_at, within, alpha, slope)
 
 
 def forward(
@@ -190,21 +186,11 @@ def forward(
     With `taught`, the teacher's up [N, F], `out` holds the teacher's gate, and `taught` becomes
     silu of it times `taught`.
     """
-    width, z, rank = gate.shape[-1], low.z.contiguous(), _multiplied(low)
-    tile = TILES["forward", rank > 0]
-    energy = gate.new_empty(len(gate), triton.cdiv(width, tile["BN"]))
-    room = None if rank else _Room(low, gate)
-    for rows in _blocks(gate, room):
-        terms = low.weights if room is None else room.multiplied(z[rows])
-        _launch(
-            _forward,
-            tile,
-            *(gate[rows], None if up is None else up[rows], out[rows]),
-            *(None if taught is None else taught[rows], z[rows], *_four(terms), energy[rows]),
-            *_numbers(low, gate[rows], room),
-            rank,
-        )
-    return energy.sum(dim=-1).div_(width)
+    work = _Work("forward", low, gate)
+    energy = gate.new_empty(len(gate), triton.cdiv(work.width, work.tile["BN"]))
+    for rows in work.blocks():
+        work.launch(_forward, rows, (gate, up, out, taught, energy), work.terms(rows))
+    return energy.sum(dim=-1).div_(work.width)
 
 
 def backward(
@@ -218,101 +204,90 @@ def backward(
     """Add the gradients of z, M and B to those of `low`, from that [N, F] of what `forward` writes;
     write gate's and up's if given.
     """
-    z, rank, room, grad = low.z.contiguous(), _multiplied(low), _Room(low, gate), grad.contiguous()
-    for rows in _blocks(gate, room):
-        terms = low.weights if rank else room.multiplied(z[rows])
-        _launch(
-            _backward,
-            TILES["backward", rank > 0],
-            *(grad[rows], gate[rows], None if up is None else up[rows], z[rows], *_four(terms)),
-            None if low.grad_energy is None else low.grad_energy[rows],
-            *(None if y is None else y[rows] for y in (grad_gate, grad_up)),
-            *_four(room.terms(len(z[rows]))),
-            *_numbers(low, gate[rows], room),
-            rank,
-        )
-        room.add_gradients(z[rows], low.grad_z[rows])
-    room.give_gradients()
+    work, grad = _Work("backward", low, gate), grad.contiguous()
+    into = [sums for sums in low.grad_weights if sums is not None]
+    sums = [torch.zeros_like(work.weights[0])] if work.joined else into
+    for rows in work.blocks():
+        tensors = (grad, gate, up, low.grad_energy, grad_gate, grad_up)
+        work.launch(_backward, rows, tensors, work.terms(rows), work.room(rows))
+        for (weight, part), of_weight in zip(work.products(rows), sums, strict=True):
+            low.grad_z[rows].addmm_(part, weight)
+            of_weight.addmm_(part.t(), work.z[rows])
+    if work.joined:
+        for of_weight, part in zip(into, sums[0].split(work.width), strict=True):
+            of_weight.add_(part)
 
 
-class _Room:
-    """Room for a block's M z and B z, [n, F] next to each other, or for their gradients.
+class _Work:
+    """Launches a kernel for blocks of rows.
 
-    Small weights are multiplied all at once, which saves launches; large ones are not copied.
+    Attributes:
+        width: F.
+        rank: of the kernels' own products, padded as Triton wants it; 0 where torch multiplies.
+        tile: of `TILES`.
+        z: [N, R].
+        joined: whether torch multiplies M and B of all products at once, which saves launches.
+        weights: what torch multiplies by, [O, R] each.
     """
 
-    def __init__(self, low: LowRank, like: Tensor):
-        self.low, self.width = low, like.shape[-1]
+    def __init__(self, kernel: str, low: LowRank, like: Tensor):
+        self.low, self.z, self.count, self.width = low, low.z.contiguous(), *like.shape
+        self.rank, own = _multiplied(low), self.z.shape[-1]
+        self.tile = TILES[kernel, self.rank > 0]
         weights = [weight for weight in low.weights if weight is not None]
-        self.joined = low.z.shape[-1] <= SMALL and len(weights) > 1
-        self.weights = [torch.cat(weights)] if self.joined else weights
-        rows, self.columns = max(ROWS, low.z.shape[-1]), len(weights) * self.width
-        self.memory = like.new_empty(min(rows, len(like)), self.columns)
-        self.sums: list[Tensor] = []
+        self.joined = own <= SMALL and len(weights) > 1
+        # tiles are addressed by 32 bits
+        self.length = min(max(ROWS, own), (1 << 29) // self.width)
+        self.weights, self.columns = weights, len(weights) * self.width
+        if kernel == "forward" and self.rank:
+            self.length, self.columns = (1 << 29) // self.width, 0
+        elif self.joined:
+            self.weights = [torch.cat(weights)]
+        self.memory = like.new_empty(min(self.length, self.count), self.columns)
 
-    def _parts(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        parts = self.memory[:count].split([len(weight) for weight in self.weights], dim=-1)
-        return zip(self.weights, parts, strict=True)
+    def blocks(self) -> Iterator[slice]:
+        """Yield the rows of each block."""
+        for start in range(0, self.count, self.length):
+            yield slice(start, min(start + self.length, self.count))
 
-    def terms(self, count: int) -> list[Tensor | None]:
-        """Return the room of each term [count, F], None if the form has no such term."""
-        parts = iter(self.memory[:count].split(self.width, dim=-1))
+    def room(self, rows: slice) -> list[Tensor | None]:
+        """Return the room of each term [n, F], None if the form has no such term."""
+        parts = iter(self.memory[: rows.stop - rows.start].split(self.width, dim=-1))
         return [None if weight is None else next(parts) for weight in self.low.weights]
 
-    def multiplied(self, codes: Tensor) -> list[Tensor | None]:
-        """Return the terms of z's rows."""
-        for weight, part in self._parts(len(codes)):
-            torch.mm(codes, weight.t(), out=part)
-        return self.terms(len(codes))
+    def products(self, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what torch multiplies by, with the room of the product [n, O]."""
+        room = self.memory[: rows.stop - rows.start]
+        parts = room.split([len(weight) for weight in self.weights], dim=-1)
+        return zip(self.weights, parts, strict=True)
 
-    def add_gradients(self, codes: Tensor, grad_z: Tensor) -> None:
-        """Add what a block's gradients of M z and B z give for z's rows and the weights."""
-        if not self.sums:
-            given = [into for into in self.low.grad_weights if into is not None]
-            self.sums = [torch.zeros_like(self.weights[0])] if self.joined else given
-        for (weight, part), into in zip(self._parts(len(codes)), self.sums, strict=True):
-            grad_z.addmm_(part, weight)
-            into.addmm_(part.t(), codes)
+    def terms(self, rows: slice) -> Sequence[Tensor | None]:
+        """Return what the kernels read: M z and B z, or M and B."""
+        if self.rank:
+            return self.low.weights
+        for weight, part in self.products(rows):
+            torch.mm(self.z[rows], weight.t(), out=part)
+        return self.room(rows)
 
-    def give_gradients(self) -> None:
-        """Add the sums over blocks to the weights' gradients, if they are not there already."""
-        if self.joined and self.sums:
-            given = [into for into in self.low.grad_weights if into is not None]
-            for into, part in zip(given, self.sums[0].split(self.width), strict=True):
-                into.add_(part)
+    def launch(
+        self, kernel: Any, rows: slice, tensors: Iterable[Tensor | None], *terms: Any
+    ) -> None:
+        """Launch a kernel for all tiles of a block."""
+        block = [None if tensor is None else tensor[rows] for tensor in (*tensors, self.z)]
+        count, rank = block[-1].shape
+        four = [term for each in terms for term in [*each, None, None][:4]]
+        numbers = (count, self.width, self.columns, rank, self.low.alpha, self.low.slope)
+        grid = (triton.cdiv(self.width, self.tile["BN"]), triton.cdiv(count, self.tile["BM"]))
+        with torch.cuda.device(self.z.get_device()):  # -1, none, where they are interpreted
+            kernel[grid](*block, *four, *numbers, RANK=self.rank, **self.tile)
 
 
 def _multiplied(low: LowRank) -> int:
-    """Return the rank that kernels multiply by, padded as Triton wants it, 0 to let torch do it:
-    large ranks, cards before Ampere, and fp32 products that may not be rounded to TF32.
+    """Return the padded rank of kernels that multiply, or 0: for large ranks, on cards before
+    Ampere, and where fp32 products may not be rounded to TF32.
     """
-    rank, device = low.z.shape[-1], low.z.device
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    able = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-    return max(16, triton.next_power_of_2(rank)) if rank <= SMALL and tf32 and able else 0
-
-
-def _blocks(like: Tensor, room: _Room | None) -> Iterator[slice]:
-    """Yield the rows of an [N, F] tensor in blocks: of the room's, else such as 32 bits index."""
-    length = (1 << 30) // like.shape[-1] if room is None else max(1, len(room.memory))
-    for start in range(0, len(like), length):
-        yield slice(start, start + length)
-
-
-def _four(terms: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [*terms, None, None][:4]
-
-
-def _numbers(low: LowRank, gate: Tensor, room: _Room | None) -> tuple[float, ...]:
-    """Return rows, columns, columns of the room, rank, alpha and 2 beta."""
-    columns = 0 if room is None else room.columns
-    return (*gate.shape, columns, low.z.shape[-1], low.alpha, low.slope)
-
-
-def _launch(kernel: Any, tile: dict[str, int], *arguments: Any) -> None:
-    """Launch a kernel for all tiles; the last three arguments before the rank's are numbers."""
-    *arguments, rank = arguments
-    count, width = arguments[-6:-4]
-    grid = (triton.cdiv(width, tile["BN"]), triton.cdiv(count, tile["BM"]))
-    with torch.cuda.device_of(arguments[0]):
-        kernel[grid](*arguments, RANK=rank, **tile)
+    rank, z = low.z.shape[-1], low.z
+    if rank > SMALL or torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return 0
+    able = not z.is_cuda or torch.cuda.get_device_capability(z.device) >= (8, 0)
+    return max(16, triton.next_power_of_2(rank)) if able else 0

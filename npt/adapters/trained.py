@@ -300,13 +300,14 @@ class LowRank:
     def __init__(self, z: Tensor, weights: Sequence[Tensor | None], config: NPTConfig):
         self.z, self.weights, self.mults = z, weights, weights[::2]
         self.alpha, self.slope = config.additive_scale, 2.0 * config.mult_bound
-        self.adds = [None if add is None else self.alpha * add for add in weights[1::2]]
         self.kernels = _kernels(z)
+        adds = [] if self.kernels else weights[1::2]
+        self.adds = [None if add is None else self.alpha * add for add in adds]
         self._rooms: list[Tensor] = []
 
     def changes(self, product: int) -> bool:
         """Return whether the form modulates a product."""
-        return self.mults[product] is not None or self.adds[product] is not None
+        return any(w is not None for w in self.weights[2 * product : 2 * product + 2])
 
     def blocks(self, like: Tensor) -> Iterator[slice]:
         """Yield the rows of an [N, O] tensor in blocks, of a length by O, R and the device alone.
@@ -407,8 +408,8 @@ def product_forward(
 ) -> Tensor:
     """Write p = silu(gate') * up' [N, F] to `out`; return the energy [N] of both products.
 
-    gate and up [N, F] are kept for backward. low: of their M and B. With the teacher's up, `taught`,
-    `out` holds the teacher's gate, and `taught` becomes the teacher's p.
+    gate and up [N, F] are kept for backward. low: of their M and B. With `taught`, the teacher's
+    up, `out` holds the teacher's gate, and `taught` becomes the teacher's p.
     """
     if low.kernels is not None:
         return low.kernels.forward(low, gate, up, out, taught)
@@ -432,7 +433,8 @@ def product_backward(
 ) -> None:
     """Add to the gradients of `low` those of p's modulation; write gate's and up's if given."""
     if low.kernels is not None:
-        return low.kernels.backward(low, grad, gate, up, grad_gate, grad_up)
+        low.kernels.backward(low, grad, gate, up, grad_gate, grad_up)
+        return
     for rows in low.blocks(gate):
         part = grad[rows]
         gate_c, up_c = low.c(0, rows), low.c(1, rows)
@@ -459,6 +461,7 @@ def modulated_forward(y: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
 def modulated_backward(grad: Tensor, y: Tensor, low: LowRank, grad_y: Tensor | None) -> None:
     """Add to the gradients of `low` those of m y + s; write y's if given."""
     if low.kernels is not None:
-        return low.kernels.backward(low, grad, y, None, grad_y)
+        low.kernels.backward(low, grad, y, None, grad_y)
+        return
     for rows in low.blocks(y):
         low.add_gradients(0, rows, grad[rows], y, low.c(0, rows), grad_y)

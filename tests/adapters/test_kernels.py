@@ -1,13 +1,17 @@
-"""The Triton kernels, interpreted on the CPU, against the plain form."""
+"""The Triton kernels, interpreted on the CPU, against the plain form, and compiled for GPUs."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from simulated_cuda import no_waits, simulated_cuda
 from test_fused import (
     assert_same,
     form_of,
@@ -17,104 +21,168 @@ from test_fused import (
     normal,
     weights_of,
 )
+from test_trained import FORMS, run, student
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import compile_kernels
+import fill
 from npt.adapters import trained
-from npt.adapters.trained import LowRank, product_forward
+from npt.adapters.converted import decoder_layers
+from npt.adapters.trained import LowRank, product_backward, product_forward
 from npt.base.precision import fp32_products
 
 triton = pytest.importorskip("triton")
 
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    """Return a copy of the module whose kernels are interpreted."""
+    """A copy of the module whose kernels are interpreted."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(triton.knobs.runtime, "interpret", True)
         spec = importlib.util.find_spec("npt.adapters.kernels")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+    # several tiles and blocks of few numbers: a program takes the interpreter milliseconds
+    module.ROWS, tile = 24, {"BM": 16, "BN": 64, "num_warps": 4}
+    module.TILES = dict.fromkeys(module.TILES, tile)
     return module
 
 
 @pytest.fixture(params=["high", "highest"], ids=["multiplied by kernels", "multiplied by torch"])
-def on_gpu(request, kernels, monkeypatch) -> Iterator[Any]:
-    """A switch that makes the forms of npt/adapters/trained.py take the kernels."""
+def compared(request, kernels, monkeypatch) -> Iterator[Any]:
+    """Calls a function with the kernels in use, and without."""
 
-    def switch(on: bool) -> None:
-        monkeypatch.setattr(trained, "_kernels", lambda _: kernels if on else None)
+    def both(act: Callable[[], Any]) -> tuple[Any, Any]:
+        monkeypatch.setattr(trained, "_kernels", lambda _: kernels)
+        computed = act()
+        monkeypatch.setattr(trained, "_kernels", lambda _: None)
+        return computed, act()
 
-    monkeypatch.setattr(kernels, "ROWS", 24)
-    small = {"BM": 16, "BN": 64, "num_warps": 4}  # a program takes the interpreter a millisecond
-    monkeypatch.setattr(kernels, "TILES", dict.fromkeys(kernels.TILES, small))
     with fp32_products(request.param):
-        yield switch
+        yield both
 
 
-def compared(on_gpu: Any, act: Any) -> tuple[Any, Any]:
-    """What the kernels give and what the plain form does."""
-    on_gpu(True)
-    computed = act()
-    on_gpu(False)
-    return computed, act()
+@pytest.mark.parametrize(
+    ("rows", "columns", "rank", "terms", "count", "of_products", "regularised"),
+    [
+        (37, 150, 5, (1, 1, 1, 1), 2, True, True),
+        (37, 150, 1, (1, 1, 1, 1), 2, False, False),
+        (48, 128, 16, (1, 1, 1, 1), 2, True, True),
+        (30, 130, 48, (1, 1, 1, 1), 2, True, True),
+        (25, 70, 16, (1, 0, 1, 0), 2, True, True),
+        (25, 70, 16, (0, 1, 0, 1), 2, True, True),
+        (20, 40, 4, (1, 0, 0, 1), 2, True, True),
+        (20, 40, 4, (0, 0, 1, 1), 2, False, True),
+        (25, 70, 3, (0, 0, 0, 0), 2, True, False),
+        (0, 8, 2, (1, 1, 1, 1), 2, True, True),
+        (33, 129, 7, (0, 1), 1, True, False),
+        (9, 40, 2, (1, 0), 1, False, True),
+        (40, 64, 16, (1, 1), 1, True, True),
+    ],
+)
+def test_kernels_are_the_plain_form(
+    compared, rows, columns, rank, terms, count, of_products, regularised
+):
+    """Rows and columns that tiles do not divide, terms and gradients left out."""
+    products = [normal(i, rows, columns).requires_grad_(of_products) for i in range(count)]
+    weights = zip(weights_of(rank, columns, True, True, 3), terms, strict=False)
+    inputs = [
+        *products,
+        normal(2, rows, rank).requires_grad_(),
+        *(w if t else None for w, t in weights),
+    ]
+    act = modulated_product if count == 2 else modulated
+    assert_same(*compared(lambda: gradients(act, inputs, form_of(0.4, 0.3), regularised)))
 
 
-CASES = [
-    # rows, columns, rank, M, B, both products, gradients of the products, energy
-    (37, 150, 5, True, True, True, True, True),
-    (37, 150, 1, True, True, True, False, False),
-    (64, 256, 16, True, True, True, True, True),
-    (30, 130, 48, True, True, True, True, True),
-    (25, 70, 16, True, False, True, True, True),
-    (25, 70, 16, False, True, True, True, True),
-    (25, 70, 3, False, False, True, True, False),
-    (70, 64, 16, True, True, False, True, True),
-    (9, 40, 2, True, False, False, False, True),
-    (33, 129, 7, False, True, False, True, False),
-    (0, 8, 2, True, True, True, True, True),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_are_the_plain_form(on_gpu, case):
-    rows, columns, rank, mult, add, both, of_products, energy = case
-    products = [normal(i, rows, columns).requires_grad_(of_products) for i in range(1 + both)]
-    weights = weights_of(rank, columns, mult, add, 3)[: 2 + 2 * both]
-    inputs = [*products, normal(2, rows, rank).requires_grad_(), *weights]
-    act = modulated_product if both else modulated
-    assert_same(*compared(on_gpu, lambda: gradients(act, inputs, form_of(0.4, 0.3), energy)))
-
-
-def test_a_target_may_lack_what_the_other_has(on_gpu):
-    inputs = [normal(i, 20, 40).requires_grad_() for i in range(2)]
-    inputs += [normal(2, 20, 4).requires_grad_(), *weights_of(4, 40, True, True, 3)]
-    inputs[4] = inputs[5] = None  # B of gate and M of up
-    act = lambda: gradients(modulated_product, inputs, form_of(0.5, 0.3), True)  # noqa: E731
-    assert_same(*compared(on_gpu, act))
-
-
-def test_the_teachers_product_comes_out_of_the_same_pass(on_gpu):
+def test_the_teachers_product_comes_out_of_the_same_pass(compared):
     gate, up, of_gate, of_up = (normal(i, 20, 40) for i in range(4))
     weights = [w.detach() for w in weights_of(4, 40, True, True, 3)]
 
     def act() -> tuple[Tensor, ...]:
-        out, taught, low = of_gate.clone(), of_up.clone(), LowRank(normal(4, 20, 4), weights, form_of(0.5, 0.3))
+        out, taught = of_gate.clone(), of_up.clone()
+        low = LowRank(normal(4, 20, 4), weights, form_of(0.5, 0.3))
         return product_forward(gate, up, low, out, taught), out, taught
 
-    computed, plain = compared(on_gpu, act)
+    computed, plain = compared(act)
     assert_same(computed, plain)
-    assert_same((computed[2],), (F.silu(of_gate) * of_up,))
+    assert_same(computed[2:], (F.silu(of_gate) * of_up,))
+
+
+@pytest.mark.parametrize("form", FORMS[:5], ids=str)
+@pytest.mark.parametrize(("teach", "graph"), [(True, False), (False, True)])
+def test_a_layer_computes_the_same(compared, load_model, form, teach, graph):
+    layer = decoder_layers(student(load_model, form))[1]
+    assert_same(*compared(lambda: tuple(run(layer, teach=teach, graph=graph))))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("where", ["gate", "up", "z", "M"])
-def test_a_bad_number_stays_where_the_plain_form_has_it(on_gpu, value, where):
+@pytest.mark.parametrize("where", ["gate", "up", "z", "M", "B"])
+def test_a_bad_number_reaches_what_it_reaches_in_the_plain_form(compared, value, where):
     inputs: list[Any] = [normal(i, 30, 70).requires_grad_() for i in range(2)]
     inputs += [normal(2, 30, 5).requires_grad_(), *weights_of(5, 70, True, True, 3)]
     with torch.no_grad():
-        inputs[["gate", "up", "z", "M"].index(where)].view(-1)[6] = value
+        inputs[["gate", "up", "z", "M", "B"].index(where)].view(-1)[6] = value
     act = lambda: gradients(modulated_product, inputs, form_of(0.5, 0.3), True)  # noqa: E731
-    for one, other in zip(*compared(on_gpu, act), strict=True):
+    for one, other in zip(*compared(act), strict=True):
         assert torch.equal(one.isfinite(), other.isfinite())
         assert_same((one.nan_to_num(0, 0, 0),), (other.nan_to_num(0, 0, 0),))
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that launch a kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or "empty" in str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_card_they_wait_for_nothing_and_are_few_launches(kernels, monkeypatch):
+    tensors = [normal(0, n, m) for n, m in [(20, 64)] * 3 + [(20, 5)] + [(64, 5)] * 4]
+
+    def step() -> tuple[list[Tensor], int]:
+        with simulated_cuda():
+            gate, up, grad, *others = (tensor.to("cuda") for tensor in tensors)
+            low, out = LowRank(others[0], others[1:], form_of(0.5, 0.3)), torch.empty_like(gate)
+            with no_waits(), Launches() as launches:
+                low.begin_backward(product_forward(gate, up, low, out))
+                product_backward(grad, gate, up, low)
+            return [part.cpu() for part in (out, low.grad_z, *low.grad_weights)], launches.count
+
+    plain, many = step()
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())  # not simulated
+    monkeypatch.setattr(trained, "_kernels", lambda _: kernels)
+    computed, _ = step()
+    assert_same(tuple(computed), tuple(plain))
+    started: list[Any] = []
+    monkeypatch.setattr(kernels._Work, "launch", lambda *_: started.append(_))
+    _, few = step()
+    assert (len(started), few + len(started), many) == (2, 20, 92)
+
+
+def test_what_they_cannot_compute_takes_the_plain_form(monkeypatch):
+    assert trained._kernels(torch.ones(1)) is None
+    with simulated_cuda():
+        assert trained._kernels(torch.ones(1, device="cuda")) is None
+    on_card = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(trained, "Tensor", SimpleNamespace)
+    assert trained._kernels(on_card).__name__ == "npt.adapters.kernels"
+    monkeypatch.setattr(trained, "installed", lambda _: False)
+    assert trained._kernels(on_card) is None
+
+
+@pytest.mark.parametrize("architecture", compile_kernels.ARCHITECTURES)
+def test_they_compile_without_a_gpu_and_no_register_spills(architecture):
+    rows = json.loads((fill.RESULTS / "kernels.json").read_text())["kernels"]
+    listed = {(r["kernel"], r["rank"]) for r in rows if r["architecture"] == architecture}
+    cases = set(compile_kernels.cases(architecture))
+    assert cases == listed and len(cases) == (2 if architecture == 75 else 6)
+    for case in cases:
+        made = compile_kernels.compiled(*case, architecture)
+        assert made["spilled"] == 0 and 16 < made["registers"] <= 255, case
