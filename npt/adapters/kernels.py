@@ -14,7 +14,9 @@ Shapes: N rows, F columns of the products (`width` in the kernels, for down D), 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +30,10 @@ if TYPE_CHECKING:
 SMALL = 32
 """The largest rank that the kernels multiply by: a tile of each weight is held in registers."""
 
-ROWS = 256
-"""Rows of a block at least. Four M z and B z of so many rows, [256, 4 F], are 59 MB at F = 14,336:
-little of them leaves the L2 cache of a large card before it is read."""
+ROOM = 1 << 24
+"""Numbers of a block's M z and B z, 64 MiB: 292 rows at F = 14,336. Little of it leaves the L2
+cache of a large card before it is read, and the kernels are long enough to hide their launches. A
+block has no fewer rows than R, below which torch's products would wait for M and B."""
 
 TILES: dict[tuple[str, bool], dict[str, int]] = {
     ("forward", True): {"BM": 32, "BN": 128, "num_warps": 8},
@@ -40,6 +43,11 @@ TILES: dict[tuple[str, bool], dict[str, int]] = {
 }
 """Rows and columns of a tile by kernel, and by whether it multiplies: such that 8 to 16 numbers of
 each tensor fall to a thread, and none spills (benchmarks/compile_kernels.py)."""
+
+
+@triton.jit
+def _nothing():
+    pass
 
 
 @triton.jit
@@ -178,6 +186,22 @@ def _backward(
     _leave(of_out, y, c, s, weight, of_gate, of_mult, of_add, at, low_at, within, alpha, slope)
 
 
+@cache
+def works(device: int) -> bool:
+    """Return whether Triton can build and launch kernels on a CUDA device; warn if it cannot."""
+    try:
+        with torch.cuda.device(device):
+            _nothing[(1,)]()
+    except Exception as error:  # a compiler's, a linker's or a driver's
+        warnings.warn(
+            f"Triton cannot build kernels for cuda:{device}: {error}; training is slower without"
+            " them; install a C compiler and Python's headers",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
 def forward(
     low: LowRank, gate: Tensor, up: Tensor | None, out: Tensor, taught: Tensor | None = None
 ) -> Tensor:
@@ -236,11 +260,11 @@ class _Work:
         self.tile = TILES[kernel, self.rank > 0]
         weights = [weight for weight in low.weights if weight is not None]
         self.joined = own <= SMALL and len(weights) > 1
-        # tiles are addressed by 32 bits
-        self.length = min(max(ROWS, own), (1 << 29) // self.width)
         self.weights, self.columns = weights, len(weights) * self.width
+        most = (1 << 29) // self.width  # tiles are addressed by 32 bits
+        self.length = min(max(own, ROOM // max(1, self.columns)), most)
         if kernel == "forward" and self.rank:
-            self.length, self.columns = (1 << 29) // self.width, 0
+            self.length, self.columns = most, 0
         elif self.joined:
             self.weights = [torch.cat(weights)]
         self.memory = like.new_empty(min(self.length, self.count), self.columns)
@@ -274,7 +298,7 @@ class _Work:
     ) -> None:
         """Launch a kernel for all tiles of a block."""
         block = [None if tensor is None else tensor[rows] for tensor in (*tensors, self.z)]
-        count, rank = block[-1].shape
+        count, rank = rows.stop - rows.start, self.z.shape[-1]
         four = [term for each in terms for term in [*each, None, None][:4]]
         numbers = (count, self.width, self.columns, rank, self.low.alpha, self.low.slope)
         grid = (triton.cdiv(self.width, self.tile["BN"]), triton.cdiv(count, self.tile["BM"]))

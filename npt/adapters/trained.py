@@ -272,14 +272,14 @@ class _MLP(torch.autograd.Function):
 
 
 def _kernels(tensor: Tensor) -> Any:
-    """Return npt/adapters/kernels.py for a tensor that it computes with, else None: without Triton,
-    off CUDA, and for a tensor that only stands for one (a fake one) the plain form is run.
+    """Return npt/adapters/kernels.py for a tensor that it computes with, else None: off CUDA,
+    without a Triton that works, and for a tensor that stands for another, such as a fake one.
     """
     if tensor.device.type != "cuda" or type(tensor) is not Tensor or not installed("triton"):
         return None
     from npt.adapters import kernels
 
-    return kernels
+    return kernels if kernels.works(tensor.get_device()) else None
 
 
 class LowRank:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compile_kernels
 import fill
+import npt.adapters.kernels
 from npt.adapters import trained
 from npt.adapters.converted import decoder_layers
 from npt.adapters.trained import LowRank, product_backward, product_forward
@@ -47,7 +48,7 @@ def kernels() -> Any:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     # several tiles and blocks of few numbers: a program takes the interpreter milliseconds
-    module.ROWS, tile = 24, {"BM": 16, "BN": 64, "num_warps": 4}
+    module.ROOM, tile = 12_000, {"BM": 16, "BN": 64, "num_warps": 4}
     module.TILES = dict.fromkeys(module.TILES, tile)
     return module
 
@@ -133,8 +134,8 @@ def test_a_bad_number_reaches_what_it_reaches_in_the_plain_form(compared, value,
         assert_same((one.nan_to_num(0, 0, 0),), (other.nan_to_num(0, 0, 0),))
 
 
-class Launches(TorchDispatchMode):
-    """Counts operators that launch a kernel."""
+class Operators(TorchDispatchMode):
+    """Counts those that launch a kernel."""
 
     count = 0
 
@@ -150,7 +151,7 @@ def test_on_a_card_they_wait_for_nothing_and_are_few_launches(kernels, monkeypat
         with simulated_cuda():
             gate, up, grad, *others = (tensor.to("cuda") for tensor in tensors)
             low, out = LowRank(others[0], others[1:], form_of(0.5, 0.3)), torch.empty_like(gate)
-            with no_waits(), Launches() as launches:
+            with no_waits(), Operators() as launches:
                 low.begin_backward(product_forward(gate, up, low, out))
                 product_backward(grad, gate, up, low)
             return [part.cpu() for part in (out, low.grad_z, *low.grad_weights)], launches.count
@@ -170,9 +171,15 @@ def test_what_they_cannot_compute_takes_the_plain_form(monkeypatch):
     assert trained._kernels(torch.ones(1)) is None
     with simulated_cuda():
         assert trained._kernels(torch.ones(1, device="cuda")) is None
-    on_card = SimpleNamespace(device=torch.device("cuda"))
+    on_card = SimpleNamespace(device=torch.device("cuda"), get_device=lambda: 0)
     monkeypatch.setattr(trained, "Tensor", SimpleNamespace)
-    assert trained._kernels(on_card).__name__ == "npt.adapters.kernels"
+    uncached = npt.adapters.kernels.works.__wrapped__
+    monkeypatch.setattr(npt.adapters.kernels, "works", uncached)
+    monkeypatch.setattr(npt.adapters.kernels, "_nothing", None)
+    with pytest.warns(UserWarning, match="Triton cannot build kernels for cuda:0: .* C compiler"):
+        assert trained._kernels(on_card) is None
+    monkeypatch.setattr(npt.adapters.kernels, "works", lambda device: device == 0)
+    assert trained._kernels(on_card) is npt.adapters.kernels
     monkeypatch.setattr(trained, "installed", lambda _: False)
     assert trained._kernels(on_card) is None
 
