@@ -40,7 +40,7 @@ def cases(architecture: int) -> Iterator[tuple[str, int]]:
 
 def compiled(kernel: str, rank: int, architecture: int) -> dict[str, Any]:
     """Compile a kernel; return its registers, spilled bytes and bytes of shared memory."""
-    tile = dict(TILES[kernel, rank > 0])
+    tile = dict(TILES[rank > 0])
     function, warps = getattr(kernels, f"_{kernel}"), tile.pop("num_warps")
     constants = {"RANK": rank, **tile}
     integers, floats = {"count", "width", "low_width", "rank"}, {"alpha", "slope"}

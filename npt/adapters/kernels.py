@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,19 +29,14 @@ if TYPE_CHECKING:
 SMALL = 32
 """The largest rank that the kernels multiply by: a tile of each weight is held in registers."""
 
-ROOM = 1 << 24
-"""Numbers of a block's M z and B z, 64 MiB: 292 rows at F = 14,336. Little of it leaves the L2
-cache of a large card before it is read, and the kernels are long enough to hide their launches. A
-block has no fewer rows than R, below which torch's products would wait for M and B."""
+ROOM = 1 << 26
+"""Numbers of a block's M z and B z: 256 MiB, 1,170 rows at F = 14,336. Fewer rows are no faster for
+staying in the L2 cache, and give the host more to launch. A block has no fewer rows than R, below
+which torch's products would wait for M and B."""
 
-TILES: dict[tuple[str, bool], dict[str, int]] = {
-    ("forward", True): {"BM": 32, "BN": 128, "num_warps": 8},
-    ("forward", False): {"BM": 1, "BN": 1024, "num_warps": 4},
-    ("backward", True): {"BM": 32, "BN": 64, "num_warps": 8},
-    ("backward", False): {"BM": 1, "BN": 1024, "num_warps": 4},
-}
-"""Rows and columns of a tile by kernel, and by whether it multiplies: such that 8 to 16 numbers of
-each tensor fall to a thread, and none spills (benchmarks/compile_kernels.py)."""
+TILES = {True: {"BM": 16, "BN": 128, "num_warps": 8}, False: {"BM": 1, "BN": 1024, "num_warps": 4}}
+"""Rows and columns of a tile, by whether kernels multiply: 8 numbers of each tensor to a thread, of
+whose registers none spills (benchmarks/compile_kernels.py)."""
 
 
 @triton.jit
@@ -186,7 +180,6 @@ def _backward(
     _leave(of_out, y, c, s, weight, of_gate, of_mult, of_add, at, low_at, within, alpha, slope)
 
 
-@cache
 def works(device: int) -> bool:
     """Return whether Triton can build and launch kernels on a CUDA device; warn if it cannot."""
     try:
@@ -210,7 +203,7 @@ def forward(
     With `taught`, the teacher's up [N, F], `out` holds the teacher's gate, and `taught` becomes
     silu of it times `taught`.
     """
-    work = _Work("forward", low, gate)
+    work = _Work(low, gate)
     energy = gate.new_empty(len(gate), triton.cdiv(work.width, work.tile["BN"]))
     for rows in work.blocks():
         work.launch(_forward, rows, (gate, up, out, taught, energy), work.terms(rows))
@@ -228,7 +221,7 @@ def backward(
     """Add the gradients of z, M and B to those of `low`, from that [N, F] of what `forward` writes;
     write gate's and up's if given.
     """
-    work, grad = _Work("backward", low, gate), grad.contiguous()
+    work, grad = _Work(low, gate, leaves=True), grad.contiguous()
     into = [sums for sums in low.grad_weights if sums is not None]
     sums = [torch.zeros_like(work.weights[0])] if work.joined else into
     for rows in work.blocks():
@@ -243,30 +236,26 @@ def backward(
 
 
 class _Work:
-    """Launches a kernel for blocks of rows.
+    """Launches a kernel for blocks of rows; with `leaves`, one that leaves gradients in the room.
 
     Attributes:
         width: F.
         rank: of the kernels' own products, padded as Triton wants it; 0 where torch multiplies.
-        tile: of `TILES`.
-        z: [N, R].
         joined: whether torch multiplies M and B of all products at once, which saves launches.
         weights: what torch multiplies by, [O, R] each.
     """
 
-    def __init__(self, kernel: str, low: LowRank, like: Tensor):
+    def __init__(self, low: LowRank, like: Tensor, leaves: bool = False):
         self.low, self.z, self.count, self.width = low, low.z.contiguous(), *like.shape
         self.rank, own = _multiplied(low), self.z.shape[-1]
-        self.tile = TILES[kernel, self.rank > 0]
-        weights = [weight for weight in low.weights if weight is not None]
-        self.joined = own <= SMALL and len(weights) > 1
-        self.weights, self.columns = weights, len(weights) * self.width
+        self.tile = TILES[self.rank > 0]
+        self.weights = [weight for weight in low.weights if weight is not None]
+        self.joined = own <= SMALL and len(self.weights) > 1
+        self.columns = len(self.weights) * self.width if leaves or not self.rank else 0
         most = (1 << 29) // self.width  # tiles are addressed by 32 bits
-        self.length = min(max(own, ROOM // max(1, self.columns)), most)
-        if kernel == "forward" and self.rank:
-            self.length, self.columns = most, 0
-        elif self.joined:
-            self.weights = [torch.cat(weights)]
+        self.length = min(max(own, ROOM // self.columns), most) if self.columns else most
+        if self.joined and self.columns:
+            self.weights = [torch.cat(self.weights)]
         self.memory = like.new_empty(min(self.length, self.count), self.columns)
 
     def blocks(self) -> Iterator[slice]:

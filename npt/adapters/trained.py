@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import bitsandbytes as bnb
@@ -275,11 +276,18 @@ def _kernels(tensor: Tensor) -> Any:
     """Return npt/adapters/kernels.py for a tensor that it computes with, else None: off CUDA,
     without a Triton that works, and for a tensor that stands for another, such as a fake one.
     """
-    if tensor.device.type != "cuda" or type(tensor) is not Tensor or not installed("triton"):
+    if tensor.device.type != "cuda" or type(tensor) is not Tensor:
+        return None
+    return _kernels_on(tensor.get_device())
+
+
+@cache
+def _kernels_on(device: int) -> Any:
+    if not installed("triton"):
         return None
     from npt.adapters import kernels
 
-    return kernels if kernels.works(tensor.get_device()) else None
+    return kernels if kernels.works(device) else None
 
 
 class LowRank:

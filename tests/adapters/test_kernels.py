@@ -173,13 +173,13 @@ def test_what_they_cannot_compute_takes_the_plain_form(monkeypatch):
         assert trained._kernels(torch.ones(1, device="cuda")) is None
     on_card = SimpleNamespace(device=torch.device("cuda"), get_device=lambda: 0)
     monkeypatch.setattr(trained, "Tensor", SimpleNamespace)
-    uncached = npt.adapters.kernels.works.__wrapped__
-    monkeypatch.setattr(npt.adapters.kernels, "works", uncached)
-    monkeypatch.setattr(npt.adapters.kernels, "_nothing", None)
+    module, uncached = npt.adapters.kernels, trained._kernels_on.__wrapped__
+    monkeypatch.setattr(trained, "_kernels_on", uncached)
+    monkeypatch.setattr(module, "_nothing", None)
     with pytest.warns(UserWarning, match="Triton cannot build kernels for cuda:0: .* C compiler"):
         assert trained._kernels(on_card) is None
-    monkeypatch.setattr(npt.adapters.kernels, "works", lambda device: device == 0)
-    assert trained._kernels(on_card) is npt.adapters.kernels
+    monkeypatch.setattr(module, "works", lambda device: device == 0)
+    assert trained._kernels(on_card) is module
     monkeypatch.setattr(trained, "installed", lambda _: False)
     assert trained._kernels(on_card) is None
 
