@@ -1,13 +1,11 @@
 """Triton kernels of a converted layer's elementwise work, for npt/adapters/trained.py on a GPU.
 
-The plain form there walks through memory some fifteen times forward and thirty backward. Here
-modulation, SiLU, the product of gate and up, and the energy are one kernel, and their backward is
-another: each tensor [N, F] is read once and written once.
+Where the plain form walks through memory fifteen times forward and thirty backward, modulation,
+SiLU, the product of gate and up, and the energy are one kernel, and their backward is another.
 
-At small ranks the kernels multiply M z and B z themselves where TF32 is allowed, tile by tile.
-Otherwise torch does, in blocks of rows. Backward leaves the gradients of M z and B z of a block in
-memory, for torch's products with z and with the weights. There are no atomics: equal inputs give
-equal bits.
+At small ranks the kernels multiply M z and B z themselves where TF32 is allowed; otherwise torch
+does, in blocks of rows. Backward leaves the gradients of a block's M z and B z in memory, for
+torch's products with z and with the weights. Without atomics, equal inputs give equal bits.
 
 Shapes: N rows, F columns of the products (`width` in the kernels, for down D), R rank.
 """
@@ -15,7 +13,7 @@ Shapes: N rows, F columns of the products (`width` in the kernels, for down D), 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +28,8 @@ SMALL = 32
 """The largest rank that the kernels multiply by: a tile of each weight is held in registers."""
 
 ROOM = 1 << 26
-"""Numbers of a block's M z and B z: 256 MiB, 1,170 rows at F = 14,336. Fewer rows are no faster for
-staying in the L2 cache, and give the host more to launch. A block has no fewer rows than R, below
-which torch's products would wait for M and B."""
+"""Numbers of a block's M z and B z: 256 MiB, 1,170 rows at F = 14,336. Blocks that stay in the L2
+cache are no faster, and give the host more to launch. A block has no fewer rows than R."""
 
 TILES = {True: {"BM": 16, "BN": 128, "num_warps": 8}, False: {"BM": 1, "BN": 1024, "num_warps": 4}}
 """Rows and columns of a tile, by whether kernels multiply: 8 numbers of each tensor to a thread, of
@@ -122,8 +119,7 @@ def _forward(
         tl.store(taught + at, y * _sigmoid(y) * of_up, mask=within)
     tl.store(out + at, moved, mask=within)
     total = tl.reduce(tl.where(within, squares, 0.0), 1, _plus)
-    tiles = tl.num_programs(0)
-    tl.store(energy + rows * tiles + tl.program_id(0), total, mask=rows < count)
+    tl.store(energy + rows * tl.num_programs(0) + tl.program_id(0), total, mask=rows < count)
 
 
 @triton.jit
@@ -211,21 +207,16 @@ def forward(
 
 
 def backward(
-    low: LowRank,
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    grad_gate: Tensor | None = None,
-    grad_up: Tensor | None = None,
+    low: LowRank, grad: Tensor, gate: Tensor, up: Tensor | None, *of_products: Tensor | None
 ) -> None:
     """Add the gradients of z, M and B to those of `low`, from that [N, F] of what `forward` writes;
-    write gate's and up's if given.
+    write those of gate and up where given.
     """
     work, grad = _Work(low, gate, leaves=True), grad.contiguous()
     into = [sums for sums in low.grad_weights if sums is not None]
     sums = [torch.zeros_like(work.weights[0])] if work.joined else into
+    tensors = (grad, gate, up, low.grad_energy, *of_products)
     for rows in work.blocks():
-        tensors = (grad, gate, up, low.grad_energy, grad_gate, grad_up)
         work.launch(_backward, rows, tensors, work.terms(rows), work.room(rows))
         for (weight, part), of_weight in zip(work.products(rows), sums, strict=True):
             low.grad_z[rows].addmm_(part, weight)
@@ -239,7 +230,6 @@ class _Work:
     """Launches a kernel for blocks of rows; with `leaves`, one that leaves gradients in the room.
 
     Attributes:
-        width: F.
         rank: of the kernels' own products, padded as Triton wants it; 0 where torch multiplies.
         joined: whether torch multiplies M and B of all products at once, which saves launches.
         weights: what torch multiplies by, [O, R] each.
@@ -270,9 +260,9 @@ class _Work:
 
     def products(self, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what torch multiplies by, with the room of the product [n, O]."""
-        room = self.memory[: rows.stop - rows.start]
-        parts = room.split([len(weight) for weight in self.weights], dim=-1)
-        return zip(self.weights, parts, strict=True)
+        width = self.columns if self.joined else self.width
+        parts = self.memory[: rows.stop - rows.start].split(width, dim=-1)
+        return zip(self.weights, parts, strict=False)
 
     def terms(self, rows: slice) -> Sequence[Tensor | None]:
         """Return what the kernels read: M z and B z, or M and B."""
@@ -282,9 +272,7 @@ class _Work:
             torch.mm(self.z[rows], weight.t(), out=part)
         return self.room(rows)
 
-    def launch(
-        self, kernel: Any, rows: slice, tensors: Iterable[Tensor | None], *terms: Any
-    ) -> None:
+    def launch(self, kernel: Any, rows: slice, tensors: Any, *terms: Any) -> None:
         """Launch a kernel for all tiles of a block."""
         block = [None if tensor is None else tensor[rows] for tensor in (*tensors, self.z)]
         count, rank = rows.stop - rows.start, self.z.shape[-1]

@@ -273,12 +273,10 @@ class _MLP(torch.autograd.Function):
 
 
 def _kernels(tensor: Tensor) -> Any:
-    """Return npt/adapters/kernels.py for a tensor that it computes with, else None: off CUDA,
-    without a Triton that works, and for a tensor that stands for another, such as a fake one.
+    """Return npt/adapters/kernels.py for a CUDA tensor where Triton works; None otherwise, and for
+    a tensor that stands for another, such as a fake one.
     """
-    if tensor.device.type != "cuda" or type(tensor) is not Tensor:
-        return None
-    return _kernels_on(tensor.get_device())
+    return _kernels_on(tensor.get_device()) if tensor.is_cuda and type(tensor) is Tensor else None
 
 
 @cache
@@ -469,7 +467,7 @@ def modulated_forward(y: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
 def modulated_backward(grad: Tensor, y: Tensor, low: LowRank, grad_y: Tensor | None) -> None:
     """Add to the gradients of `low` those of m y + s; write y's if given."""
     if low.kernels is not None:
-        low.kernels.backward(low, grad, y, None, grad_y)
+        low.kernels.backward(low, grad, y, None, grad_y, None)
         return
     for rows in low.blocks(y):
         low.add_gradients(0, rows, grad[rows], y, low.c(0, rows), grad_y)

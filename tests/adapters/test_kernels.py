@@ -171,7 +171,7 @@ def test_what_they_cannot_compute_takes_the_plain_form(monkeypatch):
     assert trained._kernels(torch.ones(1)) is None
     with simulated_cuda():
         assert trained._kernels(torch.ones(1, device="cuda")) is None
-    on_card = SimpleNamespace(device=torch.device("cuda"), get_device=lambda: 0)
+    on_card = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
     monkeypatch.setattr(trained, "Tensor", SimpleNamespace)
     module, uncached = npt.adapters.kernels, trained._kernels_on.__wrapped__
     monkeypatch.setattr(trained, "_kernels_on", uncached)
