@@ -37,6 +37,7 @@ from npt.base.linear import (
     refuse_unread,
     short_name,
 )
+from npt.base.norms import FUSED
 from npt.errors import PrecisionError
 
 _UPCAST: dict[type[nn.Module], type[nn.Module]] = {
@@ -90,6 +91,8 @@ def settle_policy(part: nn.Module, compute_dtype: torch.dtype) -> None:
     for module in part.modules():
         if type(module) in _UPCAST and module.weight.dtype in _HALF:
             module.__class__ = _UPCAST[type(module)]
+        elif type(module) in FUSED:
+            module.__class__ = FUSED[type(module)]
 
 
 def resize_token_embeddings(model: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
