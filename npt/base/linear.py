@@ -146,18 +146,19 @@ def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) 
 
     Args:
         module: the layer.
-        weight: `product_weight` of it, [out, in]. x and the product are rounded to its dtype.
+        weight: `product_weight` of it, [out, in]. x is rounded to its dtype, and so is the product,
+            except on CUDA.
         x: [N, in].
         out: [N, out], written to, in the dtype of x, which then has no graph.
     """
-    same = weight.dtype == x.dtype
+    bias, same = module.bias, weight.dtype == x.dtype
     rows, into = (x, out) if same else (x.to(weight.dtype), None)
-    if module.bias is None:
-        product = torch.mm(rows, weight.t(), out=into)
+    if bias is None:
+        product = _mm(rows, weight.t(), x.dtype, out)
     else:
-        product = torch.addmm(module.bias.to(weight.dtype), rows, weight.t(), out=into)
-    if not same:
-        product = product.to(x.dtype) if out is None else out.copy_(product)
+        product = torch.addmm(bias.to(weight.dtype), rows, weight.t(), out=into)
+        if not same:
+            product = product.to(x.dtype) if out is None else out.copy_(product)
     scale = getattr(module, "row_scale", None)
     return product if scale is None else product.mul_(scale).add_(module.row_bias)
 
@@ -168,7 +169,16 @@ def multiply_backward(
     """Return the gradient [N, in] of the input of `multiply` from that [N, out] of its output."""
     scale = getattr(module, "row_scale", None)
     grad = grad if scale is None else grad * scale.to(grad.dtype)
-    if weight.dtype == grad.dtype:
-        return torch.mm(grad, weight, out=out)
-    product = torch.mm(grad.to(weight.dtype), weight)
-    return product.to(grad.dtype) if out is None else out.copy_(product)
+    return _mm(grad.to(weight.dtype), weight, grad.dtype, out)
+
+
+def _mm(one: Tensor, other: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """Return a product in `dtype`, in one pass where the device has such a kernel: then of 16-bit
+    operands the sums are not rounded to 16 bit.
+    """
+    if one.dtype == dtype:
+        return torch.mm(one, other, out=out)
+    if one.device.type == "cuda" and dtype == torch.float32:
+        return torch.mm(one, other, out_dtype=dtype, out=out)
+    product = torch.mm(one, other)
+    return product.to(dtype) if out is None else out.copy_(product)
