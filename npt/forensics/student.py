@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import attach
 from npt.adapters.converted import attached_config
+from npt.base.attention import set_deterministic
 from npt.base.identity import base_hash
 from npt.base.load import load_base, load_teacher
 from npt.base.precision import fp32_products, matmul_precision
@@ -148,6 +149,7 @@ class StudentPostmortem:
                     " on its kind of device, on which statistics of 4-bit weights depend"
                 )
         attach(model, self.adapter)
+        set_deterministic(model, self.config.deterministic)
         return model.eval(), teacher
 
 
