@@ -28,7 +28,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -47,6 +49,7 @@ import npt
 import npt.base.attention
 from flop_count import formulas
 from flop_formulas import adapter_flops, floor_flops
+from npt.adapters import trained
 from npt.base.attention import implementation_of
 from npt.base.linear import quantized_linears
 from npt.base.load import packing_config
@@ -154,8 +157,35 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tenso
     return kernel(query, key, value, 0.0, causal, scale=scale)[0]
 
 
+def _own_kernels(cost: Cost) -> Any:
+    """Return npt/adapters/kernels.py, its launches counted, whether Triton is installed or not."""
+    path = Path(npt.__file__).parent / "adapters" / "kernels.py"
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    vars(triton).update(
+        jit=lambda kernel: kernel,
+        cdiv=lambda a, b: -(-a // b),
+        next_power_of_2=lambda n: 1 << (n - 1).bit_length(),
+        language=language,
+    )
+    spec = spec_from_file_location("counted_kernels", path)
+    assert spec is not None and spec.loader is not None
+    kernels: Any = module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {"triton": triton, "triton.language": language}):
+        spec.loader.exec_module(kernels)
+
+    def launch(kernel: Any, tile: Any, *arguments: Any) -> None:
+        *operands, count, width, _, rank, _, _, multiplied = arguments
+        tensors = {id(t): t for t in operands if t is not None}.values()
+        terms = sum(t.shape == (width, rank) for t in tensors) if multiplied else 0
+        flops = terms * 2 * count * width * rank
+        cost.add(f"triton {kernel.__name__}", flops, sum(map(_bytes, tensors)))
+
+    kernels._launch = launch
+    return kernels
+
+
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
+def as_on_cuda(cost: Cost) -> Iterator[None]:
     """Let tensors without numbers take the ways of CUDA, with TF32 allowed."""
     fakes: list[tuple[str, Any]] = [
         ("_on_cuda_in_fp32", lambda *tensors: all(t.dtype == torch.float32 for t in tensors)),
@@ -169,6 +199,9 @@ def as_on_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", lambda kind: False))
         stack.enter_context(mock.patch.object(torch, "autocast", lambda *_, **__: nullcontext()))
         stack.enter_context(mock.patch.object(functional, "rms_norm", _Norm.apply))
+        if hasattr(trained, "_kernels"):
+            kernels = _own_kernels(cost)
+            stack.enter_context(mock.patch.object(trained, "_kernels", lambda tensor: kernels))
         for name, fake in fakes:
             stack.enter_context(mock.patch.object(npt.base.attention, name, fake))
         yield
@@ -225,11 +258,12 @@ def _packed(module: Any) -> Params4bit:
 
 def step_cost(strategy: str, setting: Setting = SETTING) -> Cost:
     """Count forward and backward of a micro-batch; what follows is the guard's."""
-    with as_on_cuda():
+    cost = Cost()
+    with as_on_cuda(cost):
         model, config = empty_base(setting), npt.TrainConfig(strategy=strategy)
         npt.attach(model, setting.form)
         batch = make_batch(setting)
-        with Cost() as cost:
+        with cost:
             STRATEGIES[strategy](model, batch, config)
     return cost
 
