@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import bitsandbytes as bnb
@@ -151,14 +152,7 @@ def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) 
         x: [N, in].
         out: [N, out], written to, in the dtype of x, which then has no graph.
     """
-    bias, same = module.bias, weight.dtype == x.dtype
-    rows, into = (x, out) if same else (x.to(weight.dtype), None)
-    if bias is None:
-        product = _mm(rows, weight.t(), x.dtype, out)
-    else:
-        product = torch.addmm(bias.to(weight.dtype), rows, weight.t(), out=into)
-        if not same:
-            product = product.to(x.dtype) if out is None else out.copy_(product)
+    product = _product(x.to(weight.dtype), weight.t(), x.dtype, out, module.bias)
     scale = getattr(module, "row_scale", None)
     return product if scale is None else product.mul_(scale).add_(module.row_bias)
 
@@ -169,16 +163,19 @@ def multiply_backward(
     """Return the gradient [N, in] of the input of `multiply` from that [N, out] of its output."""
     scale = getattr(module, "row_scale", None)
     grad = grad if scale is None else grad * scale.to(grad.dtype)
-    return _mm(grad.to(weight.dtype), weight, grad.dtype, out)
+    return _product(grad.to(weight.dtype), weight, grad.dtype, out)
 
 
-def _mm(one: Tensor, other: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Return a product in `dtype`, in one pass where the device has such a kernel: then of 16-bit
-    operands the sums are not rounded to 16 bit.
+def _product(
+    one: Tensor, other: Tensor, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None = None
+) -> Tensor:
+    """Return a product in `dtype`. CUDA sums 16-bit operands to fp32 in one pass, so that the sums
+    are not rounded to 16 bit.
     """
+    multiply = torch.mm if bias is None else partial(torch.addmm, bias.to(one.dtype))
     if one.dtype == dtype:
-        return torch.mm(one, other, out=out)
-    if one.device.type == "cuda" and dtype == torch.float32:
+        return multiply(one, other, out=out)
+    if bias is None and one.device.type == "cuda" and dtype == torch.float32:
         return torch.mm(one, other, out_dtype=dtype, out=out)
-    product = torch.mm(one, other)
-    return product.to(dtype) if out is None else out.copy_(product)
+    found = multiply(one, other)
+    return found.to(dtype) if out is None else out.copy_(found)
