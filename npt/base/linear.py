@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from npt.errors import ModelError
@@ -23,6 +24,48 @@ def linear_kind(cls: C) -> C:
     """Declare that modules of exactly this class compute what `multiply` does."""
     _KINDS.add(cls)
     return cls
+
+
+FEW = 64
+"""Rows up to which bitsandbytes may have a kernel that multiplies packed weights as they are."""
+
+
+@linear_kind
+class Linear4bit(bnb.nn.Linear4bit):
+    """A 4-bit layer that multiplies more rows than a few by `multiply`'s way on a GPU, for which
+    the host has half as much to do; else as bitsandbytes does.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        few = x.device.type == "cpu" or x.numel() <= FEW * x.shape[-1]
+        if few or self.weight.quant_state is None or torch.compiler.is_compiling():
+            return super().forward(x)
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled() and x.requires_grad:
+            product = _Frozen.apply(rows, self)
+        else:
+            product = _frozen(self, rows)
+        return product.view(*x.shape[:-1], -1)
+
+
+class _Frozen(torch.autograd.Function):
+    """A product with a packed weight, which backward unpacks anew."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        ctx.module = module
+        return _frozen(module, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        weight = product_weight(ctx.module, grad.dtype)
+        return _product(grad.to(weight.dtype), weight, grad.dtype, None), None
+
+
+def _frozen(module: Any, x: Tensor) -> Tensor:
+    weight = product_weight(module, x.dtype)
+    return _product(x.to(weight.dtype), weight.t(), x.dtype, None, module.bias)
 
 
 class UpcastEmbedding(nn.Embedding):
