@@ -6,8 +6,8 @@ fp32 takes on CUDA with TF32 allowed. The rule:
 - an operator that returns a view or fresh memory costs nothing; any other is one launch, and
   moves the bytes of the tensors that it reads and writes, each once;
 - `addmm` onto a matrix copies that matrix first: one launch more, and its bytes twice;
-- a packed product is three launches that unpack (statistics, their offset, the weight) and one that
-  multiplies;
+- a packed product of bitsandbytes' own is three launches that unpack (statistics, their offset, the
+  weight) and one that multiplies;
 - a kernel of this package's own is an operator to torch (npt::...), and is counted as such.
 
 The model of the time gives each launch the longer of its arithmetic, at the speed that such a
@@ -263,6 +263,8 @@ def step_cost(strategy: str, setting: Setting = SETTING) -> Cost:
         model, config = empty_base(setting), npt.TrainConfig(strategy=strategy)
         npt.attach(model, setting.form)
         batch = make_batch(setting)
+        STRATEGIES[strategy](model, batch, config)  # scales of packed weights are unpacked once
+        model.zero_grad()
         with cost:
             STRATEGIES[strategy](model, batch, config)
     return cost

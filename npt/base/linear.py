@@ -15,6 +15,10 @@ from torch.nn import functional as F
 
 from npt.errors import ModelError
 
+_SCALES = "_npt_scales"
+"""Attribute of a quantisation state on a GPU: the scales of its blocks in fp32, unpacked once. That
+saves two launches at each unpacking, for an eighth of the packed weight's memory."""
+
 C = TypeVar("C", bound=type[nn.Module])
 
 _KINDS: set[type[nn.Module]] = {nn.Linear, bnb.nn.Linear4bit}
@@ -169,9 +173,17 @@ def dense_weight(module: Any) -> Tensor:
             " linear layer; merge what was put around it into the base (PEFT: merge_and_unload), or"
             " load a base without it"
         )
-    if isinstance(module, bnb.nn.Linear4bit):
-        return bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-    return module.weight
+    if not isinstance(module, bnb.nn.Linear4bit):
+        return module.weight
+    packed, state = module.weight.data, module.weight.quant_state
+    if packed.device.type == "cpu" or not state.nested or packed.shape[0] == 1:
+        return bnb.functional.dequantize_4bit(packed, state)
+    kept = vars(state).get(_SCALES)
+    if kept is None or kept.device != packed.device:
+        kept = bnb.functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+        setattr(state, _SCALES, kept)
+    unpacked = torch.ops.bitsandbytes.dequantize_4bit.default
+    return unpacked(packed, kept, state.blocksize, state.quant_type, state.shape, state.dtype)
 
 
 def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
