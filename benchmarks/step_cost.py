@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -159,28 +160,35 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tenso
 
 def _own_kernels(cost: Cost) -> Any:
     """Return npt/adapters/kernels.py, its launches counted, whether Triton is installed or not."""
-    path = Path(npt.__file__).parent / "adapters" / "kernels.py"
+
+    class Kernel:
+        def __init__(self, function: Any):
+            self.name, self.parameters = function.__name__, signature(function).parameters
+
+        def __getitem__(self, grid: Any) -> Any:
+            return self.launch
+
+        def launch(self, *arguments: Any, RANK: int, **_: Any) -> None:
+            given = dict(zip(self.parameters, arguments, strict=False))
+            tensors = {id(t): t for t in arguments if isinstance(t, Tensor)}.values()
+            size = given["width"], given["rank"]
+            terms = sum(t.shape == size for t in tensors) if RANK else 0
+            flops = terms * 2 * given["count"] * math.prod(size)
+            cost.add(f"triton {self.name}", flops, sum(map(_bytes, tensors)))
+
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     vars(triton).update(
-        jit=lambda kernel: kernel,
+        jit=Kernel,
         cdiv=lambda a, b: -(-a // b),
         next_power_of_2=lambda n: 1 << (n - 1).bit_length(),
         language=language,
     )
+    path = Path(npt.__file__).parent / "adapters" / "kernels.py"
     spec = spec_from_file_location("counted_kernels", path)
     assert spec is not None and spec.loader is not None
     kernels: Any = module_from_spec(spec)
     with mock.patch.dict(sys.modules, {"triton": triton, "triton.language": language}):
         spec.loader.exec_module(kernels)
-
-    def launch(kernel: Any, tile: Any, *arguments: Any) -> None:
-        *operands, count, width, _, rank, _, _, multiplied = arguments
-        tensors = {id(t): t for t in operands if t is not None}.values()
-        terms = sum(t.shape == (width, rank) for t in tensors) if multiplied else 0
-        flops = terms * 2 * count * width * rank
-        cost.add(f"triton {kernel.__name__}", flops, sum(map(_bytes, tensors)))
-
-    kernels._launch = launch
     return kernels
 
 
