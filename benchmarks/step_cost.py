@@ -99,8 +99,7 @@ class Cost(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches, self.moved = Counter[str](), Counter[str]()
-        self.flops, self.seconds = 0, 0.0
+        self.clear()
         self._formulas = FlopCounterMode(display=False, custom_mapping=formulas()).flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,6 +124,11 @@ class Cost(TorchDispatchMode):
             tensors.pop(id(args[0]), None)
         self.add(name, flops, sum(map(_bytes, tensors.values())))
         return out
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.launches, self.moved = Counter[str](), Counter[str]()
+        self.flops, self.seconds = 0, 0.0
 
     def add(self, name: str, flops: int, moved: int) -> None:
         """Count a launch."""
@@ -272,7 +276,7 @@ def step_cost(strategy: str, setting: Setting = SETTING) -> Cost:
         npt.attach(model, setting.form)
         batch = make_batch(setting)
         STRATEGIES[strategy](model, batch, config)  # scales of packed weights are unpacked once
-        model.zero_grad()
+        model.zero_grad(), cost.clear()
         with cost:
             STRATEGIES[strategy](model, batch, config)
     return cost

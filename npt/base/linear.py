@@ -36,20 +36,15 @@ FEW = 64
 
 @linear_kind
 class Linear4bit(bnb.nn.Linear4bit):
-    """A 4-bit layer that multiplies more rows than a few by `multiply`'s way on a GPU, for which
-    the host has half as much to do; else as bitsandbytes does.
+    """A 4-bit layer that multiplies more rows than a few on a GPU as `multiply` does, from kept
+    scales (`dense_weight`); else as bitsandbytes does.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         few = x.device.type == "cpu" or x.numel() <= FEW * x.shape[-1]
         if few or self.weight.quant_state is None or torch.compiler.is_compiling():
             return super().forward(x)
-        rows = x.reshape(-1, x.shape[-1])
-        if torch.is_grad_enabled() and x.requires_grad:
-            product = _Frozen.apply(rows, self)
-        else:
-            product = _frozen(self, rows)
-        return product.view(*x.shape[:-1], -1)
+        return _Frozen.apply(x.reshape(-1, x.shape[-1]), self).view(*x.shape[:-1], -1)
 
 
 class _Frozen(torch.autograd.Function):
@@ -57,19 +52,14 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
-        ctx.module = module
-        return _frozen(module, x)
+        ctx.module, weight = module, product_weight(module, x.dtype)
+        return _product(x.to(weight.dtype), weight.t(), x.dtype, None, module.bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         weight = product_weight(ctx.module, grad.dtype)
         return _product(grad.to(weight.dtype), weight, grad.dtype, None), None
-
-
-def _frozen(module: Any, x: Tensor) -> Tensor:
-    weight = product_weight(module, x.dtype)
-    return _product(x.to(weight.dtype), weight.t(), x.dtype, None, module.bias)
 
 
 class UpcastEmbedding(nn.Embedding):
