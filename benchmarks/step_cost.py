@@ -276,7 +276,8 @@ def step_cost(strategy: str, setting: Setting = SETTING) -> Cost:
         npt.attach(model, setting.form)
         batch = make_batch(setting)
         STRATEGIES[strategy](model, batch, config)  # scales of packed weights are unpacked once
-        model.zero_grad(), cost.clear()
+        model.zero_grad()
+        cost.clear()
         with cost:
             STRATEGIES[strategy](model, batch, config)
     return cost
