@@ -25,7 +25,7 @@ def count_flops(act: Callable[[], Any]) -> int:
     in place are counted (the counter does not know their operators), causal attention counts half
     of its score matrix, and its backward twice its forward.
     """
-    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+    with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
         act()
     return int(counter.get_total_flops())
 
@@ -70,7 +70,7 @@ _ATTENTION = (
 )
 
 
-def _formulas() -> dict[Any, Callable[..., int]]:
+def formulas() -> dict[Any, Callable[..., int]]:
     """Return a formula by operator. One that is not marked raw is given shapes, not tensors."""
     packed, aten = torch.ops.bitsandbytes, torch.ops.aten
     formulas: dict[Any, Callable[..., int]] = {packed.gemv_4bit: _packed_product}

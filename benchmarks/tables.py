@@ -331,6 +331,21 @@ def speed(figures: Json) -> str:
     )
 
 
+def step_cost(steps: Sequence[Json]) -> str:
+    """Return what a step asks of a GPU, by the steps of the work on it."""
+    columns: dict[str, Cell] = {"after": "{name}"}
+    for strategy in ("local", "end_to_end"):
+        for heading, form in (
+            (f"`{strategy}`: launches", "launches]:,"),
+            ("GB moved", "gigabytes]:.0f"),
+            ("TFLOP", "teraflops]:.1f"),
+            ("ms", "milliseconds]:.0f"),
+            ("of roofline", "roofline_share]:.0%"),
+        ):
+            columns[heading + " " * len(columns)] = f"{{{strategy}[{form}}}"
+    return table(columns, steps, words=1)
+
+
 def gpu_check(figures: Json) -> str:
     """Return the results of `gpu_check.py`."""
     card, sections = figures["machine"], figures["sections"]

@@ -15,6 +15,7 @@ from faults.bench import Base, Fill, Setting, Student, difference, run
 from faults.runs import NoTokenizer
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters
+from npt.base.attention import set_deterministic
 from npt.console import silent_console
 from npt.data.batch import Batch
 from npt.distill.local import BatchSums
@@ -41,6 +42,7 @@ def check_bits(bench: Bench, findings: Findings) -> None:
     """Weights, moments and counts, bit for bit, of equal runs, of flags read late and at once, with
     a micro-batch refused and without it, and of a run that is resumed."""
     model = npt.load_base("tiny", quantization="nf4", device=bench.device)[0]
+    set_deterministic(model, True)
     place = (1, 2)
     for strategy in STRATEGIES:
         setting = Setting(strategy=strategy, layers="2,5", windows=3, size=3, length=32)
@@ -86,7 +88,7 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
             model,
             NoTokenizer(),
             records,
-            npt.TrainConfig(strategy=strategy, **out),
+            npt.TrainConfig(strategy=strategy, deterministic=True, **out),
             data_config=npt.DataConfig(max_length=16),
             eval_data=[{"input_ids": list(range(5, 15))}],
             console=silent_console(),

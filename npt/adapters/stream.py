@@ -20,13 +20,13 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
-from npt.base.attention import SDPA, attention_name
+from npt.base.attention import EXACT, SDPA, attention_name
 from npt.base.families import FAMILIES
 from npt.config import ATTENTIONS
 from npt.data.batch import Batch
 from npt.errors import ModelError
 
-MASKED = ("sdpa", SDPA, "eager")
+MASKED = ("sdpa", SDPA, EXACT, "eager")
 """Attention implementations that take a mask for every pair of tokens, as packed documents need;
 flash kernels take none."""
 
@@ -63,11 +63,14 @@ class Stream:
         return replace(self, hidden=hidden)
 
     def rows(self, states: Tensor) -> Tensor:
-        """Return the valid tokens' rows [N, D] of [B, T, D] states."""
-        return states.reshape(-1, states.shape[-1]).index_select(0, self.batch.valid_index)
+        """Return the valid tokens' rows [N, D] of [B, T, D] states; a view where all are valid."""
+        flat = states.reshape(-1, states.shape[-1])
+        return flat.index_select(0, self.batch.valid_index) if self.batch.padded else flat
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Put [N, D] rows back in their places, with zeros at padding: [B, T, D]."""
+        if not self.batch.padded:
+            return rows.view(*self.hidden.shape[:2], -1)
         flat = rows.new_zeros(self.hidden.shape[0] * self.hidden.shape[1], rows.shape[-1])
         return flat.index_copy(0, self.batch.valid_index, rows).view(*self.hidden.shape[:2], -1)
 

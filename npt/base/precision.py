@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from npt.base.linear import (
+    Linear4bit,
     UpcastEmbedding,
     UpcastLinear,
     dense_weight,
@@ -37,6 +39,7 @@ from npt.base.linear import (
     refuse_unread,
     short_name,
 )
+from npt.base.norms import FUSED
 from npt.errors import PrecisionError
 
 _UPCAST: dict[type[nn.Module], type[nn.Module]] = {
@@ -84,12 +87,16 @@ def settle_policy(part: nn.Module, compute_dtype: torch.dtype) -> None:
         module.support_avx512bf16_for_cpu = False
         if module.weight.quant_state is not None:
             module.weight.quant_state.dtype = compute_dtype
+        if type(module) is bnb.nn.Linear4bit:
+            module.__class__ = Linear4bit
         if module.bias is not None:
             # The first forward would cast it and so change the base's hash.
             module.bias.data = module.bias.data.to(compute_dtype)
     for module in part.modules():
         if type(module) in _UPCAST and module.weight.dtype in _HALF:
             module.__class__ = _UPCAST[type(module)]
+        elif type(module) in FUSED:
+            module.__class__ = FUSED[type(module)]
 
 
 def resize_token_embeddings(model: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
@@ -119,12 +126,27 @@ def quantization_of(model: nn.Module) -> str | None:
     return None if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
 
 
+def matmul_precision() -> str:
+    """Return the precision of torch's fp32 products, `highest`, `high` or `medium`, as it is in
+    force, whichever of torch's two interfaces set it.
+
+    `torch.get_float32_matmul_precision` raises once `torch.backends.fp32_precision` was assigned,
+    as `TrainingArguments(tf32=True)` does. `torch.set_float32_matmul_precision` sets both.
+    """
+    if torch.backends.mkldnn.matmul.fp32_precision == "bf16":  # type: ignore[attr-defined]
+        return "medium"
+    return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
 @contextmanager
-def fp32_products(precision: str) -> Iterator[None]:
-    """Let torch compute fp32 products at this precision within the context."""
-    earlier = torch.get_float32_matmul_precision()
+def fp32_products(precision: str | None = None) -> Iterator[None]:
+    """Let torch compute fp32 products at this precision within the context; None leaves it. What
+    the context sets is undone at its end.
+    """
+    earlier = matmul_precision()
     try:
-        torch.set_float32_matmul_precision(precision)
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
         yield
     finally:
         torch.set_float32_matmul_precision(earlier)
@@ -206,4 +228,4 @@ def audit_precision(
             " autocast off"
         )
     counts = dict(computed), dict(stored), dict(adapters)
-    return PrecisionReport(quantization_of(part), *counts, torch.get_float32_matmul_precision())
+    return PrecisionReport(quantization_of(part), *counts, matmul_precision())

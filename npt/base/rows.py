@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from npt.base.linear import UpcastLinear, linear_kind
+from npt.base.linear import Linear4bit, UpcastLinear, linear_kind
 from npt.errors import ModelError, kind_of
 
 Rows = tuple[Tensor, Tensor]
@@ -35,7 +34,7 @@ class RowScaled(nn.Module):
 
 
 @linear_kind
-class RowScaledLinear4bit(RowScaled, bnb.nn.Linear4bit): ...
+class RowScaledLinear4bit(RowScaled, Linear4bit): ...
 
 
 @linear_kind

@@ -78,6 +78,9 @@ class TrainConfig(SettingsGroup):
     max_grad_norm: float = _optimiser(0.5, "clip the global gradient norm to this", bound=POSITIVE)
     seed: int = _optimiser(0, "seed of initialisation and data order", bound=at_least(0))
 
+    deterministic: bool = _guards(
+        False, "a backward of attention that repeats its bits on CUDA, a slower one"
+    )
     gradient_checkpointing: bool = _guards(
         False, "compute layers again in backward; less memory, the same bits", need=_WHOLE
     )

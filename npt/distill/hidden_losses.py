@@ -43,7 +43,7 @@ def nmse_per_token(output: Tensor, target: Tensor, hidden: Tensor | None = None)
     error = (at_least_fp32(output) - target).square().sum(dim=-1)
     reference = target if hidden is None else target - at_least_fp32(hidden.detach())
     energy = reference.square().sum(dim=-1).clamp_min(SQUARED_NORM_FLOOR)
-    return error / torch.where(torch.isfinite(energy), energy, torch.nan)
+    return error / _or_nan(energy)
 
 
 def direction(student: Tensor, teacher: Tensor) -> Tensor:
@@ -85,4 +85,9 @@ def _unit(states: Tensor) -> Tensor:
     """Return each row divided by its length."""
     states = at_least_fp32(states)
     energy = states.square().sum(dim=-1, keepdim=True).clamp_min(SQUARED_NORM_FLOOR)
-    return states * torch.where(torch.isfinite(energy), energy, torch.nan).rsqrt()
+    return states * _or_nan(energy).rsqrt()
+
+
+def _or_nan(energy: Tensor) -> Tensor:
+    """Return finite numbers as they are, and NaN for Inf: Inf - Inf."""
+    return energy + (energy - energy)

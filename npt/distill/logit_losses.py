@@ -36,9 +36,12 @@ LOGIT_CHUNK = 1 << 26
 
 CHUNK, CUDA_CHUNK = 1 << 24, 1 << 25
 """Logits of a chunk in training, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32, of which
-backward has some seven alive at once. At V 128k a chunk has 261 rows, enough to keep a card busy
+backward has some seven alive at once. At V 128k a chunk has 256 rows, enough to keep a card busy
 that computes 120 operations (TF32 on an H100) in the time that it reads a byte of weights.
 """
+
+TILE = 128
+"""Rows that a kernel of a card multiplies at a time; a last tile costs as much as a full one."""
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 """(student's logits [N, V], teacher's logits [N, V] or targets [N]) -> [N]."""
@@ -114,7 +117,9 @@ def through_head(
 
 def chunk_rows(device: torch.device, vocab_size: int) -> int:
     """Return how many tokens' logits are computed at a time on a device."""
-    return max(1, (CUDA_CHUNK if device.type == "cuda" else CHUNK) // vocab_size)
+    on_cuda = device.type == "cuda"
+    rows = max(1, (CUDA_CHUNK if on_cuda else CHUNK) // vocab_size)
+    return rows - rows % TILE if on_cuda and rows > TILE else rows
 
 
 class _ChunkedSum(torch.autograd.Function):

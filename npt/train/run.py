@@ -129,10 +129,10 @@ class Run:
         setup, config, total = self.setup, self.setup.config, self.data.total_steps
         if not setup.deterministic:
             self.warn(
-                f"the backward of {attention_name(setup.model)} attention, as this base was loaded,"
-                " may sum in another order each time: a run that is resumed will not equal this"
-                " one bit for bit; npt.load_base in fp32 with --attn_implementation sdpa or eager"
-                " does, and so does --strategy local"
+                f"the backward of {attention_name(setup.model)} attention may sum in another order"
+                " each time: a run that is resumed, or passed over what this one refuses, will not"
+                " equal it bit for bit; it does with --deterministic on a base in fp32, with"
+                " --attn_implementation eager, and with --strategy local"
             )
         if total is None and config.scheduler_type != "constant":
             self.warn(

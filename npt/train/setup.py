@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_attached, is_sharded
 from npt.adapters.fit import check_length
-from npt.base.attention import attention_name, repeats_exactly
+from npt.base.attention import attention_name, repeats_exactly, set_deterministic
 from npt.base.identity import base_hash
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
@@ -153,6 +153,7 @@ def make_setup(
     if has_template(tokenizer):
         fix_date(tokenizer, processes.first(lambda: date or date_of(tokenizer)))
         date = date_of(tokenizer)
+    set_deterministic(model, config.deterministic)
     parts = (model, tokenizer, teacher, config, data_config, processes, console, origin)
     return RunSetup(*parts, settings, changed, date, MicroBatchSplitter(config.batch_size))
 

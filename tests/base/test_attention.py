@@ -18,14 +18,22 @@ from students import enlarge
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.base import attention
-from npt.base.attention import SDPA, attention_name, repeats_exactly, sdpa_attention
+from npt.base.attention import (
+    EXACT,
+    SDPA,
+    attention_name,
+    repeats_exactly,
+    sdpa_attention,
+    set_deterministic,
+)
 from npt.base.identity import base_hash
+from npt.base.precision import LARGEST_ERROR, fp32_products, matmul_precision
 from npt.config import ATTENTIONS, BaseConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
@@ -67,7 +75,6 @@ def forward(query, key, value, bias, log_sumexp, dropout=0.0, is_causal=False, *
 def backward(grad, query, key, value, bias, out, *rest, **more):
     """Of [B, T, H, d] all, as the operator has them, the bias and the log-sum-exp apart."""
     cu_q, cu_k, max_q, max_k, lse, dropout, _, _, mask_type, bias_grad = rest
-    assert more["num_splits_key"] == 1
     assert (cu_q, cu_k, dropout, bias_grad) == (None, None, 0.0, False) and mask_type in (0, 1)
     assert (max_q, max_k) == (query.shape[1], key.shape[1])
     assert grad.shape == out.shape == query.shape
@@ -85,7 +92,11 @@ def kernel(monkeypatch) -> Iterator[list[str]]:
     calls: list[str] = []
 
     def noted(name: str, function: Any) -> Any:
-        return lambda *arguments, **named: calls.append(name) or function(*arguments, **named)
+        def called(*arguments: Any, **named: Any) -> Any:
+            calls.append("exact " * (named.pop("num_splits_key", None) == 1) + name)
+            return function(*arguments, **named)
+
+        return called
 
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("_scaled_dot_product_efficient_attention", noted("forward", forward))
@@ -95,7 +106,7 @@ def kernel(monkeypatch) -> Iterator[list[str]]:
         "_on_cuda_in_fp32",
         lambda *tensors: all(t.dtype == torch.float32 for t in tensors),
     )
-    monkeypatch.setattr(attention, "_has_exact_backward", lambda query, causal: True)
+    monkeypatch.setattr(attention, "_has_backward", lambda query, causal: True)
     yield calls
     library._destroy()
 
@@ -123,7 +134,8 @@ def padded_mask(length: int, left: bool) -> Tensor:
 @pytest.mark.parametrize("length", [8, 13])
 @pytest.mark.parametrize("scaling", [None, 0.3])
 @pytest.mark.parametrize("mask", ["none", "right", "left", "added"])
-def test_values_and_gradients_are_those_of_transformers(kernel, length, scaling, mask) -> None:
+@pytest.mark.parametrize("name", [SDPA, EXACT])
+def test_values_and_gradients_are_those_of_transformers(kernel, length, scaling, mask, name):
     given = {
         "none": None,
         "right": padded_mask(length, False),
@@ -135,7 +147,8 @@ def test_values_and_gradients_are_those_of_transformers(kernel, length, scaling,
     if mask == "left":
         weight[1, :3] = 0  # padding that sees no key, of which nobody reads the output
     results = []
-    for function, (q, k, v) in ((sdpa_attention, ours), (sdpa_attention_forward, theirs)):
+    by_name = AttentionInterface().get_interface(name, None)
+    for function, (q, k, v) in ((by_name, ours), (sdpa_attention_forward, theirs)):
         output, _ = function(LAYER, q, k, v, given, scaling=scaling)
         torch.where(weight == 0, 0.0, output * weight).sum().backward()
         results.append(output)
@@ -144,7 +157,7 @@ def test_values_and_gradients_are_those_of_transformers(kernel, length, scaling,
     assert_close(results[0][seen], results[1][seen])
     for one, other in zip(ours, theirs, strict=True):
         assert_close(one.grad, other.grad)
-    assert kernel == ["forward", "backward"]
+    assert kernel == ["forward", "exact backward" if name == EXACT else "backward"]
 
 
 def test_a_query_without_keys_gives_numbers_and_no_gradient(kernel) -> None:
@@ -351,9 +364,53 @@ def test_which_backward_repeats_its_bits(load_model) -> None:
         model.config._attn_implementation = name
         return repeats_exactly(model)
 
-    names = (SDPA, "sdpa", "eager")
-    assert [of(model, name) for name in names] == [True, True, True]
+    names = (EXACT, SDPA, "sdpa", "eager")
+    assert [of(model, name) for name in names] == [True, True, True, True]
     with simulated_cuda():
         to_cuda(model), to_cuda(half)
-        assert [of(model, name) for name in names] == [True, False, True]
-        assert [of(half, name) for name in (SDPA, "eager")] == [False, True]
+        assert [of(model, name) for name in names] == [True, False, False, True]
+        assert [of(half, name) for name in (EXACT, "eager")] == [False, True]
+        for name, found in (("eager", True), (SDPA, True), (EXACT, True)):
+            model.config._attn_implementation = name
+            set_deterministic(model, True)
+            assert repeats_exactly(model) is found and attention_name(model) in ATTENTIONS
+            set_deterministic(model, False)
+            assert repeats_exactly(model) is (name == "eager")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30, 0.0])
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_a_backward_operands_of_tf32_are_those_of_fp16(monkeypatch, size, causal) -> None:
+    monkeypatch.setattr(attention, "_on_cuda_in_fp32", lambda *tensors: True)
+    monkeypatch.setattr(attention, "_takes_fp16", lambda *_: matmul_precision() != "highest")
+    q, k, v = tensors(64, grad=False)
+    v *= size
+    exact = sdpa_attention_forward(
+        LAYER, q.double(), k.double(), v.double(), None, is_causal=causal
+    )
+    errors = []
+    for precision in ("highest", "high"):
+        with fp32_products(precision):
+            output, _ = sdpa_attention(LAYER, q, k, v, None, is_causal=causal)
+        assert output.dtype == torch.float32
+        difference = torch.linalg.vector_norm(output.double() - exact[0])
+        errors.append(float(difference / max(torch.linalg.vector_norm(exact[0]), 1e-300)))
+    assert errors[0] < 1e-6 and (1e-4 if size else 0) <= errors[1] < LARGEST_ERROR
+    with fp32_products("high"):  # a mask, which flash kernels take none of
+        assert torch.equal(
+            sdpa_attention(LAYER, q, k, v, padded_mask(64, False))[0],
+            sdpa_attention_forward(LAYER, q, k, v, padded_mask(64, False))[0],
+        )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bad", [7e4, -7e4, torch.inf, torch.nan])
+@pytest.mark.parametrize("operand", [0, 1])
+def test_a_query_or_key_beyond_fp16_is_not_lost_in_silence(monkeypatch, bad, operand) -> None:
+    monkeypatch.setattr(attention, "_on_cuda_in_fp32", lambda *tensors: True)
+    monkeypatch.setattr(attention, "_takes_fp16", lambda *_: True)
+    inputs = tensors(16, grad=False)
+    assert sdpa_attention(LAYER, *inputs, None)[0].isfinite().all()
+    inputs[operand][0, 1, 5, 3] = bad
+    assert sdpa_attention(LAYER, *inputs, None)[0].isnan().all()

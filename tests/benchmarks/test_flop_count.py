@@ -58,7 +58,7 @@ def test_the_kernel_of_fp32_on_cuda_counts_as_the_cpus(monkeypatch, masked):
     from npt.base import attention
 
     monkeypatch.setattr(attention, "_on_cuda_in_fp32", lambda *tensors: True)
-    monkeypatch.setattr(attention, "_has_exact_backward", lambda query, causal: True)
+    monkeypatch.setattr(attention, "_has_backward", lambda query, causal: True)
     layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     with FakeTensorMode():
         q, k, v = (torch.empty(3, heads, 40, 16, requires_grad=True) for heads in (4, 2, 2))

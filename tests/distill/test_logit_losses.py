@@ -334,3 +334,9 @@ def test_no_states_give_zero_and_equal_ones_no_divergence(head, name) -> None:
     same = head_states(name)[0].detach()
     if name != "cross_entropy":
         assert value(through_head(head, row_loss(config_for(name)), same, same.clone(), V)) == 0.0
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(128_256, 256), (2048, 16_384), (1 << 20, 32)])
+def test_a_cards_chunk_is_of_whole_tiles(vocab, rows) -> None:
+    assert logit_losses.chunk_rows(torch.device("cuda"), vocab) == rows
+    assert logit_losses.chunk_rows(torch.device("cpu"), vocab) == (1 << 24) // vocab

@@ -15,7 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.base.attention import _has_exact_backward, repeats_exactly, sdpa_attention
+from npt.base.attention import _has_backward, repeats_exactly, sdpa_attention, set_deterministic
+from npt.base.precision import LARGEST_ERROR, fp32_products
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
@@ -23,6 +24,7 @@ from npt.doctor.measure import peak_bytes
 
 pytestmark = pytest.mark.gpu
 
+KERNELS = {"highest": [SDPBackend.EFFICIENT_ATTENTION], "high": [SDPBackend.FLASH_ATTENTION]}
 LAYER = SimpleNamespace(num_key_value_groups=4, is_causal=True)
 
 
@@ -49,9 +51,21 @@ def test_the_memory_efficient_kernel_is_reached(masked) -> None:
         sdpa_attention(LAYER, q, k, v, left_padded(333, 1) if masked else None)
 
 
+@torch.no_grad()
+def test_fp16_takes_the_place_of_tf32() -> None:
+    q, k, v = tensors(2048)
+    exact = sdpa_attention_forward(LAYER, q.double(), k.double(), v.double(), None)[0]
+    found = []
+    for precision in ("highest", "high"):
+        with fp32_products(precision), sdpa_kernel(KERNELS[precision]):
+            output, _ = sdpa_attention(LAYER, q, k, v, None)
+        found.append(float((output - exact).norm() / exact.norm()))
+    assert found[0] < 1e-5 and 1e-4 < found[1] < LARGEST_ERROR
+
+
 def test_scores_are_never_kept() -> None:
     q, k, v = tensors(8192)
-    assert _has_exact_backward(q, True)
+    assert _has_backward(q, True)
     with torch.no_grad():
         taken = peak_bytes(lambda: sdpa_attention(LAYER, q, k, v, None), "cuda")
     # K and V repeated, and the output; the scores would be 64 times a query's bytes
@@ -89,7 +103,8 @@ def test_the_backward_gives_the_same_bits_every_time(masked) -> None:
     found = []
     for _ in range(10):
         inputs = tensors(2048)
-        output, _ = sdpa_attention(LAYER, *inputs, left_padded(2048, 1) if masked else None)
+        mask = left_padded(2048, 1) if masked else None
+        output, _ = sdpa_attention(LAYER, *inputs, mask, exact=True)
         output.square().sum().backward()
         found.append([x.grad for x in inputs])
     assert all(
@@ -102,6 +117,7 @@ def test_the_backward_gives_the_same_bits_every_time(masked) -> None:
 def test_a_micro_batch_has_the_same_gradients_every_time(strategy) -> None:
     model, _ = npt.load_base("tiny", quantization="nf4", device="cuda")
     npt.attach(model, NPTConfig(additive_scale=1.0), seed=0)
+    set_deterministic(model, True)
     assert repeats_exactly(model)
     ids = torch.randint(3, 2048, (4, 200), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)

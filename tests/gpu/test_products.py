@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import npt
-from npt.base.linear import dense_weight
+from npt.base.linear import dense_weight, multiply, multiply_backward, product_weight
 from npt.base.precision import set_matmul_precision
-from npt.distill.logit_losses import CHUNK, chunk_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -71,5 +70,17 @@ def test_bf16_products_of_packed_weights_have_bf16s_error_and_train() -> None:
     )
 
 
-def test_chunks_of_logits_are_a_cards() -> None:
-    assert chunk_rows(torch.device("cuda"), 2048) > CHUNK // 2048
+@torch.no_grad()
+@pytest.mark.parametrize("into", [False, True])
+def test_a_bf16_product_by_hand_is_not_rounded_once_more(into) -> None:
+    model, _ = npt.load_base("tiny", quantization="nf4", device="cuda", compute_dtype="bf16")
+    module = model.model.layers[0].mlp.up_proj
+    x, weight = torch.randn(64, module.in_features).cuda(), product_weight(module, torch.float32)
+    out = x.new_empty(64, module.out_features) if into else None
+    exact = x.bfloat16().double() @ weight.double().T
+    product = multiply(module, weight, x, out)
+    assert product.dtype == torch.float32 and (out is None or product is out)
+    assert torch.linalg.vector_norm(product - exact) < 1e-6 * torch.linalg.vector_norm(exact)
+    gradient = multiply_backward(module, weight, product)
+    exact = product.bfloat16().double() @ weight.double()
+    assert torch.linalg.vector_norm(gradient - exact) < 1e-6 * torch.linalg.vector_norm(exact)

@@ -1,0 +1,318 @@
+"""What a training step asks of a GPU: launches, bytes moved and operations, counted without one.
+
+The step runs on tensors that have shapes and no numbers (torch's device `meta`), on the way that
+fp32 takes on CUDA with TF32 allowed. The rule:
+
+- an operator that returns a view or fresh memory costs nothing; any other is one launch, and
+  moves the bytes of the tensors that it reads and writes, each once;
+- `addmm` onto a matrix copies that matrix first: one launch more, and its bytes twice;
+- a packed product of bitsandbytes' own is three launches that unpack (statistics, their offset, the
+  weight) and one that multiplies;
+- a kernel of this package's own is an operator to torch (npt::...), and is counted as such.
+
+The model of the time gives each launch the longer of its arithmetic, at the speed that such a
+product reached on an H100 (`SPEEDS`), and its bytes at 3 TB/s; all of them together take no less
+than 2.5 us each. The share of the roofline is the time of the least arithmetic (flop_formulas.py)
+over that of the step.
+
+    python benchmarks/step_cost.py --json benchmarks/results/step_cost.json --name "what changed"
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from bitsandbytes.functional import QuantState
+from bitsandbytes.nn import Params4bit
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+import npt
+import npt.base.attention
+from flop_count import formulas
+from flop_formulas import adapter_flops, floor_flops
+from npt.adapters import trained
+from npt.base.attention import implementation_of
+from npt.base.linear import quantized_linears
+from npt.base.load import packing_config
+from npt.base.precision import enforce_policy, fp32_products
+from npt.distill.strategies import STRATEGIES
+from npt.doctor.shape import SHAPES, llama_config
+from npt.files import write_json
+from speed_runs import Setting, make_batch
+
+SETTING = Setting("llama-3.1-8b", "upper_half", 16, 1, 2048, device="meta")
+NAMES = ("local", "end_to_end")
+
+SPEEDS = {"product": 393e12, "efficient_attention": 38e12, "efficient_attention_backward": 38e12}
+SPEEDS |= {"flash_attention": 200e12}
+"""Operations a second on an H100, as measured: TF32 products, attention in fp32, and in fp16."""
+BANDWIDTH, LAUNCH = 3e12, 2.5e-6
+
+FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"}
+FREE |= {"_unsafe_view", "_reshape_alias", "lift_fresh", "is_same_size", "record_stream"}
+
+PICKS = {"embedding", "index_select", "gather"}
+
+aten = torch.ops.aten
+
+
+class _Norm(torch.autograd.Function):
+    """Stands for RMSNorm's kernels, which CUDA alone has: one forward and one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad * ctx.saved_tensors[0], None, None, None
+
+
+class Cost(TorchDispatchMode):
+    """Counts the operators that run within it.
+
+    Attributes:
+        launches, moved: by operator, and their bytes.
+        flops, seconds: of all products; of the model of the time, launches aside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear()
+        self._formulas = FlopCounterMode(display=False, custom_mapping=formulas()).flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func.overloadpacket
+        name = packet.__name__
+        if func.is_view or name in FREE:
+            return out
+        formula = self._formulas.get(packet)
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+        tensors = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
+        if name == "gemm_4bit":
+            self._unpack(args[1], args[2], out.dtype)
+            weight = args[2][0] * args[2][1] * out.element_size()
+            self.add("mm", flops, _bytes(args[0]) + _bytes(out) + weight)
+            return out
+        if name in PICKS:  # a row is read for each that is written
+            tensors = {0: out, 1: out}
+        if name == "addmm" and args[0].dim() == 2:
+            self.add("copy of addmm", 0, 2 * _bytes(args[0]))
+            tensors.pop(id(args[0]), None)
+        self.add(name, flops, sum(map(_bytes, tensors.values())))
+        return out
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.launches, self.moved = Counter[str](), Counter[str]()
+        self.flops, self.seconds = 0, 0.0
+
+    def add(self, name: str, flops: int, moved: int) -> None:
+        """Count a launch."""
+        kind = next((kind for kind in reversed(SPEEDS) if kind in name), "product")
+        self.launches[name] += 1
+        self.moved[name] += moved
+        self.flops += flops
+        self.seconds += max(flops / SPEEDS[kind], moved / BANDWIDTH)
+
+    def _unpack(self, packed: Tensor, shape: list[int], dtype: torch.dtype) -> None:
+        count = shape[0] * shape[1]
+        self.add("dequantize_blockwise", 0, count // 64 * 5)
+        self.add("add_", 0, count // 64 * 8)
+        self.add("dequantize_4bit", 0, _bytes(packed) + count // 64 * 4 + count * dtype.itemsize)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor in memory; an expanded dimension is there once."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * math.prod(size for size, step in steps if step)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
+    """Attention by the kernel that CUDA takes for such tensors."""
+    causal, scale, bias = named["is_causal"], named["scale"], named.get("attn_mask")
+    if query.dtype == torch.float32:
+        kernel = aten._scaled_dot_product_efficient_attention
+        return kernel(query, key, value, bias, False, 0.0, causal, scale=scale)[0]
+    assert bias is None and query.dtype == torch.float16
+    kernel = aten._scaled_dot_product_flash_attention
+    return kernel(query, key, value, 0.0, causal, scale=scale)[0]
+
+
+def _own_kernels(cost: Cost) -> Any:
+    """Return npt/adapters/kernels.py, its launches counted, whether Triton is installed or not."""
+
+    class Kernel:
+        def __init__(self, function: Any):
+            self.name, self.parameters = function.__name__, signature(function).parameters
+
+        def __getitem__(self, grid: Any) -> Any:
+            return self.launch
+
+        def launch(self, *arguments: Any, RANK: int, **_: Any) -> None:
+            given = dict(zip(self.parameters, arguments, strict=False))
+            tensors = {id(t): t for t in arguments if isinstance(t, Tensor)}.values()
+            size = given["width"], given["rank"]
+            terms = sum(t.shape == size for t in tensors) if RANK else 0
+            flops = terms * 2 * given["count"] * math.prod(size)
+            cost.add(f"triton {self.name}", flops, sum(map(_bytes, tensors)))
+
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    vars(triton).update(
+        jit=Kernel,
+        cdiv=lambda a, b: -(-a // b),
+        next_power_of_2=lambda n: 1 << (n - 1).bit_length(),
+        language=language,
+    )
+    path = Path(npt.__file__).parent / "adapters" / "kernels.py"
+    spec = spec_from_file_location("counted_kernels", path)
+    assert spec is not None and spec.loader is not None
+    kernels: Any = module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {"triton": triton, "triton.language": language}):
+        spec.loader.exec_module(kernels)
+    return kernels
+
+
+@contextmanager
+def as_on_cuda(cost: Cost) -> Iterator[None]:
+    """Let tensors without numbers take the ways of CUDA, with TF32 allowed."""
+    fakes: list[tuple[str, Any]] = [
+        ("_on_cuda_in_fp32", lambda *tensors: all(t.dtype == torch.float32 for t in tensors)),
+        ("_has_backward", lambda query, causal: True),
+        ("_takes_fp16", lambda query, key, causal: True),
+        ("scaled_dot_product_attention", _attention),
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(fp32_products("high"))
+        # autocast knows no meta tensors
+        stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", lambda kind: False))
+        stack.enter_context(mock.patch.object(torch, "autocast", lambda *_, **__: nullcontext()))
+        stack.enter_context(mock.patch.object(functional, "rms_norm", _Norm.apply))
+        if hasattr(trained, "_kernels"):
+            kernels = _own_kernels(cost)
+            stack.enter_context(mock.patch.object(trained, "_kernels", lambda tensor: kernels))
+        for name, fake in fakes:
+            stack.enter_context(mock.patch.object(npt.base.attention, name, fake))
+        yield
+
+
+def empty_base(setting: Setting) -> Any:
+    """Return a base of a shape, packed, without numbers."""
+    config = llama_config(SHAPES[setting.shape], setting.length)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            dtype=torch.bfloat16,
+            attn_implementation=implementation_of("sdpa"),
+        )
+    quantization = packing_config("nf4")
+    replace_with_bnb_linear(
+        model, modules_to_not_convert=["lm_head"], quantization_config=quantization
+    )
+    for _, module in quantized_linears(model):
+        module.weight = _packed(module)
+    enforce_policy(model)
+    return model.requires_grad_(False).eval()
+
+
+def _packed(module: Any) -> Params4bit:
+    """Return a packed weight without numbers, its statistics packed as well."""
+    shape = torch.Size((module.out_features, module.in_features))
+    blocks = shape.numel() // 64
+
+    def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    common = {"quant_type": "nf4", "dtype": torch.float32}
+    inner = QuantState(
+        empty(-(-blocks // 256)), code=empty(256), blocksize=256, dtype=torch.float32
+    )
+    state = QuantState(
+        empty(blocks, dtype=torch.uint8),
+        shape=shape,
+        code=empty(16),
+        blocksize=64,
+        offset=empty(),
+        state2=inner,
+        **common,
+    )
+    packed: Any = Params4bit(
+        empty(shape.numel() // 2, 1, dtype=torch.uint8),
+        False,
+        quant_state=state,
+        bnb_quantized=True,
+    )
+    return packed
+
+
+def step_cost(strategy: str, setting: Setting = SETTING) -> Cost:
+    """Count forward and backward of a micro-batch; what follows is the guard's."""
+    cost = Cost()
+    with as_on_cuda(cost):
+        model, config = empty_base(setting), npt.TrainConfig(strategy=strategy)
+        npt.attach(model, setting.form)
+        batch = make_batch(setting)
+        STRATEGIES[strategy](model, batch, config)  # scales of packed weights are unpacked once
+        model.zero_grad()
+        cost.clear()
+        with cost:
+            STRATEGIES[strategy](model, batch, config)
+    return cost
+
+
+def figures(strategy: str, setting: Setting = SETTING) -> dict[str, Any]:
+    """Return the counts of a step, and the model of its time."""
+    cost, shape = step_cost(strategy, setting), SHAPES[setting.shape]
+    local, launches = strategy == "local", cost.launches.total()
+    seconds = max(cost.seconds, launches * LAUNCH)
+    layers = shape.converted(setting.form)
+    least = floor_flops(shape, setting.length, layers, local=local)
+    least += adapter_flops(shape, setting.form, local=local)
+    return {
+        "launches": launches,
+        "gigabytes": round(cost.moved.total() / 1e9, 1),
+        "teraflops": round(cost.flops / 1e12, 2),
+        "milliseconds": round(1e3 * seconds, 1),
+        "roofline_share": round(least * setting.tokens / SPEEDS["product"] / seconds, 3),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="put the counts into a file's list of steps")
+    parser.add_argument("--name", default="now", help="of this step of the work")
+    args = parser.parse_args(argv)
+    counts = {"name": args.name, **{name: figures(name) for name in NAMES}}
+    print(json.dumps(counts, indent=2))
+    if args.json is not None:
+        found = json.loads(args.json.read_text(encoding="utf-8")) if args.json.is_file() else []
+        found = [step for step in found if step["name"] != args.name] + [counts]
+        write_json(args.json, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
