@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import npt
+from npt.base.precision import matmul_precision
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": matmul_precision(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from npt.base.device import wait_for
+from npt.base.precision import fp32_products
 from npt.files import write_json, write_text
 from tables import gpu_check as markdown
 
@@ -197,12 +198,11 @@ def run_section(section: Section, bench: Bench, left: float) -> Result:
 @contextmanager
 def _as_it_was(device: torch.device) -> Iterator[None]:
     """Restore after sections what they set for the whole process."""
-    precision = torch.get_float32_matmul_precision()
     torch.manual_seed(0)
     try:
-        yield
+        with fp32_products():
+            yield
     finally:
-        torch.set_float32_matmul_precision(precision)
         if device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0, device)
 

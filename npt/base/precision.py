@@ -119,12 +119,27 @@ def quantization_of(model: nn.Module) -> str | None:
     return None if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
 
 
+def matmul_precision() -> str:
+    """Return the precision of torch's fp32 products, `highest`, `high` or `medium`, as it is in
+    force, whichever of torch's two interfaces set it.
+
+    `torch.get_float32_matmul_precision` raises once `torch.backends.fp32_precision` was assigned,
+    as `TrainingArguments(tf32=True)` does. `torch.set_float32_matmul_precision` sets both.
+    """
+    if torch.backends.mkldnn.matmul.fp32_precision == "bf16":  # type: ignore[attr-defined]
+        return "medium"
+    return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
 @contextmanager
-def fp32_products(precision: str) -> Iterator[None]:
-    """Let torch compute fp32 products at this precision within the context."""
-    earlier = torch.get_float32_matmul_precision()
+def fp32_products(precision: str | None = None) -> Iterator[None]:
+    """Let torch compute fp32 products at this precision within the context; None leaves it. What
+    the context sets is undone at its end.
+    """
+    earlier = matmul_precision()
     try:
-        torch.set_float32_matmul_precision(precision)
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
         yield
     finally:
         torch.set_float32_matmul_precision(earlier)
@@ -206,4 +221,4 @@ def audit_precision(
             " autocast off"
         )
     counts = dict(computed), dict(stored), dict(adapters)
-    return PrecisionReport(quantization_of(part), *counts, torch.get_float32_matmul_precision())
+    return PrecisionReport(quantization_of(part), *counts, matmul_precision())

@@ -18,6 +18,7 @@ from npt.adapters.attach import attach
 from npt.adapters.converted import attached_config
 from npt.base.identity import base_hash
 from npt.base.load import load_base, load_teacher
+from npt.base.precision import fp32_products, matmul_precision
 from npt.base.recipe import ENTRY, Recipe
 from npt.config import ATTENTIONS, NPTConfig, TrainConfig
 from npt.data.batch import ROW_TENSORS, Batch
@@ -84,7 +85,7 @@ def student_entry(
         "adapter": asdict(attached_config(model)),
         "settings": settings,
         "samples_at_once": samples_at_once,
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": matmul_precision(),
     }
 
 
@@ -205,14 +206,9 @@ def replay_student(folder: str | Path, *, model_name: str | None = None) -> Repl
         BundleError: the post-mortem or its base cannot be used.
     """
     student = read_student(folder)
-    precision = torch.get_float32_matmul_precision()
-    with kept_random_state():
-        try:
-            torch.set_float32_matmul_precision(student.entry["matmul_precision"])
-            model, teacher = student.load(model_name)
-            return replayed(student.postmortem, model, loss_of(student, teacher))
-        finally:
-            torch.set_float32_matmul_precision(precision)
+    with kept_random_state(), fp32_products(student.entry["matmul_precision"]):
+        model, teacher = student.load(model_name)
+        return replayed(student.postmortem, model, loss_of(student, teacher))
 
 
 def loss_of(student: StudentPostmortem, teacher: PreTrainedModel | None = None) -> Any:

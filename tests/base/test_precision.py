@@ -10,17 +10,24 @@ from torch import nn
 from torch.testing import assert_close
 
 import npt
+from gpu_sections.runner import _as_it_was
 from npt.base import precision
 from npt.base.linear import UpcastEmbedding, UpcastLinear, quantized_linears
 from npt.base.precision import (
     audit_precision,
     enforce_policy,
+    fp32_products,
+    matmul_precision,
     policy_dtype,
     product_error,
     quantization_of,
     set_matmul_precision,
 )
 from npt.errors import PrecisionError
+from npt.forensics.student import student_entry
+from this_machine import machine
+
+CPU = torch.device("cpu")
 
 NAME = "model.layers.1.mlp.gate_proj"
 
@@ -219,3 +226,47 @@ def test_a_product_that_is_nan_is_the_largest_error(load_model):
     model = load_model()
     model.lm_head.weight.data[3, 5] = math.nan
     assert math.isnan(product_error(model, "highest"))
+
+
+@pytest.fixture
+def newer_interface():
+    """torch's newer interface allows TF32, as `TrainingArguments(tf32=True)` does."""
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    for backend in backends:
+        backend.fp32_precision = "none"
+    torch.backends.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+        torch.get_float32_matmul_precision()
+    yield backends[0]
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("newer_interface")
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        lambda model: audit_precision(model).matmul_precision,
+        lambda model: student_entry(model, {}, "", 1)["matmul_precision"],
+        lambda model: machine(torch.device("cpu"))["matmul_precision"],
+        lambda model: matmul_precision(),
+    ],
+)
+def test_what_the_newer_interface_set_is_recorded(model, recorded):
+    npt.attach(model, npt.NPTConfig(layers="1", rank=4))
+    assert recorded(model) == "high"
+
+
+@pytest.mark.parametrize("context", [fp32_products, lambda setting: _as_it_was(CPU)])
+def test_what_the_newer_interface_set_is_put_back(newer_interface, context):
+    with context("highest"):
+        set_matmul_precision("highest", None)
+        assert newer_interface.fp32_precision == "ieee"
+    assert newer_interface.fp32_precision == "tf32"
+    assert matmul_precision() == "high"
+
+
+@pytest.mark.parametrize("setting", ["medium", "high", "highest"])
+def test_what_the_older_interface_set_is_read(setting):
+    with fp32_products(setting):
+        assert matmul_precision() == torch.get_float32_matmul_precision() == setting
