@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from npt.base.device import check_card
 from npt.base.linear import (
     UpcastEmbedding,
     UpcastLinear,
@@ -157,6 +158,8 @@ def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
         if on_gpu and policy_dtype(model) == torch.float32:
             exact, fast = (product_error(model, each) for each in ("highest", "high"))
             setting = "high" if exact < fast <= LARGEST_ERROR else "highest"
+    elif setting == "high":
+        check_card(next(model.parameters()).device, tf32=True)
     torch.set_float32_matmul_precision(setting)
 
 

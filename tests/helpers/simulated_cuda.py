@@ -44,6 +44,10 @@ READS |= {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd
 READS |= {"aten::linalg_lstsq"}
 
 
+WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
+"""What torch's default wheels of 2.11 are compiled for (its RELEASE.md)."""
+
+
 class HostWaitError(AssertionError):
     """The host would wait for the device where it must not."""
 
@@ -53,6 +57,7 @@ class _State:
     """The simulation that is running. waits: operations that made the host wait, in order."""
 
     devices: int
+    capability: tuple[int, int]
     waits: list[str] = field(default_factory=list)
     forbidden: bool = False
     in_flight: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -423,7 +428,9 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
     "Stream": _Stream,
     "stream": lambda stream: contextlib.nullcontext(),
     "synchronize": _synchronize,
-    "is_bf16_supported": lambda *_, **__: True,
+    "is_bf16_supported": lambda including_emulation=True: (
+        including_emulation or _running().capability >= (8, 0)
+    ),
     "is_initialized": lambda: True,
     "is_current_stream_capturing": lambda: False,  # a build for CUDA asks the driver
     "empty_cache": lambda: None,
@@ -433,9 +440,14 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
     "memory_reserved": lambda device=None: 0,
     "mem_get_info": lambda device=None: (60 * 2**30, 80 * 2**30),
     "get_device_name": lambda device=None: "simulated",
-    "get_device_capability": lambda device=None: (9, 0),
+    "get_device_capability": lambda device=None: _running().capability,
+    "get_arch_list": lambda: WHEEL.split(),
     "get_device_properties": lambda device=None: SimpleNamespace(
-        name="simulated", total_memory=80 * 2**30, multi_processor_count=1, major=9, minor=0
+        name="simulated",
+        total_memory=80 * 2**30,
+        multi_processor_count=1,
+        major=_running().capability[0],
+        minor=_running().capability[1],
     ),
     "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
     "set_rng_state": lambda state, device=None: None,
@@ -449,8 +461,8 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
 
 
 @contextmanager
-def simulated_cuda(devices: int = 1) -> Iterator[_State]:
-    """Within the context CUDA is available, with this many devices.
+def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> Iterator[_State]:
+    """Within the context CUDA is available, with this many devices of a compute capability.
 
     Yields:
         The simulation: `waits` lists what made the host wait, `kernels` which kernels attention
@@ -482,7 +494,7 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
         (torch, "is_autocast_enabled", is_enabled),
     ]
     count = mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: devices, create=True)
-    _state = _State(devices)
+    _state = _State(devices, capability)
     with ExitStack() as stack:
         for patch in (count, *(mock.patch.object(*fake) for fake in fakes)):
             stack.enter_context(patch)
