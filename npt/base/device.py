@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from npt.errors import ConfigError
+from npt.errors import ConfigError, first_line
 
 VARIABLE = "NPT_DEVICE"
 """Environment variable that names the default device, `cpu` or `cuda`."""
@@ -32,10 +32,7 @@ def check_card(device: torch.device, *, bf16: bool = False, tf32: bool = False) 
     if device.type != "cuda" or torch.version.hip is not None:
         return
     if (device.index or 0) >= (count := torch.cuda.device_count()):
-        raise ConfigError(
-            f"there is no device {device}, torch sees {count} GPUs; name another, or set"
-            f" {VARIABLE}=cpu"
-        )
+        raise ConfigError(f"there is no device {device}, torch sees {count} GPUs; name another")
     major, minor = torch.cuda.get_device_capability(device)
     card = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
     compiled = " ".join(torch.cuda.get_arch_list())
@@ -47,12 +44,30 @@ def check_card(device: torch.device, *, bf16: bool = False, tf32: bool = False) 
             " that has (before 7.5 that for CUDA 12.6: pip install torch --index-url"
             f" https://download.pytorch.org/whl/cu126), or set {VARIABLE}=cpu"
         )
-    lacks = {
-        "emulates bf16, which is right but slow; compute in fp32": bf16,
-        "has no TF32 and computes fp32 products in full; drop --matmul_precision high": tf32,
-    }
-    for line in (line for line, asked in lacks.items() if asked and major < 8):
-        warnings.warn(f"{card} {line}", stacklevel=3)
+    if bf16 and major < 8:
+        warnings.warn(f"{card} emulates bf16: right but slow; compute in fp32", stacklevel=3)
+    if tf32 and major < 8:
+        warnings.warn(f"{card} has no TF32; drop --matmul_precision high", stacklevel=3)
+
+
+def card_error(device: torch.device) -> str | None:
+    """Return the first line of the CUDA error that a card is left with, None if it computes.
+
+    To be asked after an error, before bitsandbytes is: its C code ends the process at any error
+    that is pending. One that passes is reported once.
+    """
+    message = None
+    for _ in range(2 if device.type == "cuda" else 0):
+        try:
+            torch.cuda.synchronize(device)
+            torch.ones((), device=device)  # a launch reports what others have left
+        except torch.OutOfMemoryError:
+            return None
+        except RuntimeError as error:
+            message = first_line(error)
+        else:
+            return None
+    return message
 
 
 def wait_for(device: torch.device) -> None:

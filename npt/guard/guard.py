@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from npt.base.device import card_error
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard.forensics import Finding, Forensics, StoredMicroBatch, values_in
@@ -188,7 +189,7 @@ class Guard:
             self._withdraw()
             if self.sharding is not None and isinstance(error, self.settings.refuse):
                 self.sharding.end_together(error, done)
-            if not isinstance(error, self.settings.refuse):
+            if not isinstance(error, self.settings.refuse) or card_error(self._home):
                 raise
             detail = f"{type(error).__name__}: {error}"
             kind = "data" if isinstance(error, DataError) else "error"

@@ -6,6 +6,10 @@ is not from or to pinned memory or not asked for as non-blocking, an operation w
 depends on values) is counted, and raises within `no_waits()`. A non-blocking copy to the host holds
 NaN until an event recorded after it has been waited for, so that whoever reads too early sees NaN.
 
+An assertion that fails in a kernel (`torch._assert_async`, an index out of range) leaves the card
+with a sticky error, as does `state.lose_card()`: whatever asks it for anything raises from then on,
+and a call of bitsandbytes ends the process (`state.exit`), as its C code does.
+
 Underneath, the tensors are on torch's `meta` device, for which autograd needs no driver. Kernels
 are the CPU's: nothing is said about CUDA's rounding, speed or memory.
 """
@@ -48,13 +52,25 @@ WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
 """What torch's default wheels of 2.11 are compiled for (its RELEASE.md)."""
 
 
+FREE = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::t"}
+FREE |= {"aten::slice", "aten::select", "aten::expand", "aten::unsqueeze", "aten::squeeze"}
+FREE |= {"aten::transpose", "aten::permute", "aten::as_strided", "aten::split", "aten::unbind"}
+"""Operations that ask the card for nothing."""
+
+
 class HostWaitError(AssertionError):
     """The host would wait for the device where it must not."""
 
 
 @dataclass
 class _State:
-    """The simulation that is running. waits: operations that made the host wait, in order."""
+    """The simulation that is running.
+
+    Attributes:
+        waits: operations that made the host wait, in order.
+        error: that the card is left with; None for a card that works.
+        exit: ends the process, from bitsandbytes' code.
+    """
 
     devices: int
     capability: tuple[int, int]
@@ -63,8 +79,23 @@ class _State:
     in_flight: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pinned: set[int] = field(default_factory=set)
     kernels: list[str] = field(default_factory=list)
+    error: str | None = None
+    told: bool = False
+    exit: Callable[[], Any] = lambda: _exit()
+
+    def lose_card(self, why: str = "device-side assert triggered", *, told: bool = True) -> None:
+        """Leave a sticky error, which a wait tells of first if it is not `told` by every launch."""
+        self.error = f"CUDA error: {why}\nCUDA kernel errors might be asynchronously reported"
+        self.told = told
+
+    def ask(self, wait: bool = False) -> None:
+        """Ask the card for anything."""
+        self.told = self.told or wait
+        if self.error is not None and self.told:
+            raise torch.AcceleratorError(self.error)
 
     def wait(self, why: str) -> None:
+        self.ask(wait=True)
         self.waits.append(why)
         if self.forbidden:
             raise HostWaitError(f"the host would wait for the device: {why}")
@@ -77,6 +108,14 @@ class _State:
 
 
 _state: _State | None = None
+
+
+def _exit() -> None:
+    raise ExitedError
+
+
+class ExitedError(BaseException):
+    """The process would have ended in C, without a chance for anybody to do anything."""
 
 
 class Simulated(Tensor):
@@ -168,6 +207,10 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             _pin(result)
         return result
     kwargs.pop("pin_memory", None)
+    if state.error is not None and name.startswith("bitsandbytes::"):
+        state.exit()
+    if name not in FREE:
+        state.ask()
     if name not in ACROSS_DEVICES:
         # A scalar of the host may take part in an operation on a device.
         devices = {t.device for t in tensors if isinstance(t, Simulated) or t.dim() > 0}
@@ -183,7 +226,13 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _fly(state, target, source.clone())
         return target.copy_(source)
     held_args, held_kwargs = _mapped(_held, (args, kwargs))
-    result = func(*held_args, **held_kwargs)
+    if name == "aten::_assert_async" and not held_args[0]:
+        return state.lose_card()
+    try:
+        result = func(*held_args, **held_kwargs)
+    except IndexError:
+        state.lose_card()
+        state.ask()
     if func._schema.is_mutable:  # what was changed is the caller's own tensor
         return _changed(func, args, kwargs)
     if device.type == "meta":
@@ -374,9 +423,11 @@ class _Event:
         self._asked = 0
 
     def record(self, stream: Any = None) -> None:
+        _running().ask()
         self._copies = list(_running().in_flight)
 
     def query(self) -> bool:
+        _running().ask()
         self._asked += 1
         if self._asked < 2:
             return False
@@ -384,6 +435,7 @@ class _Event:
         return True
 
     def synchronize(self) -> None:
+        _running().ask()
         _running().arrive(self._copies)
 
     def elapsed_time(self, other: _Event) -> float:
@@ -417,6 +469,16 @@ def _synchronize(device: Any = None) -> None:
     _running().arrive(list(_running().in_flight))
 
 
+def _asking(result: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+    """What asks the card before it has its result."""
+
+    def ask(*arguments: Any, **_: Any) -> Any:
+        _running().ask()
+        return result(*arguments)
+
+    return ask
+
+
 _CUDA: dict[str, Callable[..., Any] | type] = {
     "is_available": lambda: True,
     "device_count": lambda: _running().devices,
@@ -433,12 +495,12 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
     ),
     "is_initialized": lambda: True,
     "is_current_stream_capturing": lambda: False,  # a build for CUDA asks the driver
-    "empty_cache": lambda: None,
+    "empty_cache": _asking(),
     "reset_peak_memory_stats": lambda device=None: None,
     "memory_allocated": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,
-    "mem_get_info": lambda device=None: (60 * 2**30, 80 * 2**30),
+    "mem_get_info": _asking(lambda *_: (60 * 2**30, 80 * 2**30)),
     "get_device_name": lambda device=None: "simulated",
     "get_device_capability": lambda device=None: _running().capability,
     "get_arch_list": lambda: WHEEL.split(),
@@ -449,14 +511,14 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
         major=_running().capability[0],
         minor=_running().capability[1],
     ),
-    "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-    "set_rng_state": lambda state, device=None: None,
-    "get_rng_state_all": lambda: [
-        torch.zeros(16, dtype=torch.uint8) for _ in range(_running().devices)
-    ],
-    "set_rng_state_all": lambda states: None,
-    "manual_seed": lambda seed: None,
-    "manual_seed_all": lambda seed: None,
+    "get_rng_state": _asking(lambda *_: torch.zeros(16, dtype=torch.uint8)),
+    "set_rng_state": _asking(),
+    "get_rng_state_all": _asking(
+        lambda: [torch.zeros(16, dtype=torch.uint8) for _ in range(_running().devices)]
+    ),
+    "set_rng_state_all": _asking(),
+    "manual_seed": _asking(),
+    "manual_seed_all": _asking(),
 }
 
 
