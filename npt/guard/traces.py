@@ -138,7 +138,8 @@ class Buffers:
             elif keep is None:
                 now.data.copy_(copy)  # .data: a graph of an earlier forward may hold the buffer
             else:
-                now.data.copy_(torch.where(keep.to(now.device), now, copy))
+                # into the buffer itself: nothing may fail for memory once the window is stepped
+                torch.where(keep.to(now.device), now.data, copy, out=now.data)
 
 
 def _is_written(module: nn.Module, buffer: Tensor) -> bool:

@@ -70,6 +70,8 @@ class _State:
         waits: operations that made the host wait, in order.
         error: that the card is left with; None for a card that works.
         exit: ends the process, from bitsandbytes' code.
+        allocations: so far, of an operation that returns new tensors and of pinned memory one each.
+        full_at: the allocation for which there is no memory, by its number from 1.
     """
 
     devices: int
@@ -81,12 +83,21 @@ class _State:
     kernels: list[str] = field(default_factory=list)
     error: str | None = None
     told: bool = False
+    allocations: int = 0
+    full_at: int | None = None
     exit: Callable[[], Any] = lambda: _exit()
 
     def lose_card(self, why: str = "device-side assert triggered", *, told: bool = True) -> None:
         """Leave a sticky error, which a wait tells of first if it is not `told` by every launch."""
         self.error = f"CUDA error: {why}\nCUDA kernel errors might be asynchronously reported"
         self.told = told
+
+    def allocate(self, pinned: bool = False) -> None:
+        self.allocations += 1
+        if self.allocations == self.full_at:
+            if pinned:
+                raise torch.AcceleratorError("CUDA error: out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0")
 
     def ask(self, wait: bool = False) -> None:
         """Ask the card for anything."""
@@ -211,13 +222,15 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         state.exit()
     if name not in FREE:
         state.ask()
+    device = next(iter(here)).device if asked is None else _device_of(asked)
+    if device.type == "cuda" and not (func.is_view or func._schema.is_mutable):
+        state.allocate()
     if name not in ACROSS_DEVICES:
         # A scalar of the host may take part in an operation on a device.
         devices = {t.device for t in tensors if isinstance(t, Simulated) or t.dim() > 0}
         if len(devices) > 1:
             raise RuntimeError(f"{name}: tensors on two devices, {sorted(map(str, devices))}")
     _notice_wait(state, name, args, kwargs)
-    device = next(iter(here)).device if asked is None else _device_of(asked)
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if name == "aten::copy_" and not isinstance(args[0], Simulated):
@@ -327,6 +340,7 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 def _pin(tensor: Tensor) -> Tensor:
     assert not isinstance(tensor, Simulated), "only tensors of the host can be pinned"
+    _running().allocate(pinned=True)
     # Kept for the simulation's length: an address that is freed could be given to pageable memory.
     _kept.append(tensor)
     _running().pinned.add(tensor.untyped_storage().data_ptr())
@@ -355,8 +369,22 @@ class _Functions(TorchFunctionMode):
         if name == "tensor" and _on_cuda(kwargs.get("device")):
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
+        if name == "to" and isinstance(args[0], Simulated) and _is_there(args, kwargs):
+            return args[0]
         result = func(*args, **kwargs)
         return _pin(result) if pinned else result
+
+
+def _is_there(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether `Tensor.to` has nothing to do; torch's C++ takes cuda and meta for two."""
+    tensor, asked = args[0], [*args[1:], *(kwargs.get(name) for name in ("device", "dtype"))]
+    wanted = [torch.device(each) if isinstance(each, str) else each for each in asked]
+    kinds = (torch.device, torch.dtype, bool, type(None))
+    return (
+        all(isinstance(each, kinds) and each in (tensor.device, tensor.dtype, None, False)
+            for each in wanted)
+        and not kwargs.get("copy") and kwargs.get("memory_format") is None
+    )  # fmt: skip
 
 
 def _on_cuda(device: Any) -> bool:
