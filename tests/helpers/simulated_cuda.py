@@ -20,10 +20,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import stub_bitsandbytes
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -58,6 +60,21 @@ FREE |= {"aten::transpose", "aten::permute", "aten::as_strided", "aten::split", 
 """Operations that ask the card for nothing."""
 
 
+PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+"""Products that TF32 may be taken for, with the place of their first operand."""
+
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+HALVES = {torch.float16, torch.bfloat16}
+
+UNSUPPORTED: dict[str, set[torch.dtype]] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot"), INTEGERS),
+    **dict.fromkeys(("vdot", "max_pool2d", "max_pool3d"), INTEGERS),
+    **dict.fromkeys(("histc", "igamma", "igammac", "angle"), HALVES),
+    "scatter_reduce": {torch.bool},
+}
+"""Dtypes of the CPU's operators that CUDA's have not, by `OpInfo.dtypes` and `dtypesIfCUDA`."""
+
+
 class HostWaitError(AssertionError):
     """The host would wait for the device where it must not."""
 
@@ -83,6 +100,7 @@ class _State:
     kernels: list[str] = field(default_factory=list)
     error: str | None = None
     told: bool = False
+    autocast: torch.dtype | None = None
     allocations: int = 0
     full_at: int | None = None
     exit: Callable[[], Any] = lambda: _exit()
@@ -218,8 +236,8 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             _pin(result)
         return result
     kwargs.pop("pin_memory", None)
-    if state.error is not None and name.startswith("bitsandbytes::"):
-        state.exit()
+    if name.startswith("bitsandbytes::") and name in KERNELS:
+        return _of_bitsandbytes(state, KERNELS[name], args, kwargs)
     if name not in FREE:
         state.ask()
     device = next(iter(here)).device if asked is None else _device_of(asked)
@@ -239,6 +257,8 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _fly(state, target, source.clone())
         return target.copy_(source)
     held_args, held_kwargs = _mapped(_held, (args, kwargs))
+    _refuse_dtype(name, held_args)
+    held_args = _rounded(name, held_args)
     if name == "aten::_assert_async" and not held_args[0]:
         return state.lose_card()
     try:
@@ -256,6 +276,37 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _mapped(
         lambda leaf: Simulated(leaf, device.index) if type(leaf) is Tensor else leaf, result
     )
+
+
+LIBRARY, KERNELS = stub_bitsandbytes.load()
+
+
+def _of_bitsandbytes(state: _State, kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run bitsandbytes' Python for CUDA; its C code ends the process at a pending error."""
+
+    def before() -> None:
+        if state.error is not None:
+            state.exit()
+
+    with mock.patch.object(LIBRARY, "before", before), _Operations(), _Functions():
+        return kernel(*args, **kwargs)
+
+
+def _rounded(name: str, args: Any) -> Any:
+    """Return operands as TF32 has them, 10 bits of mantissa, where products are computed so."""
+    first = PRODUCTS.get(name)
+    if first is None or torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return args
+    if _running().capability < (8, 0) or args[first].dtype != torch.float32:
+        return args
+    return (*args[:first], *map(round_to_tf32, args[first : first + 2]), *args[first + 2 :])
+
+
+def round_to_tf32(x: Tensor) -> Tensor:
+    """Round fp32 numbers to the nearest of TF32, ties to even."""
+    bits = x.contiguous().view(torch.int32)
+    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x)
 
 
 def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
@@ -369,10 +420,19 @@ class _Functions(TorchFunctionMode):
         if name == "tensor" and _on_cuda(kwargs.get("device")):
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
+        if _running().autocast is not None and name in LOWER | FULL:
+            args, kwargs = _mapped(partial(_cast, name), (args, kwargs))
         if name == "to" and isinstance(args[0], Simulated) and _is_there(args, kwargs):
             return args[0]
         result = func(*args, **kwargs)
         return _pin(result) if pinned else result
+
+
+def _refuse_dtype(name: str, args: Any) -> None:
+    """Refuse what the CPU computes and CUDA does not."""
+    for dtype in UNSUPPORTED.get(name.removeprefix("aten::"), ()):
+        if any(isinstance(x, Tensor) and x.dtype == dtype for x in args):
+            raise NotImplementedError(f'"{name}" not implemented for {dtype} on CUDA')
 
 
 def _is_there(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -425,6 +485,50 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
 
 
 _true_attention = functional.scaled_dot_product_attention
+
+
+_true_autocast, _true_enabled = torch.autocast, torch.is_autocast_enabled
+_true_dtype = torch.get_autocast_dtype
+
+LOWER = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__", "__rmatmul__", "mv"}
+LOWER |= {"einsum", "conv1d", "conv2d", "scaled_dot_product_attention"}
+FULL = {"softmax", "log_softmax", "cross_entropy", "nll_loss", "kl_div", "mse_loss", "exp", "log"}
+FULL |= {"pow", "__pow__", "rsqrt", "sum", "prod", "norm", "cumsum", "softplus", "layer_norm"}
+"""What autocast for CUDA casts to its dtype, and what to fp32 (torch/amp's documentation)."""
+
+
+class _Autocast(contextlib.ContextDecorator):
+    """`torch.autocast("cuda")`: casts what is called from Python, by name."""
+
+    def __init__(self, dtype: torch.dtype | None = None, enabled: bool = True, **_: Any):
+        self._next = (dtype or torch.float16) if enabled else None
+
+    def __enter__(self) -> _Autocast:
+        self._before, _running().autocast = _running().autocast, self._next
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _running().autocast = self._before
+
+
+def _autocast(device_type: str, *arguments: Any, **settings: Any) -> Any:
+    kind = _Autocast if device_type == "cuda" else partial(_true_autocast, device_type)
+    return kind(*arguments, **settings)
+
+
+def _is_autocast_enabled(kind: str = "cuda") -> bool:
+    return _running().autocast is not None if kind == "cuda" else _true_enabled(kind)
+
+
+def _autocast_dtype(kind: str) -> torch.dtype:
+    return (_running().autocast or torch.float16) if kind == "cuda" else _true_dtype(kind)
+
+
+def _cast(name: str, leaf: Any) -> Any:
+    """Cast an argument of a function as autocast does."""
+    dtype = _running().autocast if name in LOWER else torch.float32
+    cast = isinstance(leaf, Simulated) and leaf.dtype in (torch.float32, *HALVES)
+    return leaf.to(dtype) if cast else leaf
 
 
 class _Generator(torch.Generator):
@@ -560,16 +664,6 @@ def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> It
     """
     global _state
     assert _state is None, "one simulation at a time"
-    autocast, enabled = torch.autocast, torch.is_autocast_enabled
-
-    def no_autocast(kind: str, *arguments: Any, **settings: Any) -> Any:
-        return (
-            contextlib.nullcontext() if kind == "cuda" else autocast(kind, *arguments, **settings)
-        )
-
-    def is_enabled(kind: str = "cuda") -> bool:
-        return kind != "cuda" and enabled(kind)
-
     # attention by name and not by a function mode, which is off in what backward recomputes
     fakes = [(torch.cuda, name, fake) for name, fake in _CUDA.items()]
     fakes += [
@@ -580,8 +674,10 @@ def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> It
         # in every thread: a batch is pinned by the one that made it
         (Tensor, "pin_memory", lambda tensor, device=None: _pin(tensor.clone())),
         (Tensor, "is_pinned", lambda tensor, device=None: _is_pinned(tensor)),
-        (torch, "autocast", no_autocast),
-        (torch, "is_autocast_enabled", is_enabled),
+        (torch, "autocast", _autocast),
+        (torch.amp, "autocast", _autocast),
+        (torch, "is_autocast_enabled", _is_autocast_enabled),
+        (torch, "get_autocast_dtype", _autocast_dtype),
     ]
     count = mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: devices, create=True)
     _state = _State(devices, capability)
