@@ -183,6 +183,7 @@ class PendingWindow:
         update: of the optimizer.
         norms: [P] of the window's gradient, if it may be refused or flags are late.
         record: the figures on the host, in parts of `sizes`, valid once `arrived`.
+        landing: for the record, if it comes from a GPU.
     """
 
     own: list[MicroBatch] = field(default_factory=list)
@@ -201,6 +202,7 @@ class PendingWindow:
     record: Tensor | None = None
     sizes: list[int] = field(default_factory=list)
     arrived: Any = None
+    landing: Landing | None = None
 
     @property
     def ran(self) -> list[MicroBatch]:
@@ -208,23 +210,32 @@ class PendingWindow:
         return [micro for micro in self.own if micro.flag is not None]
 
 
-def to_host(record: Tensor) -> tuple[Tensor, Any]:
-    """Return the record on the host, and the event to wait for before it is read."""
-    if record.device.type != "cuda":
-        return record, None
-    pinned = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
-    pinned.copy_(record, non_blocking=True)
-    arrived = torch.cuda.Event()
-    # the current device may be another one
-    arrived.record(torch.cuda.current_stream(record.device))
-    return pinned, arrived
+class Landing:
+    """Where the record of a window lands on the host: pinned memory and an event, used again.
+
+    Made before a step, of which nothing may fail once the weights have moved.
+    """
+
+    def __init__(self, size: int):
+        self.memory = torch.empty(size, dtype=torch.float64, pin_memory=True)
+        self.arrived = torch.cuda.Event()
+
+    def take(self, record: Tensor) -> tuple[Tensor, Any]:
+        """Return the record on the host, and the event to wait for before it is read."""
+        target = self.memory[: record.numel()]
+        target.copy_(record, non_blocking=True)
+        # the current device may be another one
+        self.arrived.record(torch.cuda.current_stream(record.device))
+        return target, self.arrived
 
 
 def send_record(window: PendingWindow) -> None:
     """Send the record of a window that was stepped: all on the device, without waiting."""
     parts = [figure.reshape(-1).to(torch.float64) for figure in window.figures.values()]
     window.sizes = [part.numel() for part in parts]
-    window.record, window.arrived = to_host(torch.cat(parts))
+    window.record = torch.cat(parts)
+    if window.landing is not None:
+        window.record, window.arrived = window.landing.take(window.record)
 
 
 def read_record(

@@ -30,6 +30,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from npt.distributed.processes import ProcessGroup
 from npt.guard.outcome import (
+    Landing,
     MicroBatch,
     Outcome,
     PendingWindow,
@@ -209,6 +210,7 @@ class GradientWindow:
         self._divisor, self.sharding = divisor, sharding
         self._open = PendingWindow()
         self._launched: deque[PendingWindow] = deque()
+        self._landings: list[Landing] = []  # that no window uses
 
     @property
     def in_flight(self) -> int:
@@ -458,6 +460,12 @@ class GradientWindow:
             # Not indexed by the step: indexing with a scalar tensor reads it.
             step = self._steps.clamp(max=len(self._rates) - 1).view(1)
             rate = window.figures["rate"] = self._rates.index_select(0, step).squeeze(0)
+        if self._home.type == "cuda":
+            added = 2 + self.processes.size  # below, at most
+            size = added + sum(figure.numel() for figure in window.figures.values())
+            fitting = [each for each in self._landings if each.memory.numel() >= size]
+            window.landing = fitting[0] if fitting else Landing(size)
+            self._landings = fitting[1:]
         with self.update.step(go, rate, self.processes) as update:
             window.update = update
             steps = self._steps + update.applied
@@ -497,6 +505,8 @@ class GradientWindow:
                 self._take_back()
                 raise
             self._launched.popleft()
+            if window.landing is not None:
+                self._landings.append(window.landing)
             self.known_steps = result.steps
             if result.applied and self.spikes is not None:
                 assert result.loss is not None and result.grad_norm is not None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
 import pytest
+import simulated_cuda as card
 import torch
-from simulated_cuda import no_waits, simulated_cuda
+from simulated_cuda import no_waits, simulated_cuda, to_cuda
 from students import LENGTHS, load_student, make_batch
+from torch import nn
 from windows import StudentStep
 
 import npt
@@ -17,7 +21,7 @@ from faults.bench import let_draw
 from npt.adapters.converted import adapter_parameters
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES, drive
-from npt.guard.outcome import Outcome
+from npt.guard import Guard, Outcome, Seeded
 
 WAYS = {
     "local": {},
@@ -154,3 +158,46 @@ def passing_over(name: str) -> Callable[..., bool]:
 def test_every_strategy_is_tried() -> None:
     assert set(LENGTHS) == {"full", "right", "left", "packed"}
     assert {settings.get("strategy", "local") for settings in WAYS.values()} == set(STRATEGIES)
+
+
+def test_memory_that_cannot_be_pinned_ends_a_step_before_it_moves_anything(monkeypatch) -> None:
+    """After the optimizer has stepped nothing is allocated on the host."""
+    pin, allowed = card._pin, [0]
+
+    def failing(tensor: Any) -> Any:
+        if not allowed[0]:
+            raise MemoryError("planted")
+        allowed[0] -= 1
+        return pin(tensor)
+
+    with simulated_cuda():
+        model = nn.Linear(4, 2)
+        to_cuda(model)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        guard = Guard(model, optimizer, rates=[0.1], draws=Seeded(0), max_grad_norm=1.0)
+        steps = []
+        optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+
+        def state() -> Any:
+            return deepcopy([t.held for _, t in guard.update._tensors()])
+
+        def window() -> None:
+            with guard.micro_batch() as micro:
+                micro.loss = loss = model(torch.ones(1, 4, device="cuda")).sum()
+                loss.backward()
+            guard.step()
+
+        monkeypatch.setattr(card, "_pin", failing)
+        before, fails = state(), 0
+        while not steps:
+            allowed[0] = fails
+            with suppress(MemoryError):
+                window()
+            if not steps:
+                assert all(map(torch.equal, state(), before))
+                fails += 1
+        assert fails >= 2 and guard.window.applied_steps == 1
+        guard.flush()
+        allowed[0] = 1  # for the window's tokens: the record lands where the first one did
+        window()
+        assert guard.flush()[-1].steps == 2
