@@ -44,6 +44,7 @@ class Holdings:
     def __init__(self, owners: Iterable[Any], without: Iterable[Any] = ()):
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id, each with its copy
         self._containers: list[tuple[Any, Any]] = []  # each with a shallow copy
+        self._paged = False
         self._follow(owners, {id(each) for each in without})
         self._random = random_state()
 
@@ -58,7 +59,9 @@ class Holdings:
             container.clear()
             (container.update if isinstance(container, dict | set) else container.extend)(items)
         for tensor, copy in self._tensors.values():
-            tensor.copy_(copy)
+            tensor.copy_(copy)  # never replaced: others hold it, and a paged one has attributes
+        if self._paged:  # the host may read it next
+            torch.cuda.synchronize()
         set_random_state(self._random)
 
     def _follow(self, owners: Iterable[Any], seen: set[int]) -> None:
@@ -71,7 +74,9 @@ class Holdings:
             if isinstance(value, Tensor):
                 seen.add(id(value))
                 if value.requires_grad or not isinstance(value, nn.Parameter):
-                    self._tensors[id(value)] = value, value.detach().clone()
+                    held = on_card(value)
+                    self._paged |= held is not value
+                    self._tensors[id(value)] = held.detach(), held.detach().clone()
             elif isinstance(value, dict | list | tuple | set | deque):
                 seen.add(id(value))
                 if not isinstance(value, tuple):
@@ -284,9 +289,24 @@ class GuardedUpdate:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    named.append((f"{key} of {name}", local(value)))
+                    named.append((f"{key} of {name}", local(on_card(value))))
             named.append((name, local(parameter).detach()))
         return named
+
+
+class _Managed:
+    """Memory that a card and the host share, for torch to take as the card's."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor  # whose memory it is
+        self.__cuda_array_interface__ = tensor.numpy().__array_interface__
+
+
+def on_card(tensor: Tensor) -> Tensor:
+    """Return the memory of bitsandbytes' paged tensors, which torch takes for the host's, as a
+    tensor of its card, lest it is read page by page through the host; other tensors as they are.
+    """
+    return torch.as_tensor(_Managed(tensor)) if getattr(tensor, "is_paged", False) else tensor
 
 
 def norms_of(tensors: list[Tensor], order: float = 2.0) -> Tensor:
