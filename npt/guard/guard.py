@@ -184,7 +184,7 @@ class Guard:
             micro.loss, micro.report = _scalar(micro.loss), micro.report.detach()
         except BaseException as error:
             done = isinstance(error, DataError) or micro.loss is not unset
-            done = done and bool(self.window.gradients.reached)
+            done = done and any(p.grad is not None for p in self.update.parameters)
             self._withdraw()
             if self.sharding is not None and isinstance(error, self.settings.refuse):
                 self.sharding.end_together(error, done)
@@ -362,7 +362,7 @@ class Guard:
         """Note what a micro-batch of this weight may change, and empty its gradients."""
         for trace in self._traces:
             trace.begin()
-        self.window.gradients.begin()
+        self.window.gradients.withdraw()
         if self.sharding is not None:
             self.sharding.begin(weight)
 

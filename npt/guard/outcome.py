@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
+from npt.guard.lists import alike
 from npt.guard.refusal import Refusal as Refusal
 from npt.guard.refusal import check_alike, refusal_of, window_refusal
 
@@ -41,6 +42,7 @@ class MicroBatch:
         sample_ids: of it.
         index: in the window over all processes.
         flag: scalar bool, loss and gradients are finite; None if it was refused before that.
+        norm: of its gradients, a scalar.
         norms: [P] of the parameters' gradients, to name the bad one.
         codes: [processes] what is wrong on each, if gradients are summed in each backward; then
             those that were computed together count together.
@@ -57,6 +59,7 @@ class MicroBatch:
     sample_ids: tuple[str, ...] = ()
     index: int = -1
     flag: Any = None
+    norm: Any = None
     norms: Any = None
     codes: Any = None
     grad_norm: float | None = None
@@ -231,11 +234,14 @@ class Landing:
 
 def send_record(window: PendingWindow) -> None:
     """Send the record of a window that was stepped: all on the device, without waiting."""
-    parts = [figure.reshape(-1).to(torch.float64) for figure in window.figures.values()]
-    window.sizes = [part.numel() for part in parts]
-    window.record = torch.cat(parts)
+    figures = [figure.reshape(-1) for figure in window.figures.values()]
+    window.sizes = [figure.numel() for figure in figures]
+    record = figures[0].new_empty(sum(window.sizes), dtype=torch.float64)
+    for values, parts in alike(figures, record.split(window.sizes)):
+        torch._foreach_copy_(parts, values)
+    window.record = record
     if window.landing is not None:
-        window.record, window.arrived = window.landing.take(window.record)
+        window.record, window.arrived = window.landing.take(record)
 
 
 def read_record(
