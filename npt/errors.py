@@ -70,6 +70,10 @@ class NoMemoryError(NPTError, RuntimeError):
     """
 
 
+class CardError(NPTError, RuntimeError):
+    """A card that computes nothing any more, after a CUDA error; runs have left a post-mortem."""
+
+
 class AdapterFileError(NPTError, ValueError):
     """A saved adapter that does not fit: its file, its settings or its base."""
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from npt.base.device import wait_for
-from npt.base.precision import fp32_products
+from npt.base.precision import fp32_products, matmul_precision
 from npt.files import write_json, write_text
 from tables import gpu_check as markdown
 
@@ -200,7 +200,7 @@ def _as_it_was(device: torch.device) -> Iterator[None]:
     """Restore after sections what they set for the whole process."""
     torch.manual_seed(0)
     try:
-        with fp32_products():
+        with fp32_products(matmul_precision()):
             yield
     finally:
         if device.type == "cuda":

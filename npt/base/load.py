@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
-from npt.base.device import default_device
+from npt.base.device import check_card, default_device
 from npt.base.families import check_family
 from npt.base.layers import LAYERS, LayersLater, reading, refuse_faults, shape_faults
 from npt.base.linear import quantized_linears
@@ -85,6 +85,7 @@ def load_base(
     check_choice("dtype", dtype, (*STORED, None))
     if use_fp16 and dtype not in (None, "fp16"):
         raise ConfigError(f"use_fp16 with dtype {dtype!r}; drop one of the two")
+    device = torch.device(device or default_device())
     config, tokenizer = read_config(name), load_tokenizer(name)
     stored_packed = getattr(config, "quantization_config", None) is not None
     packed = quantization is not None or stored_packed
@@ -100,6 +101,7 @@ def load_base(
             stacklevel=2,
         )
     stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
+    check_card(device, bf16=(COMPUTE[compute_dtype] if packed else stored) == torch.bfloat16)
     how: dict[str, Any] = {"dtype": "auto" if packed and dtype is None else stored}
     if quantization is not None and not stored_packed:
         how["quantization_config"] = packing_config(quantization, double_quant)
@@ -109,7 +111,9 @@ def load_base(
             source = scratch.enter_context(_located(name))
             if stored_packed:  # statistics are numbers, which headers do not hold
                 how["key_mapping"] = {rf"^{LAYERS}\.": "later."}
-            model = _read_weights(name, "meta", attn_implementation, source=source, **how)
+            model = _read_weights(
+                name, torch.device("meta"), attn_implementation, source=source, **how
+            )
             later = LayersLater(model, name, source, scratch.pop_all())
         else:
             model = _read_weights(name, device, attn_implementation, **how)
@@ -130,7 +134,7 @@ def load_base(
     model.config._name_or_path = name
     if later is None:
         return frozen(model, torch.float32 if packed else stored), tokenizer
-    later.read_parts(torch.device(device or default_device()))
+    later.read_parts(device)
     return model.requires_grad_(False).eval(), tokenizer
 
 
@@ -161,6 +165,8 @@ def load_teacher(
     check_choice("teacher_precision", precision, tuple(COMPUTE))
     check_attention(attn_implementation)
     check_teacher(name, read_config(name))
+    device = torch.device(device or default_device())
+    check_card(device)
     model = _read_weights(name, device, attn_implementation, dtype=COMPUTE[precision])
     enforce_policy(model)
     return frozen(model, torch.float32)
@@ -216,23 +222,18 @@ def packing_config(quantization: str, double_quant: bool = True) -> BitsAndBytes
 
 
 def _read_weights(
-    name: str,
-    device: str | torch.device | None,
-    attention: str,
-    *,
-    source: str | None = None,
-    **how: Any,
+    name: str, device: torch.device, attention: str, *, source: str | None = None, **how: Any
 ) -> PreTrainedModel:
     """Return a model read from safetensors, every weight in its shape; run no code.
 
     Args:
-        device: "meta" reads headers alone.
+        device: `meta` reads headers alone.
         source: `_located(name)`, if known already.
         how: more arguments of `from_pretrained`.
     """
     how |= {
         **_NO_CODE,
-        "device_map": {"": torch.device(device or default_device())},
+        "device_map": {"": device},
         "attn_implementation": implementation_of(attention),
         "ignore_mismatched_sizes": True,  # they are refused below, by name
         "use_safetensors": True,

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from npt.base.device import check_card
 from npt.base.linear import (
     Linear4bit,
     UpcastEmbedding,
@@ -127,11 +128,8 @@ def quantization_of(model: nn.Module) -> str | None:
 
 
 def matmul_precision() -> str:
-    """Return the precision of torch's fp32 products, `highest`, `high` or `medium`, as it is in
-    force, whichever of torch's two interfaces set it.
-
-    `torch.get_float32_matmul_precision` raises once `torch.backends.fp32_precision` was assigned,
-    as `TrainingArguments(tf32=True)` does. `torch.set_float32_matmul_precision` sets both.
+    """Return torch's precision of fp32 products, whichever of its two interfaces set it; the older
+    one's getter raises after `TrainingArguments(tf32=True)`, which uses the newer one.
     """
     if torch.backends.mkldnn.matmul.fp32_precision == "bf16":  # type: ignore[attr-defined]
         return "medium"
@@ -139,14 +137,11 @@ def matmul_precision() -> str:
 
 
 @contextmanager
-def fp32_products(precision: str | None = None) -> Iterator[None]:
-    """Let torch compute fp32 products at this precision within the context; None leaves it. What
-    the context sets is undone at its end.
-    """
+def fp32_products(precision: str) -> Iterator[None]:
+    """Let torch compute fp32 products at this precision within the context."""
     earlier = matmul_precision()
     try:
-        if precision is not None:
-            torch.set_float32_matmul_precision(precision)
+        torch.set_float32_matmul_precision(precision)
         yield
     finally:
         torch.set_float32_matmul_precision(earlier)
@@ -164,6 +159,8 @@ def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
         if on_gpu and policy_dtype(model) == torch.float32:
             exact, fast = (product_error(model, each) for each in ("highest", "high"))
             setting = "high" if exact < fast <= LARGEST_ERROR else "highest"
+    elif setting == "high":
+        check_card(next(model.parameters()).device, tf32=True)
     torch.set_float32_matmul_precision(setting)
 
 

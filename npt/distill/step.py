@@ -194,6 +194,7 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.synchronize()  # raises what is pending, at which bitsandbytes ends the process
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:

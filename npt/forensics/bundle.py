@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,7 @@ def write_postmortem(
     student: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `step-XXXXXXXX` below the folder, of other processes than the first with their number.
+    What cannot be read from its device, as after a CUDA error, is left out; the reason says so.
 
     Args:
         folder: is made if it is not there.
@@ -130,7 +132,9 @@ def write_postmortem(
     window: dict[str, Tensor] = {}
     refused = guard.forensics.refused if refused is None else refused
     accepted = guard.forensics.accepted if accepted is None else accepted
-    state = outcome.snapshot or guard.update.snapshot()
+    lost: list[str] = []
+    state = _read("weights and moments", lambda: outcome.snapshot or guard.update.snapshot(), lost)
+    state = state or {}
     moments = {
         f"{key} of {name}": v for name, (_, kept) in state.items() for key, v in kept.items()
     }
@@ -147,17 +151,21 @@ def write_postmortem(
         "history": list(guard.history),
         "moments": _plain_values({n: v for n, v in moments.items() if n not in tensors}),
         "optimizer": type(guard.update.optimizer).__name__,
-        "groups": [_plain_values(group) for group in guard.update.groups()],
+        "groups": _read("rates", lambda: [*map(_plain_values, guard.update.groups())], lost) or [],
         "spike_limits": None if guard.window.spikes is None else list(outcome.limits),
         "settings": _plain_values(vars(settings))
         | {"refuse": [kind.__name__ for kind in settings.refuse]},
         "versions": versions(),
         "student": student,
     }
+    weights = {name: value for name, (value, _) in state.items()}
+    files = {WINDOW: window, MOMENTS: tensors, WEIGHTS: weights}
+    stored = {file: _on_host(tensors, lost) for file, tensors in files.items()}
+    if lost:
+        record["reason"] = f"{reason}; lost with the device: {', '.join(dict.fromkeys(lost))}"
     with new_folder(folder) as temporary:
-        _save(window, temporary / WINDOW)
-        _save(tensors, temporary / MOMENTS)
-        _save({name: value for name, (value, _) in state.items()}, temporary / WEIGHTS)
+        for file, on_host in stored.items():
+            save_file(on_host, temporary / file)
         write_json(temporary / POSTMORTEM, record)
         write_manifest(temporary)
     return folder
@@ -268,15 +276,19 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     return read_tensors(file, read_headers(file, BundleError), BundleError)
 
 
-def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
-    contiguous = torch.contiguous_format
-    save_file(
-        {
-            name: tensor.detach().to("cpu", copy=True, memory_format=contiguous)
-            for name, tensor in tensors.items()
-        },
-        file,
-    )
+def _on_host(tensors: Mapping[str, Tensor], lost: list[str]) -> dict[str, Tensor]:
+    move = partial(Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format)
+    read = {n: _read("tensors", partial(move, t.detach()), lost) for n, t in tensors.items()}
+    return {name: tensor for name, tensor in read.items() if tensor is not None}
+
+
+def _read(what: str, read: Callable[[], Any], lost: list[str]) -> Any:
+    """Return what is read from a device, or note that it is lost."""
+    try:
+        return read()
+    except RuntimeError:
+        lost.append(what)
+        return None
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ its folder.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,9 @@ def stored_batches(
     stored = []
     for place, batch in enumerate(batches):
         refusal = by_place.get(place, by_place.get(None))
-        with micro_batch_draws(seed, batch.sample_ids, batch.offset):
+        state: Mapping[str, Tensor] = {}
+        draws = micro_batch_draws(seed, batch.sample_ids, batch.offset)
+        with suppress(torch.AcceleratorError), draws:  # of a lost card; the seed says as much
             state = random_state()
         rows, ids = batch.row_tensors, batch.sample_ids
         stored.append(StoredMicroBatch(rows, ids, batch.tokens, refusal, state))
@@ -168,6 +171,8 @@ def read_student(folder: str | Path) -> StudentPostmortem:
             f" print(npt.guard.replay({str(postmortem.folder)!r}, model))"
         )
     check_entries(path, "student.", entry, _STUDENT, BundleError)
+    if not postmortem.weights:
+        raise BundleError(f"{path} has no weights to compute with: {postmortem.record['reason']}")
     with well_formed(path):
         for micro_batch in (*postmortem.micro_batches, *postmortem.accepted):
             _check_rows(micro_batch)

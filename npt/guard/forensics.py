@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from npt.base.device import card_error
 from npt.guard.outcome import MicroBatch, Outcome, Refusal
 from npt.guard.parameters import unsynchronised, whole
 from npt.random_state import kept_random_state, random_state, set_random_state
@@ -120,6 +121,8 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
     assert refusal is not None
     if stored.run is None and not stored.calls:
         return Finding(refusal, None, "the model was not called: there is nothing to compute again")
+    if (lost := card_error(next(model.parameters()).device)) is not None:
+        return Finding(refusal, None, f"not traced: {lost}")
     outcome: Any = None
 
     def compute() -> Any:
@@ -250,7 +253,9 @@ class Forensics:
     def trace(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Trace the first of them that were refused, unless before anything was computed."""
         for micro in micro_batches:
-            if micro.refusal is not None and micro.stored is not None and self.left:
+            if micro.finding is not None or not self.left:
+                continue
+            if micro.refusal is not None and micro.stored is not None:
                 self.left -= 1
                 micro.stored.refusal = micro.refusal
                 if self._together:  # each of its passes would need all processes

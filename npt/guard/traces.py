@@ -138,7 +138,7 @@ class Buffers:
             elif keep is None:
                 now.data.copy_(copy)  # .data: a graph of an earlier forward may hold the buffer
             else:
-                now.data.copy_(torch.where(keep.to(now.device), now, copy))
+                torch.where(keep.to(now.device), now, copy, out=now.data)
 
 
 def _is_written(module: nn.Module, buffer: Tensor) -> bool:

@@ -68,7 +68,7 @@ class Loop:
         self.metrics = StepMetrics(self.setup, run.data.total_steps)
         self.setup.splitter.report = self._report_lack
         self._saved: int | None = None  # micro-batches at the last checkpoint
-        self._open: dict[int, Window | None] = {}  # committed, not accounted for; None: data ended
+        self._open: dict[int, Window | None] = {}  # begun, not accounted for; None: data ended
         self._outcomes: deque[Outcome] = deque()  # known, not accounted for
         self._last_accepted: Window | None = None  # of those without a refusal
         self._last_refused: tuple[Window, Outcome] | None = None
@@ -95,6 +95,7 @@ class Loop:
             window: Window | None = None
             with self._stopping_together():
                 window = None if self.failure is not None else next(coming, None)
+            self._open[guard.window.committed] = window
             with self._computing():
                 for place, batch in self._own_batches(window):
                     if batch is None:
@@ -115,7 +116,6 @@ class Loop:
                         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
                 if self.sharded:
                     model.model.reset_iter_state()  # FSDP would remember every pass
-            self._open[guard.window.committed] = window
             self._account(guard.step(self._fingerprint(window)))
             # Saving and evaluating must see the state of their own step and no later one, so wait
             # for late outcomes; if that window is refused, the wait was in vain.
@@ -316,6 +316,11 @@ class Loop:
     def unsaved(self) -> bool:
         """True if anything has happened since the last checkpoint, if only refusals."""
         return self._saved != self.micro_batches
+
+    @property
+    def open_batches(self) -> list[Batch]:
+        """The micro-batches of windows whose outcomes are not known."""
+        return [batch for window in self._open.values() if window for batch in window.batches]
 
     def state(self) -> dict[str, Any]:
         """Return the part of a checkpoint that is the loop's."""

@@ -12,16 +12,19 @@ from safetensors import SafetensorError
 
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.attention import attention_name
+from npt.base.device import card_error
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.data.batch import Batch
 from npt.data.encoding import lost
 from npt.data.samples import Position
-from npt.errors import CheckpointError, ProcessError, TooManyRefusalsError
+from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError
 from npt.files import write_text
 from npt.guard.forensics import KEPT
 from npt.guard.guard import Guard
 from npt.guard.outcome import Outcome
+from npt.guard.refusal import Refusal
+from npt.manifest import POSTMORTEM
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.run_folder import EVENTS, METRICS, REPORT, RUN, RunFolder, writable
@@ -257,7 +260,7 @@ class Run:
     def give_up(
         self, guard: Guard, outcome: Outcome, reason: str, steps: int, *batches: Sequence[Batch]
     ) -> None:
-        """Write the post-mortem and raise.
+        """Write the post-mortem and raise. Of a card that is lost it has what the host holds.
 
         Args:
             guard: of the student.
@@ -289,20 +292,28 @@ class Run:
                 )
             except Exception as error:  # the run reports its end either way
                 return {"postmortem": None, "error": str(error)}
-            return {"postmortem": str(bundle.relative_to(path.absolute()))}
+            stated = read_json(bundle / POSTMORTEM, BundleError)["reason"]
+            return {"postmortem": str(bundle.relative_to(path.absolute())), "reason": stated}
 
-        bundle = setup.processes.first(write)
+        bundle = write() if setup.processes.broken else setup.processes.first(write)
+        reason = bundle.pop("reason", reason)
         self.folder.event("stopped", step=steps, reason=reason, **bundle)
-        ending = f", the last: {outcome.refused[-1]}" if outcome.refused else ""
+        of_card = any(refusal.kind == "card" for refusal in outcome.refused)
+        ending = f", the last: {outcome.refused[-1]}" if outcome.refused and not of_card else ""
         if bundle["postmortem"] is None:
             end = (
                 f"no post-mortem could be written below {path}: {bundle['error']}; free or choose a"
                 " disk that can be written to"
             )
+        elif of_card:
+            older = self.folder.checkpoints()
+            remedy = f"continue with --resume {older[-1]}" if older else "there is no checkpoint"
+            end = f"batches and settings are in {path / bundle['postmortem']}; {remedy}"
         else:
             end = f"look into it with: npt replay {path / bundle['postmortem']}"
         message = f"stopped at step {steps}: {reason}{ending}; {end}"
-        raise setup.processes.everywhere(TooManyRefusalsError(message))
+        kind = CardError if of_card else TooManyRefusalsError
+        raise setup.processes.everywhere(kind(message))
 
     def rescue(self, loop: Loop, error: BaseException) -> None:
         """Save the steps before an error that ended the loop; a second signal does not wait."""
@@ -314,6 +325,11 @@ class Run:
         # the others are elsewhere: leave out whatever would wait for them
         if not processes.met_by_all(error):
             processes.leave()
+        if isinstance(error, RuntimeError) and (why := card_error(self.setup.device)) is not None:
+            batches, steps = loop.open_batches, loop.steps
+            outcome = Outcome(loop.guard.window.committed, len(batches), False, steps)
+            outcome.refused = (Refusal("card", why),)
+            self.give_up(loop.guard, outcome, why, steps, batches, ())
         try:
             loop.settle()  # a checkpoint bears the step of its weights
             if processes.broken and loop.guard.window.applied_steps != loop.steps:

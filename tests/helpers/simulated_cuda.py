@@ -6,6 +6,10 @@ is not from or to pinned memory or not asked for as non-blocking, an operation w
 depends on values) is counted, and raises within `no_waits()`. A non-blocking copy to the host holds
 NaN until an event recorded after it has been waited for, so that whoever reads too early sees NaN.
 
+An assertion that fails in a kernel (`torch._assert_async`, an index out of range) leaves the card
+with a sticky error, as does `state.lose_card()`: whatever asks it for anything raises from then on,
+and a call of bitsandbytes ends the process (`state.exit`), as its C code does.
+
 Underneath, the tensors are on torch's `meta` device, for which autograd needs no driver. Kernels
 are the CPU's: nothing is said about CUDA's rounding, speed or memory.
 """
@@ -16,10 +20,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import stub_bitsandbytes
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -44,22 +50,81 @@ READS |= {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd
 READS |= {"aten::linalg_lstsq"}
 
 
+WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
+"""What torch's default wheels of 2.11 are compiled for (its RELEASE.md)."""
+
+
+FREE = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::t"}
+FREE |= {"aten::slice", "aten::select", "aten::expand", "aten::unsqueeze", "aten::squeeze"}
+FREE |= {"aten::transpose", "aten::permute", "aten::as_strided", "aten::split", "aten::unbind"}
+"""Operations that ask the card for nothing."""
+
+
+PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+"""Products that TF32 may be taken for, with the place of their first operand."""
+
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+HALVES = {torch.float16, torch.bfloat16}
+
+UNSUPPORTED: dict[str, set[torch.dtype]] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot"), INTEGERS),
+    **dict.fromkeys(("vdot", "max_pool2d", "max_pool3d"), INTEGERS),
+    **dict.fromkeys(("histc", "igamma", "igammac", "angle"), HALVES),
+    "scatter_reduce": {torch.bool},
+}
+"""Dtypes of the CPU's operators that CUDA's have not, by `OpInfo.dtypes` and `dtypesIfCUDA`."""
+
+
 class HostWaitError(AssertionError):
     """The host would wait for the device where it must not."""
 
 
 @dataclass
 class _State:
-    """The simulation that is running. waits: operations that made the host wait, in order."""
+    """The simulation that is running.
+
+    Attributes:
+        waits: operations that made the host wait, in order.
+        error: that the card is left with; None for a card that works.
+        exit: ends the process, from bitsandbytes' code.
+        allocations: so far, of an operation that returns new tensors and of pinned memory one each.
+        full_at: the allocation for which there is no memory, by its number from 1.
+    """
 
     devices: int
+    capability: tuple[int, int]
     waits: list[str] = field(default_factory=list)
     forbidden: bool = False
     in_flight: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pinned: set[int] = field(default_factory=set)
     kernels: list[str] = field(default_factory=list)
+    error: str | None = None
+    told: bool = False
+    autocast: torch.dtype | None = None
+    allocations: int = 0
+    full_at: int | None = None
+    exit: Callable[[], Any] = lambda: _exit()
+
+    def lose_card(self, why: str = "device-side assert triggered", *, told: bool = True) -> None:
+        """Leave a sticky error, which a wait tells of first if it is not `told` by every launch."""
+        self.error = f"CUDA error: {why}\nCUDA kernel errors might be asynchronously reported"
+        self.told = told
+
+    def allocate(self, pinned: bool = False) -> None:
+        self.allocations += 1
+        if self.allocations == self.full_at:
+            if pinned:
+                raise torch.AcceleratorError("CUDA error: out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0")
+
+    def ask(self, wait: bool = False) -> None:
+        """Ask the card for anything."""
+        self.told = self.told or wait
+        if self.error is not None and self.told:
+            raise torch.AcceleratorError(self.error)
 
     def wait(self, why: str) -> None:
+        self.ask(wait=True)
         self.waits.append(why)
         if self.forbidden:
             raise HostWaitError(f"the host would wait for the device: {why}")
@@ -72,6 +137,14 @@ class _State:
 
 
 _state: _State | None = None
+
+
+def _exit() -> None:
+    raise ExitedError
+
+
+class ExitedError(BaseException):
+    """The process would have ended in C, without a chance for anybody to do anything."""
 
 
 class Simulated(Tensor):
@@ -163,13 +236,19 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             _pin(result)
         return result
     kwargs.pop("pin_memory", None)
+    if name.startswith("bitsandbytes::") and name in KERNELS:
+        return _of_bitsandbytes(state, KERNELS[name], args, kwargs)
+    if name not in FREE:
+        state.ask()
+    device = next(iter(here)).device if asked is None else _device_of(asked)
+    if device.type == "cuda" and not (func.is_view or func._schema.is_mutable):
+        state.allocate()
     if name not in ACROSS_DEVICES:
         # A scalar of the host may take part in an operation on a device.
         devices = {t.device for t in tensors if isinstance(t, Simulated) or t.dim() > 0}
         if len(devices) > 1:
             raise RuntimeError(f"{name}: tensors on two devices, {sorted(map(str, devices))}")
     _notice_wait(state, name, args, kwargs)
-    device = next(iter(here)).device if asked is None else _device_of(asked)
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if name == "aten::copy_" and not isinstance(args[0], Simulated):
@@ -178,7 +257,15 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _fly(state, target, source.clone())
         return target.copy_(source)
     held_args, held_kwargs = _mapped(_held, (args, kwargs))
-    result = func(*held_args, **held_kwargs)
+    _refuse_dtype(name, held_args)
+    held_args = _rounded(name, held_args)
+    if name == "aten::_assert_async" and not held_args[0]:
+        return state.lose_card()
+    try:
+        result = func(*held_args, **held_kwargs)
+    except IndexError:
+        state.lose_card()
+        state.ask()
     if func._schema.is_mutable:  # what was changed is the caller's own tensor
         return _changed(func, args, kwargs)
     if device.type == "meta":
@@ -189,6 +276,37 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _mapped(
         lambda leaf: Simulated(leaf, device.index) if type(leaf) is Tensor else leaf, result
     )
+
+
+LIBRARY, KERNELS = stub_bitsandbytes.load()
+
+
+def _of_bitsandbytes(state: _State, kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run bitsandbytes' Python for CUDA; its C code ends the process at a pending error."""
+
+    def before() -> None:
+        if state.error is not None:
+            state.exit()
+
+    with mock.patch.object(LIBRARY, "before", before), _Operations(), _Functions():
+        return kernel(*args, **kwargs)
+
+
+def _rounded(name: str, args: Any) -> Any:
+    """Return operands as TF32 has them, 10 bits of mantissa, where products are computed so."""
+    first = PRODUCTS.get(name)
+    if first is None or torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return args
+    if _running().capability < (8, 0) or args[first].dtype != torch.float32:
+        return args
+    return (*args[:first], *map(round_to_tf32, args[first : first + 2]), *args[first + 2 :])
+
+
+def round_to_tf32(x: Tensor) -> Tensor:
+    """Round fp32 numbers to the nearest of TF32, ties to even."""
+    bits = x.contiguous().view(torch.int32)
+    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x)
 
 
 def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
@@ -273,6 +391,7 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 def _pin(tensor: Tensor) -> Tensor:
     assert not isinstance(tensor, Simulated), "only tensors of the host can be pinned"
+    _running().allocate(pinned=True)
     # Kept for the simulation's length: an address that is freed could be given to pageable memory.
     _kept.append(tensor)
     _running().pinned.add(tensor.untyped_storage().data_ptr())
@@ -301,8 +420,31 @@ class _Functions(TorchFunctionMode):
         if name == "tensor" and _on_cuda(kwargs.get("device")):
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
+        if _running().autocast is not None and name in LOWER | FULL:
+            args, kwargs = _mapped(partial(_cast, name), (args, kwargs))
+        if name == "to" and isinstance(args[0], Simulated) and _is_there(args, kwargs):
+            return args[0]
         result = func(*args, **kwargs)
         return _pin(result) if pinned else result
+
+
+def _refuse_dtype(name: str, args: Any) -> None:
+    """Refuse what the CPU computes and CUDA does not."""
+    for dtype in UNSUPPORTED.get(name.removeprefix("aten::"), ()):
+        if any(isinstance(x, Tensor) and x.dtype == dtype for x in args):
+            raise NotImplementedError(f'"{name}" not implemented for {dtype} on CUDA')
+
+
+def _is_there(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether `Tensor.to` has nothing to do; torch's C++ takes cuda and meta for two."""
+    tensor, asked = args[0], [*args[1:], *(kwargs.get(name) for name in ("device", "dtype"))]
+    wanted = [torch.device(each) if isinstance(each, str) else each for each in asked]
+    kinds = (torch.device, torch.dtype, bool, type(None))
+    return (
+        all(isinstance(each, kinds) and each in (tensor.device, tensor.dtype, None, False)
+            for each in wanted)
+        and not kwargs.get("copy") and kwargs.get("memory_format") is None
+    )  # fmt: skip
 
 
 def _on_cuda(device: Any) -> bool:
@@ -345,6 +487,50 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
 _true_attention = functional.scaled_dot_product_attention
 
 
+_true_autocast, _true_enabled = torch.autocast, torch.is_autocast_enabled
+_true_dtype = torch.get_autocast_dtype
+
+LOWER = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__", "__rmatmul__", "mv"}
+LOWER |= {"einsum", "conv1d", "conv2d", "scaled_dot_product_attention"}
+FULL = {"softmax", "log_softmax", "cross_entropy", "nll_loss", "kl_div", "mse_loss", "exp", "log"}
+FULL |= {"pow", "__pow__", "rsqrt", "sum", "prod", "norm", "cumsum", "softplus", "layer_norm"}
+"""What autocast for CUDA casts to its dtype, and what to fp32 (torch/amp's documentation)."""
+
+
+class _Autocast(contextlib.ContextDecorator):
+    """`torch.autocast("cuda")`: casts what is called from Python, by name."""
+
+    def __init__(self, dtype: torch.dtype | None = None, enabled: bool = True, **_: Any):
+        self._next = (dtype or torch.float16) if enabled else None
+
+    def __enter__(self) -> _Autocast:
+        self._before, _running().autocast = _running().autocast, self._next
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _running().autocast = self._before
+
+
+def _autocast(device_type: str, *arguments: Any, **settings: Any) -> Any:
+    kind = _Autocast if device_type == "cuda" else partial(_true_autocast, device_type)
+    return kind(*arguments, **settings)
+
+
+def _is_autocast_enabled(kind: str = "cuda") -> bool:
+    return _running().autocast is not None if kind == "cuda" else _true_enabled(kind)
+
+
+def _autocast_dtype(kind: str) -> torch.dtype:
+    return (_running().autocast or torch.float16) if kind == "cuda" else _true_dtype(kind)
+
+
+def _cast(name: str, leaf: Any) -> Any:
+    """Cast an argument of a function as autocast does."""
+    dtype = _running().autocast if name in LOWER else torch.float32
+    cast = isinstance(leaf, Simulated) and leaf.dtype in (torch.float32, *HALVES)
+    return leaf.to(dtype) if cast else leaf
+
+
 class _Generator(torch.Generator):
     """Draws as the CPU's does, and takes a card's state of 16 bytes."""
 
@@ -369,9 +555,11 @@ class _Event:
         self._asked = 0
 
     def record(self, stream: Any = None) -> None:
+        _running().ask()
         self._copies = list(_running().in_flight)
 
     def query(self) -> bool:
+        _running().ask()
         self._asked += 1
         if self._asked < 2:
             return False
@@ -379,6 +567,7 @@ class _Event:
         return True
 
     def synchronize(self) -> None:
+        _running().ask()
         _running().arrive(self._copies)
 
     def elapsed_time(self, other: _Event) -> float:
@@ -412,6 +601,16 @@ def _synchronize(device: Any = None) -> None:
     _running().arrive(list(_running().in_flight))
 
 
+def _asking(result: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+    """What asks the card before it has its result."""
+
+    def ask(*arguments: Any, **_: Any) -> Any:
+        _running().ask()
+        return result(*arguments)
+
+    return ask
+
+
 _CUDA: dict[str, Callable[..., Any] | type] = {
     "is_available": lambda: True,
     "device_count": lambda: _running().devices,
@@ -423,34 +622,41 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
     "Stream": _Stream,
     "stream": lambda stream: contextlib.nullcontext(),
     "synchronize": _synchronize,
-    "is_bf16_supported": lambda *_, **__: True,
+    "is_bf16_supported": lambda including_emulation=True: (
+        including_emulation or _running().capability >= (8, 0)
+    ),
     "is_initialized": lambda: True,
     "is_current_stream_capturing": lambda: False,  # a build for CUDA asks the driver
-    "empty_cache": lambda: None,
+    "empty_cache": _asking(),
     "reset_peak_memory_stats": lambda device=None: None,
     "memory_allocated": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,
-    "mem_get_info": lambda device=None: (60 * 2**30, 80 * 2**30),
+    "mem_get_info": _asking(lambda *_: (60 * 2**30, 80 * 2**30)),
     "get_device_name": lambda device=None: "simulated",
-    "get_device_capability": lambda device=None: (9, 0),
+    "get_device_capability": lambda device=None: _running().capability,
+    "get_arch_list": lambda: WHEEL.split(),
     "get_device_properties": lambda device=None: SimpleNamespace(
-        name="simulated", total_memory=80 * 2**30, multi_processor_count=1, major=9, minor=0
+        name="simulated",
+        total_memory=80 * 2**30,
+        multi_processor_count=1,
+        major=_running().capability[0],
+        minor=_running().capability[1],
     ),
-    "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-    "set_rng_state": lambda state, device=None: None,
-    "get_rng_state_all": lambda: [
-        torch.zeros(16, dtype=torch.uint8) for _ in range(_running().devices)
-    ],
-    "set_rng_state_all": lambda states: None,
-    "manual_seed": lambda seed: None,
-    "manual_seed_all": lambda seed: None,
+    "get_rng_state": _asking(lambda *_: torch.zeros(16, dtype=torch.uint8)),
+    "set_rng_state": _asking(),
+    "get_rng_state_all": _asking(
+        lambda: [torch.zeros(16, dtype=torch.uint8) for _ in range(_running().devices)]
+    ),
+    "set_rng_state_all": _asking(),
+    "manual_seed": _asking(),
+    "manual_seed_all": _asking(),
 }
 
 
 @contextmanager
-def simulated_cuda(devices: int = 1) -> Iterator[_State]:
-    """Within the context CUDA is available, with this many devices.
+def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> Iterator[_State]:
+    """Within the context CUDA is available, with this many devices of a compute capability.
 
     Yields:
         The simulation: `waits` lists what made the host wait, `kernels` which kernels attention
@@ -458,16 +664,6 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
     """
     global _state
     assert _state is None, "one simulation at a time"
-    autocast, enabled = torch.autocast, torch.is_autocast_enabled
-
-    def no_autocast(kind: str, *arguments: Any, **settings: Any) -> Any:
-        return (
-            contextlib.nullcontext() if kind == "cuda" else autocast(kind, *arguments, **settings)
-        )
-
-    def is_enabled(kind: str = "cuda") -> bool:
-        return kind != "cuda" and enabled(kind)
-
     # attention by name and not by a function mode, which is off in what backward recomputes
     fakes = [(torch.cuda, name, fake) for name, fake in _CUDA.items()]
     fakes += [
@@ -478,11 +674,13 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
         # in every thread: a batch is pinned by the one that made it
         (Tensor, "pin_memory", lambda tensor, device=None: _pin(tensor.clone())),
         (Tensor, "is_pinned", lambda tensor, device=None: _is_pinned(tensor)),
-        (torch, "autocast", no_autocast),
-        (torch, "is_autocast_enabled", is_enabled),
+        (torch, "autocast", _autocast),
+        (torch.amp, "autocast", _autocast),
+        (torch, "is_autocast_enabled", _is_autocast_enabled),
+        (torch, "get_autocast_dtype", _autocast_dtype),
     ]
     count = mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: devices, create=True)
-    _state = _State(devices)
+    _state = _State(devices, capability)
     with ExitStack() as stack:
         for patch in (count, *(mock.patch.object(*fake) for fake in fakes)):
             stack.enter_context(patch)
