@@ -6,8 +6,8 @@ fp32 takes on CUDA with TF32 allowed. The rule:
 - an operator that returns a view or fresh memory costs nothing; any other is one launch, and
   moves the bytes of the tensors that it reads and writes, each once;
 - `addmm` onto a matrix copies that matrix first: one launch more, and its bytes twice;
-- a packed product of bitsandbytes' own is three launches that unpack (statistics, their offset, the
-  weight) and one that multiplies;
+- a packed product is three launches that unpack (statistics, their offset, the weight) and one that
+  multiplies;
 - a kernel of this package's own is an operator to torch (npt::...), and is counted as such.
 
 The model of the time gives each launch the longer of its arithmetic, at the speed that such a
@@ -99,7 +99,8 @@ class Cost(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clear()
+        self.launches, self.moved = Counter[str](), Counter[str]()
+        self.flops, self.seconds = 0, 0.0
         self._formulas = FlopCounterMode(display=False, custom_mapping=formulas()).flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,11 +125,6 @@ class Cost(TorchDispatchMode):
             tensors.pop(id(args[0]), None)
         self.add(name, flops, sum(map(_bytes, tensors.values())))
         return out
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self.launches, self.moved = Counter[str](), Counter[str]()
-        self.flops, self.seconds = 0, 0.0
 
     def add(self, name: str, flops: int, moved: int) -> None:
         """Count a launch."""
@@ -275,9 +271,6 @@ def step_cost(strategy: str, setting: Setting = SETTING) -> Cost:
         model, config = empty_base(setting), npt.TrainConfig(strategy=strategy)
         npt.attach(model, setting.form)
         batch = make_batch(setting)
-        STRATEGIES[strategy](model, batch, config)  # scales of packed weights are unpacked once
-        model.zero_grad()
-        cost.clear()
         with cost:
             STRATEGIES[strategy](model, batch, config)
     return cost

@@ -10,14 +10,9 @@ from typing import Any, TypeVar
 import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from npt.errors import ModelError
-
-_SCALES = "_npt_scales"
-"""Attribute of a quantisation state on a GPU: the scales of its blocks in fp32, unpacked once. That
-saves two launches at each unpacking, for an eighth of the packed weight's memory."""
 
 C = TypeVar("C", bound=type[nn.Module])
 
@@ -28,38 +23,6 @@ def linear_kind(cls: C) -> C:
     """Declare that modules of exactly this class compute what `multiply` does."""
     _KINDS.add(cls)
     return cls
-
-
-FEW = 64
-"""Rows up to which bitsandbytes may have a kernel that multiplies packed weights as they are."""
-
-
-@linear_kind
-class Linear4bit(bnb.nn.Linear4bit):
-    """A 4-bit layer that multiplies more rows than a few on a GPU as `multiply` does, from kept
-    scales (`dense_weight`); else as bitsandbytes does.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        few = x.device.type == "cpu" or x.numel() <= FEW * x.shape[-1]
-        if few or self.weight.quant_state is None or torch.compiler.is_compiling():
-            return super().forward(x)
-        return _Frozen.apply(x.reshape(-1, x.shape[-1]), self).view(*x.shape[:-1], -1)
-
-
-class _Frozen(torch.autograd.Function):
-    """A product with a packed weight, which backward unpacks anew."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
-        ctx.module, weight = module, product_weight(module, x.dtype)
-        return _product(x.to(weight.dtype), weight.t(), x.dtype, None, module.bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        weight = product_weight(ctx.module, grad.dtype)
-        return _product(grad.to(weight.dtype), weight, grad.dtype, None), None
 
 
 class UpcastEmbedding(nn.Embedding):
@@ -163,17 +126,9 @@ def dense_weight(module: Any) -> Tensor:
             " linear layer; merge what was put around it into the base (PEFT: merge_and_unload), or"
             " load a base without it"
         )
-    if not isinstance(module, bnb.nn.Linear4bit):
-        return module.weight
-    packed, state = module.weight.data, module.weight.quant_state
-    if packed.device.type == "cpu" or not state.nested or packed.shape[0] == 1:
-        return bnb.functional.dequantize_4bit(packed, state)
-    kept = vars(state).get(_SCALES)
-    if kept is None or kept.device != packed.device:
-        kept = bnb.functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
-        setattr(state, _SCALES, kept)
-    unpacked = torch.ops.bitsandbytes.dequantize_4bit.default
-    return unpacked(packed, kept, state.blocksize, state.quant_type, state.shape, state.dtype)
+    if isinstance(module, bnb.nn.Linear4bit):
+        return bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+    return module.weight
 
 
 def product_weight(module: Any, dtype: torch.dtype) -> Tensor:

@@ -23,14 +23,12 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from npt.base.device import check_card
 from npt.base.linear import (
-    Linear4bit,
     UpcastEmbedding,
     UpcastLinear,
     dense_weight,
@@ -88,8 +86,6 @@ def settle_policy(part: nn.Module, compute_dtype: torch.dtype) -> None:
         module.support_avx512bf16_for_cpu = False
         if module.weight.quant_state is not None:
             module.weight.quant_state.dtype = compute_dtype
-        if type(module) is bnb.nn.Linear4bit:
-            module.__class__ = Linear4bit
         if module.bias is not None:
             # The first forward would cast it and so change the base's hash.
             module.bias.data = module.bias.data.to(compute_dtype)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from npt.base.linear import Linear4bit, UpcastLinear, linear_kind
+from npt.base.linear import UpcastLinear, linear_kind
 from npt.errors import ModelError, kind_of
 
 Rows = tuple[Tensor, Tensor]
@@ -34,7 +35,7 @@ class RowScaled(nn.Module):
 
 
 @linear_kind
-class RowScaledLinear4bit(RowScaled, Linear4bit): ...
+class RowScaledLinear4bit(RowScaled, bnb.nn.Linear4bit): ...
 
 
 @linear_kind

@@ -174,15 +174,12 @@ class Workload:
         late = 0
         if self.device.type == "cuda":
             late = 1 if self.training.skip_spikes else IN_FLIGHT
-        on_gpu = kind is not None and self.device.type == "cuda"  # npt/base/linear.py
-        unpacked = s.layers * s.layer_weights // 64 * FP32 if on_gpu else 0
         teacher = 0 if self.teacher is None else base_bytes(s, None, self.teacher)
         name = "base" if kind is None else f"base, {kind.upper()}"
         if self.processes > 1:
             name += f", 1/{self.processes} of layers"
         return [
             Term(name, base_bytes(s, kind, self.stored, self.processes)),
-            Term("scales of packed weights, unpacked", unpacked),
             Term("layers that are gathered", self._gathered, ("micro-batch", "evaluation")),
             Term("teacher of its own", teacher),
             Term("adapters", size),

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
-from simulated_cuda import simulated_cuda, to_cuda
 from students import enlarge
 from torch import Tensor
 from torch.testing import assert_close
@@ -169,41 +167,3 @@ def test_a_bias_is_rounded_for_products_and_not_in_the_hash(load_model) -> None:
     # bitsandbytes before 0.50 rounds a copy of it
     assert module.bias.dtype in (torch.bfloat16, torch.float32)
     assert npt.base_hash(model) == before
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_gpu_unpacks_for_many_rows_with_scales_that_it_keeps(load_model, monkeypatch, dtype):
-    model = load_model(compute_dtype=dtype)
-    module: Any = model.model.layers[0].mlp.gate_proj
-    unpacked: list[Any] = []
-    scales = bnb.functional.dequantize_blockwise
-    monkeypatch.setattr(
-        bnb.functional, "dequantize_blockwise", lambda *args: unpacked.append(0) or scales(*args)
-    )
-    x, gradient = torch.randn(2, 33, 64), torch.randn(2, 33, 128)
-    leaf = x.clone().requires_grad_()
-    product = module(leaf)
-    product.backward(gradient)
-    monkeypatch.setattr(torch, "mm", no_out_dtype(torch.mm))
-    with simulated_cuda():
-        to_cuda(model), unpacked.clear()
-        there = x.to("cuda").requires_grad_()
-        for _ in range(2):
-            output = module(there)
-        output.backward(gradient.to("cuda"))
-        assert len(unpacked) == 1 and output.grad_fn.name().startswith("ViewBackward")
-        assert_close(output.detach().cpu(), product.detach(), rtol=UNIT, atol=UNIT)
-        assert_close(there.grad.cpu(), leaf.grad, rtol=UNIT, atol=4 * UNIT)
-        calls: list[Any] = []
-        monkeypatch.setattr(bnb, "matmul_4bit", lambda x, *_, **__: calls.append(x) or x)
-        module(there), module(there[:, :32])
-        assert [len(x[0]) for x in calls] == [32]  # bitsandbytes' own way, for few rows
-
-
-def no_out_dtype(mm: Any) -> Any:
-    """`torch.mm`, which takes an `out_dtype` on CUDA alone."""
-
-    def called(one: Tensor, other: Tensor, out_dtype: Any = None, out: Any = None) -> Tensor:
-        return mm(one, other, out=out) if out_dtype is None else mm(one, other).to(out_dtype)
-
-    return called
