@@ -89,26 +89,6 @@ def embedded(figures: Json) -> str:
     return table(columns, ({"name": name, "bits": figures[key]} for name, key in rows))
 
 
-def masking(figures: Json) -> str:
-    """Return what `masking.py --json` prints."""
-    losses = {"nmse": "NMSE, `local`", "kl": "KL, logits", "cross_entropy": "cross-entropy"}
-
-    def arm(name: str) -> Callable[[Json], str]:
-        return lambda case: ", ".join(figure(key, case[name]) for key in ("perplexity_ratio", "kl"))
-
-    columns: dict[str, Cell] = {
-        "what the mask leaves out": "{left_out}",
-        "loss": lambda case: losses[case["loss"]],
-        "steps": "{steps}",
-        "masked: ratio, KL": arm("masked"),
-        "ignored: ratio, KL": arm("ignored"),
-    }
-    return (
-        f"{table(columns, figures['cases'])}\n± is over {figures['samples']} held-out samples;"
-        f" {figures['batch_size']} samples a step; each arm was trained once.\n"
-    )
-
-
 def forms(figures: Json) -> str:
     """Return what `forms.py` wrote: KL, top-1 and parameters by form and rank, means of seeds."""
     rows = figures["rows"]
@@ -308,9 +288,9 @@ def speed(figures: Json) -> str:
     )
 
 
-def gpu_check(figures: Json) -> str:
-    """Return the results of `gpu_check.py`."""
-    card, sections = figures["machine"], figures["sections"]
+def sections(figures: Json, program: str = "gpu_check") -> str:
+    """Return the results of `gpu_check.py`, or of another program of sections."""
+    card, results = figures["machine"], figures["sections"]
     libraries = ", ".join(
         f"{name} {card[name]}"
         for name in ("torch", "cuda", "transformers", "bitsandbytes")
@@ -322,9 +302,9 @@ def gpu_check(figures: Json) -> str:
         "result": lambda section: section["text"].replace("|", "\\|"),
         "seconds": "{seconds:.1f}",
     }
-    date = max((section["ended"][:10] for section in sections), default="")
+    date = max((section["ended"][:10] for section in results), default="")
     flag = " --small" if figures["small"] else ""
     return (
-        f"### {card['device']}, {date}\n\n`benchmarks/gpu_check.py{flag}`, {libraries}.\n\n"
-        f"{table(columns, sections)}"
-    ) + "".join(f"\n{each}\n" for section in sections for each in section["tables"])
+        f"### {card['device']}, {date}\n\n`benchmarks/{program}.py{flag}`, {libraries}.\n\n"
+        f"{table(columns, results)}"
+    ) + "".join(f"\n{each}\n" for section in results for each in section["tables"])

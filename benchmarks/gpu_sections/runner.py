@@ -24,15 +24,13 @@ import torch
 
 from npt.base.device import wait_for
 from npt.files import write_json, write_text
-from tables import gpu_check as markdown
+from tables import sections as markdown
 
 PASS, FAIL, MISS = "PASS", "FAIL", "MISS"
 NEEDS_CUDA, LEFT = "needs CUDA", "not reached"
 
 DONE, FAILED, CUT = 0, 1, 3
 """Exit statuses: nothing failed; something did; nothing did, but not all was reached."""
-
-JSON, MARKDOWN = "gpu_check.json", "gpu_check.md"
 
 
 class UnavailableError(Exception):
@@ -231,13 +229,16 @@ def _deadline(seconds: float) -> Iterator[None]:
 class Report:
     """The file of all results, and their rows in Markdown; sections that ran earlier, on the same
     machine into the same folder, stay.
+
+    Args:
+        program: by which the files are named.
     """
 
-    def __init__(self, folder: Path, machine: dict[str, Any], small: bool):
-        self.folder, self.machine, self.small = folder, machine, small
+    def __init__(self, folder: Path, machine: dict[str, Any], small: bool, program: str):
+        self.path, self.machine, self.small = folder / f"{program}.json", machine, small
         self.sections: dict[int, Result] = {}
         try:
-            earlier = json.loads((folder / JSON).read_text(encoding="utf-8"))
+            earlier = json.loads(self.path.read_text(encoding="utf-8"))
             if (earlier["machine"], earlier["small"]) == (json.loads(json.dumps(machine)), small):
                 self.sections = {section["number"]: section for section in earlier["sections"]}
         except (OSError, ValueError, KeyError, TypeError):
@@ -252,8 +253,8 @@ class Report:
         self.sections[result["number"]] = result
         ordered = [self.sections[number] for number in sorted(self.sections)]
         figures = {"machine": self.machine, "small": self.small, "sections": ordered}
-        write_json(self.folder / JSON, figures)
-        write_text(self.folder / MARKDOWN, markdown(figures))
+        write_json(self.path, figures)
+        write_text(self.path.with_suffix(".md"), markdown(figures, self.path.stem))
 
 
 def run_sections(
