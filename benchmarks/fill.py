@@ -38,7 +38,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "embedded": (tables.embedded, ("embedded",)),
     "real.py": (tables.real, ("real",)),
     "speed.py --shape cpu-0.2b": (tables.speed, ("cpu-0.2b",)),
-    "gpu_check.py": (tables.sections, ("gpu_check",)),
+    "gpu_check.py": (tables.gpu_check, ("gpu_check",)),
     "forms-tiny": (tables.forms, ("forms-tiny",)),
     "forms-real": (tables.forms, ("forms-real",)),
     "fault-campaign": (tables.campaign, ("faults",)),

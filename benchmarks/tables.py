@@ -288,9 +288,9 @@ def speed(figures: Json) -> str:
     )
 
 
-def sections(figures: Json, program: str = "gpu_check") -> str:
-    """Return the results of `gpu_check.py`, or of another program of sections."""
-    card, results = figures["machine"], figures["sections"]
+def gpu_check(figures: Json) -> str:
+    """Return the results of `gpu_check.py`."""
+    card, sections = figures["machine"], figures["sections"]
     libraries = ", ".join(
         f"{name} {card[name]}"
         for name in ("torch", "cuda", "transformers", "bitsandbytes")
@@ -302,9 +302,10 @@ def sections(figures: Json, program: str = "gpu_check") -> str:
         "result": lambda section: section["text"].replace("|", "\\|"),
         "seconds": "{seconds:.1f}",
     }
-    date = max((section["ended"][:10] for section in results), default="")
+    date = max((section["ended"][:10] for section in sections), default="")
+    program = figures.get("program", "gpu_check")
     flag = " --small" if figures["small"] else ""
     return (
         f"### {card['device']}, {date}\n\n`benchmarks/{program}.py{flag}`, {libraries}.\n\n"
-        f"{table(columns, results)}"
-    ) + "".join(f"\n{each}\n" for section in results for each in section["tables"])
+        f"{table(columns, sections)}"
+    ) + "".join(f"\n{each}\n" for section in sections for each in section["tables"])

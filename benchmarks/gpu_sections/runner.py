@@ -24,7 +24,7 @@ import torch
 
 from npt.base.device import wait_for
 from npt.files import write_json, write_text
-from tables import sections as markdown
+from tables import gpu_check as markdown
 
 PASS, FAIL, MISS = "PASS", "FAIL", "MISS"
 NEEDS_CUDA, LEFT = "needs CUDA", "not reached"
@@ -252,9 +252,10 @@ class Report:
             return
         self.sections[result["number"]] = result
         ordered = [self.sections[number] for number in sorted(self.sections)]
-        figures = {"machine": self.machine, "small": self.small, "sections": ordered}
+        figures = {"program": self.path.stem, "machine": self.machine, "small": self.small}
+        figures |= {"sections": ordered}
         write_json(self.path, figures)
-        write_text(self.path.with_suffix(".md"), markdown(figures, self.path.stem))
+        write_text(self.path.with_suffix(".md"), markdown(figures))
 
 
 def run_sections(
