@@ -79,7 +79,8 @@ class Outcome:
     Attributes:
         index: of the window.
         micro_batches: their number, refused ones included.
-        applied: the optimizer and the scheduler stepped; not if no parameter got a gradient.
+        applied: the optimizer and the scheduler stepped; not if no parameter got a gradient, or if
+            all overflowed under a loss scale that was too high, which refuses nothing.
         steps: applied so far, including this one.
         tokens: of the survivors; their number if none were given.
         rate: learning rate of the step, None if the optimizer's groups have theirs.
@@ -137,7 +138,8 @@ class RunCounts:
         windows: with a step and without.
         steps: applied.
         refused: micro-batches and windows.
-        in_a_row: refusals since the last micro-batch that counted.
+        in_a_row: refusals since the last micro-batch that counted, without overflows that a loss
+            scale was to blame for.
     """
 
     windows: int = 0
@@ -145,11 +147,13 @@ class RunCounts:
     refused: int = 0
     in_a_row: int = 0
 
-    def add(self, outcome: Outcome, processes: ProcessGroup) -> int:
-        """Count a window; return the longest run of refusals up to its end."""
+    def add(self, outcome: Outcome, processes: ProcessGroup, excused: bool = False) -> int:
+        """Count a window, whose overflows may be excused from running on; return the longest run of
+        refusals up to its end."""
         longest = 0
         if outcome.refused:  # the same on all processes, whose numbers of micro-batches may differ
-            refused = [r.micro_batch for r in outcome.refused]
+            bad = [r for r in outcome.refused if not (excused and r.kind == "gradient")]
+            refused = [refusal.micro_batch for refusal in bad]
             order = [*chain(*processes.gather(outcome.places)), *refused]
             # of a window that was refused as a whole no survivor ends a run of refusals
             for index in sorted(order) if outcome.applied else refused:

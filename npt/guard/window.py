@@ -216,6 +216,11 @@ class GradientWindow:
         return len(self._launched)
 
     @property
+    def open_here(self) -> int:
+        """Micro-batches of this process in the open window, refused ones included."""
+        return len(self._open.own)
+
+    @property
     def applied_steps(self) -> int:
         """Applied steps by the device's own count, for which this waits."""
         return int(self._steps)
