@@ -19,10 +19,11 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from gpu_sections.runner import Bench, Findings, Section, UnavailableError
 from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
 from npt.base.load import load_tokenizer
+from npt.base.precision import set_matmul_precision
 from npt.console import silent_console
 from npt.data.source import Repeatable
 from npt.doctor.measure import measure_window
@@ -61,6 +63,9 @@ ROWS = {
 """Of the table of fidelity, in its order."""
 
 
+Stage = Callable[[Bench, Findings], None]
+
+
 class Hour:
     """The stages, and what one leaves to the next."""
 
@@ -73,12 +78,12 @@ class Hour:
         self.rows: dict[str, Any] = {}
 
     def sections(self) -> list[Section]:
-        stages = (self.load, self.start, self.measure, self.train, self.measure_trained, self.guard)
+        untrained = {"floor": "floor", "teacher": "teacher", "cut": "student"}
+        before = partial(self.measure, rows=untrained)
+        after = partial(self.measure, rows={"trained": "student"})
+        stages: tuple[Stage, ...] = (self.load, self.start, before, self.train, after, self.guard)
         names = [f"{name}, {minutes * self.share:.1f} minutes" for name, minutes in PLAN.items()]
-        return [
-            Section(number, name, stage)
-            for number, (name, stage) in enumerate(zip(names, stages, strict=True), 1)
-        ]
+        return list(map(Section, range(1, 7), names, stages))
 
     def load(self, bench: Bench, findings: Findings) -> None:
         """The base, with adapters that have no start yet, and the text."""
@@ -93,11 +98,8 @@ class Hour:
                     raise
                 findings.notes.append(f"random weights: {error}")
                 config = llama_config(SHAPES["llama-3.1-8b"], self.length)
-                model, self.tokenizer = (
-                    random_base(config, device=bench.device),
-                    load_tokenizer("tiny"),
-                )
-            vocab, rank = model.config.vocab_size, model.config.hidden_size // 4
+                model = random_base(config, device=bench.device)
+                self.tokenizer = load_tokenizer("tiny")
             npt.attach(model, Row("", form=STREAM).config(model.config))
         text = self.args.text
         if bench.small:
@@ -107,13 +109,12 @@ class Hour:
         self.text = read_text(
             text,
             self.tokenizer,
-            vocab,
+            model.config.vocab_size,
             length=self.length,
             heldout_tokens=max(4 * self.length, int(16384 * self.share)),
             choosing_tokens=4 * self.length,
         )
-        findings.figures |= {"text": self.text.sizes(), "rank": rank}
-        findings.check("text", True, str(self.text.sizes()))
+        findings.figures |= {"text": self.text.sizes()}
         self.model = model
 
     def start(self, bench: Bench, findings: Findings) -> None:
@@ -126,15 +127,8 @@ class Hour:
         worst = max(layer.nmse for layer in calibration.layers.values())
         findings.check("a part of attention is kept", 0 <= worst < 1, f"NMSE up to {worst:.3g}")
 
-    def measure(self, bench: Bench, findings: Findings) -> None:
-        """Floor, cut and teacher on held-out text."""
-        self._measure(bench, findings, {"floor": "floor", "teacher": "teacher", "cut": "student"})
-
-    def measure_trained(self, bench: Bench, findings: Findings) -> None:
-        """The trained student on the same text."""
-        self._measure(bench, findings, {"trained": "student"})
-
-    def _measure(self, bench: Bench, findings: Findings, rows: dict[str, str]) -> None:
+    def measure(self, bench: Bench, findings: Findings, rows: dict[str, str]) -> None:
+        """Rows of the table, by the modes that they are of, on held-out text."""
         model = self.base()
         with noted(bench, findings, token_count(self.text.heldout)):
             fidelity = npt.evaluate(model, None, self.text.heldout, batch_size=4)
@@ -208,8 +202,10 @@ class Hour:
         findings.notes.append(f"guarded / plain step {ratio:.4f}")
 
     def base(self) -> Any:
+        """Return the base, which computes fp32 products as a run does."""
         if self.model is None:
             raise UnavailableError("needs a base")
+        set_matmul_precision("auto", self.model)
         return self.model
 
 
