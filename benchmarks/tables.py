@@ -249,7 +249,7 @@ def speed(figures: Json) -> str:
     """Return machine, setting and tables of `speed.py`."""
     shape, setting, roofline = (figures[key] for key in ("sizes", "setting", "roofline"))
     device = figures["machine"]["device"]
-    count = setting["batch_size"]
+    count, in_bf16 = setting["batch_size"], setting.get("compute_dtype") == "bf16"
 
     def of_floor(run: Json) -> str:
         floor = run.get("floor_flops_per_token")
@@ -280,7 +280,8 @@ def speed(figures: Json) -> str:
         f" reach {roofline['flops_per_second'] / 1e9:,.0f} GFLOP/s.\n\n"
         f"Shape `{figures['shape']}`: D {shape['hidden']}, F {shape['ffn']}, {shape['layers']}"
         f" layers, {shape['heads']} heads, {shape['kv_heads']} of keys and values, V"
-        f" {shape['vocab']:,}; {setting['quantization'] or 'fp32'} base, layers"
+        f" {shape['vocab']:,}; {setting['quantization'] or 'fp32'} base,"
+        f"{' its products and the square ones in bf16,' if in_bf16 else ''} layers"
         f" `{setting['layers']}` converted, rank {setting['rank']}."
         f" {count} row{'' if count == 1 else 's'} of {setting['length']:,} tokens a step,"
         f" {setting['rounds']} rounds.\n\n"

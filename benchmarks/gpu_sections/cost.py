@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,18 +208,12 @@ def measure_speed(bench: Bench, findings: Findings) -> None:
     )
     for shape, layers, length in cases:
         for precision in ("high", "highest", "bf16"):
-            in_bf16 = precision == "bf16"
+            in_bf16, device = precision == "bf16", str(bench.device)
             torch.set_float32_matmul_precision("high" if in_bf16 else precision)
-            setting = speed.Setting(
-                shape,
-                layers,
-                16,
-                1,
-                length,
-                device=str(bench.device),
-                compute_dtype="bf16" if in_bf16 else "fp32",
-            )
-            names = NAMES[:2] if in_bf16 else NAMES
+            setting = speed.Setting(shape, layers, 16, 1, length, device=device)
+            names: tuple[str, ...] = NAMES
+            if in_bf16:
+                setting, names = replace(setting, compute_dtype="bf16"), NAMES[:2]
             try:
                 figures = speed.measure(setting, names, 2, lambda line: None)
             except Exception as error:  # three bases do not fit on every card; of ours there is one
@@ -254,14 +249,10 @@ def _judge_speed(findings: Findings, name: str, figures: dict[str, Any]) -> None
     findings.figures[f"{name}: share of the roofline at the floor's arithmetic"] = share
     peak = shown(ours["peak_bytes"])
     note = f"{name}: {ours['tokens_per_second']:,.0f} tokens/s, {peak}, {share:.0%} of the roofline"
-    products = "bf16" if name.endswith("bf16") else "TF32"
+    wanted = f"at least 60% of the measured {'bf16' if name.endswith('bf16') else 'TF32'} products"
     targets = [
         ("memory", ours["peak_bytes"] <= 10 * 2**30, f"{peak}, at most 10 GiB"),
-        (
-            "roofline",
-            share >= 0.6,
-            f"{share:.0%}, at least 60% of the measured {products} products",
-        ),
+        ("roofline", share >= 0.6, f"{share:.0%}, {wanted}"),
     ]
     if "speed_ratio" in ours:
         ratio, memory = ours["speed_ratio"]["median"], ours["memory_ratio"]

@@ -41,8 +41,8 @@ def check_layer(bench: Bench, findings: Findings) -> None:
         return [sums.loss, *(p.grad for p in parameters.values() if p.grad is not None)]
 
     lines = ["| precision | form | launches | ms | error |", "|---|---|---|---|---|"]
-    # fp32: sums of thousands of terms in other blocks. TF32: both round, some of it elsewhere
-    for precision, limit in (("highest", 1e-4), ("high", 3e-3)):
+    # fp32: sums of thousands of terms in other blocks. TF32: both round, and not in the same places
+    for precision, limit in (("highest", 1e-4), ("high", 5e-3)):
         torch.set_float32_matmul_precision(precision)
         expected: list[Tensor] = []
         for form in ("plain", "trained"):
@@ -60,14 +60,10 @@ def check_layer(bench: Bench, findings: Findings) -> None:
             if form == "trained":
                 findings.below(f"{precision}: off the plain form", error, limit)
     findings.tables.append("\n".join(lines))
-    installed = find_spec("triton") is not None
-    findings.notes.append(
-        "Triton's kernels need CUDA"
-        if not bench.cuda
-        else "Triton is installed"
-        if installed
-        else "Triton is not installed, so torch's kernels are compared"
-    )
+    if not bench.cuda:
+        findings.notes.append("Triton's kernels need CUDA")
+    elif find_spec("triton") is None:
+        findings.notes.append("Triton is not installed, so torch's kernels are compared")
 
 
 def _launches(act: Callable[[], Any]) -> int:
