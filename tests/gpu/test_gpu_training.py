@@ -1,5 +1,5 @@
-"""Training on a GPU: fused layers are the plain ones, runs end, bundles replay, statistics are the
-CPU's. That its numbers and bits are as they should be, sections 6 and 7 of gpu_check.py say.
+"""Training on a GPU: flags read late change no bit, runs end, bundles replay. That its numbers are
+the CPU's, section 6 of gpu_check.py says.
 """
 
 from __future__ import annotations
@@ -7,22 +7,69 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from gpu_student import micro_batch, student
 from rich.console import Console
+from torch import Tensor
 
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.trained import unfused
+from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.forensics.student import replay_student as replay
+from npt.guard.outcome import MicroBatch as Added
+from npt.guard.update import GuardedUpdate
+from npt.guard.window import GradientWindow
 from npt.recorder.statistics import summarise
 
 pytestmark = pytest.mark.gpu
+
+
+def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], list]:
+    model, _ = student()
+    parameters = adapter_parameters(model)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, fused=True)
+    rates = [1e-2, 8e-3, 6e-3, 4e-3]
+    update = GuardedUpdate(parameters, optimizer, late)
+    window_of: GradientWindow = GradientWindow(update, 0.5, rates)
+    results = []
+    for window in range(4):
+        for index in range(2):
+            number = 2 * window + index
+
+            def fill(number: int = number) -> BatchSums:
+                sums = STRATEGIES["local"](
+                    model, micro_batch(number).to(torch.device("cuda")), npt.TrainConfig()
+                )
+                if fault(number):
+                    next(iter(parameters.values())).grad.view(-1)[0] = float("nan")
+                return sums
+
+            window_of.gradients.begin()
+            sums = fill()
+            window_of.add(Added(sums.loss, sums.tokens, sums.report, (str(number),)))
+        results += window_of.commit()
+    return {name: p.detach().clone() for name, p in parameters.items()}, results + window_of.flush()
+
+
+def test_flags_read_late_leave_the_bits_of_flags_read_at_once() -> None:
+    weights, results = zip(
+        *(run(late, lambda number: number in (2, 4, 5)) for late in (False, True)), strict=True
+    )
+    assert (
+        [r.applied for r in results[1]]
+        == [r.applied for r in results[0]]
+        == [True, True, False, True]
+    )
+    assert [r.steps for r in results[1]] == [1, 2, 2, 3]
+    assert [r.rate for r in results[1]] == [r.rate for r in results[0]]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
