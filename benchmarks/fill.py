@@ -40,7 +40,6 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "speed.py --shape cpu-0.2b": (tables.speed, ("cpu-0.2b",)),
     "step_cost.py": (tables.step_cost, ("step_cost",)),
     "gpu_check.py": (tables.gpu_check, ("gpu_check",)),
-    "masking": (tables.masking, ("masking",)),
     "forms-tiny": (tables.forms, ("forms-tiny",)),
     "forms-real": (tables.forms, ("forms-real",)),
     "fault-campaign": (tables.campaign, ("faults",)),

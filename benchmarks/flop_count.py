@@ -39,16 +39,20 @@ class Roofline:
 
 
 def matmul_roofline(
-    device: torch.device | str, *, sizes: Iterable[int] | None = None, seconds: float = 1.0
+    device: torch.device | str,
+    *,
+    sizes: Iterable[int] | None = None,
+    seconds: float = 1.0,
+    dtype: torch.dtype = torch.float32,
 ) -> Roofline:
     """Measure the speed that this device reaches, as it is set up now (threads, TF32), on square
-    fp32 products of `sizes`, each for `seconds` and three times at least. The best is taken: other
-    work can only make one slower.
+    products of `sizes`, each for `seconds` and three times at least. The best is taken: other work
+    can only make one slower.
     """
     device = torch.device(device)
     best = Roofline(0.0, 0)
     for size in ROOFLINE_SIZES[device.type] if sizes is None else sizes:
-        a, b = (torch.randn(size, size, device=device) for _ in range(2))
+        a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
         out = torch.empty_like(a)
         spent: list[float] = []
         while len(spent) < 4 or sum(spent) < seconds:

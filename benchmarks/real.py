@@ -1,7 +1,7 @@
 """A real language model converted: how near the student is to its base, and what that costs.
 
     python benchmarks/real.py [--model FOLDER_OR_FILE.gguf] [--text builtin-prose | FILE]
-        [--rows NAME,...] [--steps 300] [--out FILE] [--json]
+        [--rows NAME,...] [--steps 300] [--products fp32] [--out FILE] [--json]
 
 Every row is made on the same NF4 base and measured on the same held-out samples, one of a document
 each, so that errors are over documents. No row is fitted to these; of four students on its way a
@@ -46,6 +46,7 @@ from npt.errors import ConfigError, NPTError
 from npt.evaluation.evaluate import Fidelity, reference_outputs
 from npt.files import finite_or_null, to_json, write_json
 from real_text import Text, read_text
+from rounded_products import round_operands
 from tables import real as markdown
 from this_machine import code_hash, machine
 
@@ -255,7 +256,10 @@ def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
         NPTError: no such model, or too little text.
     """
     name = args.model if args.model is not None else str(fetched())
-    model, tokenizer = npt.load_base(name, quantization=QUANTIZATION)
+    compute = "bf16" if args.products == "bf16" else "fp32"
+    model, tokenizer = npt.load_base(name, quantization=QUANTIZATION, compute_dtype=compute)
+    if args.products == "rounded":
+        round_operands(model)
     config = model.config
     text = read_text(
         args.text,
@@ -269,6 +273,7 @@ def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
     about = {
         "model": Path(name).name,
         "quantization": QUANTIZATION,
+        "products": args.products,
         "sizes": {
             "layers": config.num_hidden_layers,
             "hidden": config.hidden_size,
@@ -330,6 +335,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--choosing_tokens", type=int, default=4096, help="by which training keeps what is nearest"
     )
+    parser.add_argument(
+        "--products",
+        default="fp32",
+        choices=["fp32", "bf16", "rounded"],
+        help="of 4-bit layers: bf16 is --compute_dtype bf16, rounded the same with results in fp32",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("outputs/real.json"))
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
@@ -344,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"--rows names {unknown[0]!r}; choose from {', '.join(ROWS)}")
         bench, about = open_bench(args)
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        same = {key: about[key] for key in ("model", "sizes", "text")}
+        same = {key: about[key] for key in ("model", "products", "sizes", "text")}
         rows = {row["name"]: row for row in rows_in(args.out, same)}
         for name in names:
             row = ROWS[name]

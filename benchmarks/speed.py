@@ -20,9 +20,7 @@ machine hits all of them and none always follows the same other.
     roofline_share      flops_per_token * tokens_per_second over the speed of plain square products,
                         measured before and after the rounds
 
-With `--calibrate TOKENS` it times the closed-form start of the embedded model instead, by processes
-and threads of each: `seconds`, and those of the busiest process on a core, which a machine that is
-shared with others changes less. Otherwise run it on a machine that does nothing else.
+Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -33,10 +31,8 @@ import os
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse
-import itertools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,17 +43,12 @@ from typing import Any
 
 import torch
 
-import npt
 from flop_count import count_flops, matmul_roofline
 from flop_formulas import adapter_flops, floor_flops
 from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device, wait_for
-from npt.calibration.calibrate import HOST
-from npt.config import DataConfig
+from npt.base.load import COMPUTE
 from npt.data.batch import Batch
-from npt.data.samples import cut
-from npt.data.source import open_source
-from npt.distributed.join import join_processes
 from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 from npt.errors import ConfigError, NPTError
 from npt.files import write_text
@@ -66,7 +57,6 @@ from tables import speed as markdown
 from this_machine import machine
 
 BASELINE = "two_model"
-STARTS = ("1x1", "1x2", "2x1")  # processes by threads of each
 
 
 def in_turns(
@@ -144,11 +134,13 @@ def measure(
             missing[run.name] = "it does not fit into memory next to the other runs' bases"
     for name, reason in missing.items():
         note(f"{name} is left out: {reason}")
-    before = matmul_roofline(device)
+    dtype = COMPUTE[setting.compute_dtype]
+    before = matmul_roofline(device, dtype=dtype)
     note(f"roofline {before.flops_per_second / 1e9:.0f} GFLOP/s; timing {rounds} rounds")
     steps = {run.name: partial(run.step, batch) for run in runs if run.name in rows}
     seconds = in_turns(steps, rounds, device)
-    roofline = max(before, matmul_roofline(device), key=lambda r: r.flops_per_second)
+    after = matmul_roofline(device, dtype=dtype)
+    roofline = max(before, after, key=lambda r: r.flops_per_second)
     for name, row in rows.items():
         speeds = spread([batch.tokens / s for s in seconds[name]])
         row["tokens_per_second"] = speeds["median"]
@@ -170,36 +162,6 @@ def measure(
         "runs": list(rows.values()),
         "missing": missing,
     }
-
-
-def time_start(tokens: int) -> None:
-    """Calibrate the embedded model, all processes together; the first prints what it took."""
-    processes, config = join_processes(), DataConfig()
-    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
-    npt.attach(model, npt.NPTConfig(rank=48, additive_scale=1.0, init="calibrated"))
-    read = cut(open_source(config), tokenizer, config)
-    samples = list(itertools.islice(read, 2 * tokens // config.max_length))
-    begun = time.process_time()
-    calibration = npt.calibrate(model, tokenizer, samples, tokens, processes=processes)
-    busiest = max(processes.gather(time.process_time() - begun))
-    if processes.main:
-        print(json.dumps({"seconds": calibration.seconds, "core_seconds": busiest}))
-    processes.close()
-
-
-def measure_start(tokens: int, rounds: int) -> dict[str, Any]:
-    """Return the time of starts, each made by fresh processes, and ratios to two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in STARTS}
-    for _, name in itertools.product(range(rounds), STARTS):
-        count, threads = name.split("x")
-        own = [*command, count, __file__, "--calibrate", str(tokens)]
-        env = os.environ | {"OMP_NUM_THREADS": threads}
-        rows[name].append(json.loads(subprocess.check_output(own, env=env)))
-        print(name, rows[name][-1], file=sys.stderr, flush=True)
-    best = {n: {key: min(row[key] for row in rows[n]) for key in rows[n][0]} for n in STARTS}
-    ratios = {n: {key: best[n][key] / best["2x1"][key] for key in best[n]} for n in STARTS}
-    return {"tokens": tokens, "starts": rows, "ratios": ratios, "machine": machine(HOST)}
 
 
 def make_setting(args: argparse.Namespace) -> Setting:
@@ -242,9 +204,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", default="all", help="converted: all, upper_half, 8-15 or 3,5,7")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
-    parser.add_argument(
-        "--calibrate", type=int, metavar="TOKENS", help="time the closed-form start"
-    )
     parser.add_argument("--runs", default=",".join(RUNS), help="which of them, comma-separated")
     parser.add_argument("--quantization", default="nf4", choices=["nf4", "fp4", "none"])
     parser.add_argument(
@@ -259,12 +218,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    if args.calibrate is not None:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            time_start(args.calibrate)
-        else:
-            print(json.dumps(measure_start(args.calibrate, args.repeats), indent=1))
-        return 0
     try:
         setting = make_setting(args)
         if args.output is not None:

@@ -42,6 +42,7 @@ from torch.optim import AdamW
 
 import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
+from npt.base.load import COMPUTE
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.hidden_losses import nmse_per_token
 from npt.distill.strategies import STRATEGIES
@@ -70,6 +71,7 @@ class Setting:
     quantization: str | None = "nf4"
     device: str = "cpu"
     seed: int = 0
+    compute_dtype: str = "fp32"
 
     @property
     def tokens(self) -> int:
@@ -107,7 +109,11 @@ def make_base(setting: Setting) -> Any:
     """A fresh base; equal settings give equal weights."""
     config = llama_config(SHAPES[setting.shape], setting.length)
     return random_base(
-        config, quantization=setting.quantization, device=setting.device, seed=setting.seed
+        config,
+        quantization=setting.quantization,
+        device=setting.device,
+        seed=setting.seed,
+        compute_dtype=COMPUTE[setting.compute_dtype],
     )
 
 

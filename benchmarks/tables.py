@@ -89,26 +89,6 @@ def embedded(figures: Json) -> str:
     return table(columns, ({"name": name, "bits": figures[key]} for name, key in rows))
 
 
-def masking(figures: Json) -> str:
-    """Return what `masking.py --json` prints."""
-    losses = {"nmse": "NMSE, `local`", "kl": "KL, logits", "cross_entropy": "cross-entropy"}
-
-    def arm(name: str) -> Callable[[Json], str]:
-        return lambda case: ", ".join(figure(key, case[name]) for key in ("perplexity_ratio", "kl"))
-
-    columns: dict[str, Cell] = {
-        "what the mask leaves out": "{left_out}",
-        "loss": lambda case: losses[case["loss"]],
-        "steps": "{steps}",
-        "masked: ratio, KL": arm("masked"),
-        "ignored: ratio, KL": arm("ignored"),
-    }
-    return (
-        f"{table(columns, figures['cases'])}\n± is over {figures['samples']} held-out samples;"
-        f" {figures['batch_size']} samples a step; each arm was trained once.\n"
-    )
-
-
 def forms(figures: Json) -> str:
     """Return what `forms.py` wrote: KL, top-1 and parameters by form and rank, means of seeds."""
     rows = figures["rows"]
@@ -292,7 +272,7 @@ def speed(figures: Json) -> str:
     """Return machine, setting and tables of `speed.py`."""
     shape, setting, roofline = (figures[key] for key in ("sizes", "setting", "roofline"))
     device = figures["machine"]["device"]
-    count = setting["batch_size"]
+    count, in_bf16 = setting["batch_size"], setting.get("compute_dtype") == "bf16"
 
     def of_floor(run: Json) -> str:
         floor = run.get("floor_flops_per_token")
@@ -323,7 +303,8 @@ def speed(figures: Json) -> str:
         f" reach {roofline['flops_per_second'] / 1e9:,.0f} GFLOP/s.\n\n"
         f"Shape `{figures['shape']}`: D {shape['hidden']}, F {shape['ffn']}, {shape['layers']}"
         f" layers, {shape['heads']} heads, {shape['kv_heads']} of keys and values, V"
-        f" {shape['vocab']:,}; {setting['quantization'] or 'fp32'} base, layers"
+        f" {shape['vocab']:,}; {setting['quantization'] or 'fp32'} base,"
+        f"{' its products and the square ones in bf16,' if in_bf16 else ''} layers"
         f" `{setting['layers']}` converted, rank {setting['rank']}."
         f" {count} row{'' if count == 1 else 's'} of {setting['length']:,} tokens a step,"
         f" {setting['rounds']} rounds.\n\n"
@@ -361,8 +342,9 @@ def gpu_check(figures: Json) -> str:
         "seconds": "{seconds:.1f}",
     }
     date = max((section["ended"][:10] for section in sections), default="")
+    program = figures.get("program", "gpu_check")
     flag = " --small" if figures["small"] else ""
     return (
-        f"### {card['device']}, {date}\n\n`benchmarks/gpu_check.py{flag}`, {libraries}.\n\n"
+        f"### {card['device']}, {date}\n\n`benchmarks/{program}.py{flag}`, {libraries}.\n\n"
         f"{table(columns, sections)}"
     ) + "".join(f"\n{each}\n" for section in sections for each in section["tables"])

@@ -59,6 +59,7 @@ NOT_RUN = {
     r"python debug/inject_fault\.py .*--trainer": "tests/faults/test_row_cases.py",
     r"python debug/inject_fault\.py (?!.*--trainer)": "tests/faults/test_campaign.py",
     r"python debug/compare_trainers\.py": "tests/guard/test_clean_runs.py",
+    r"python benchmarks/h100_hour\.py": "tests/benchmarks/test_gpu_check.py",
     r"python benchmarks/gpu_check\.py .*--device cpu": "tests/benchmarks/test_gpu_check.py",
     r"python benchmarks/(crash|fuzz)\.py": "tests/benchmarks/test_endurance.py",
     r"python benchmarks/real\.py": "tests/benchmarks/test_real.py",
@@ -66,13 +67,10 @@ NOT_RUN = {
     r"python benchmarks/guard_lora\.py": "tests/benchmarks/test_guard_lora.py",
     r"python benchmarks/guards\.py": "tests/tracer/test_watchdogs.py",
     r"python benchmarks/forms\.py": "tests/benchmarks/test_forms.py",
-    r"python benchmarks/next_words\.py": "tests/benchmarks/test_next_words.py",
-    r"npt evaluate .*next_word": "tests/benchmarks/test_next_words.py",
     r"python benchmarks/compile_kernels\.py": "tests/adapters/test_kernels.py",
     r"python benchmarks/fill\.py": "tests/benchmarks/test_fill.py",
     r"python notebooks/execute\.py": "tests/notebooks/test_notebooks.py",
     r"python docs/generate\.py": "tests/test_site.py",
-    r"python benchmarks/(masking|recording)\.py": MEASURES,
     r"python -m npt\.demo\.build": MEASURES,
 }
 """Commands that their program parses here, and no more: why, or which test runs such ones."""

@@ -3,10 +3,13 @@ first.
 """
 
 from gpu_sections.cost import CALIBRATION, GENERATION, GUARDS, MEMORY, SPEED
+from gpu_sections.files import FILES
+from gpu_sections.fp16 import FP16
+from gpu_sections.layer import LAYER
 from gpu_sections.numbers import ATTENTION, GRADIENTS, MACHINE, PRODUCTS
 from gpu_sections.runner import Section
 from gpu_sections.steps import BITS
 from gpu_sections.tests import TESTS
 
-SECTIONS: tuple[Section, ...] = (MACHINE, GRADIENTS, BITS, PRODUCTS, ATTENTION, MEMORY, GUARDS)
-SECTIONS += (SPEED, GENERATION, CALIBRATION, TESTS)
+SECTIONS: tuple[Section, ...] = (MACHINE, GRADIENTS, BITS, FP16, LAYER, PRODUCTS, ATTENTION)
+SECTIONS += (MEMORY, GUARDS, SPEED, GENERATION, CALIBRATION, FILES, TESTS)

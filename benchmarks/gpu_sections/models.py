@@ -20,10 +20,10 @@ LENGTHS = {"full": (48, 48), "padded": (48, 33), "packed": (20, 15, 13, 30, 11)}
 """
 
 
-def embedded_student(device: torch.device | str, **adapter: Any) -> Any:
+def embedded_student(device: torch.device | str, compute_dtype: str = "fp32") -> Any:
     """The embedded model in NF4 with adapters that change what it computes."""
-    model, _ = npt.load_base("tiny", quantization="nf4", device=device)
-    npt.attach(model, npt.NPTConfig(**{"additive_scale": 1.0, **adapter}), seed=0)
+    model, _ = npt.load_base("tiny", quantization="nf4", device=device, compute_dtype=compute_dtype)
+    npt.attach(model, npt.NPTConfig(additive_scale=1.0), seed=0)
     return model
 
 

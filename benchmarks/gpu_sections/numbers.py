@@ -1,4 +1,4 @@
-"""Sections 1, 3, 4 and 6: the machine, and whether it computes what the CPU or fp64 computes."""
+"""Sections 1, 3, 4 and 6: the machine, and whether it computes what the CPU, fp64 or fp32 does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from npt.adapters.converted import adapter_parameters
 from npt.adapters.layer import attention_output
 from npt.adapters.stream import open_stream
 from npt.base.device import wait_for
-from npt.base.linear import dense_weight, multiply, multiply_backward
+from npt.base.linear import dense_weight, multiply, multiply_backward, product_weight
+from npt.base.precision import settle_policy
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import STRATEGIES
 from npt.doctor.measure import peak_bytes
@@ -119,27 +120,31 @@ def _packed_layer(shape: tuple[int, int], device: torch.device) -> Any:
 
 def check_products(bench: Bench, findings: Findings) -> None:
     """`Linear4bit` and the products that training makes, against fp64 products of the same
-    dequantised weight.
+    dequantised weight; and what bf16 products make of a student.
     """
     shapes = bench.pick(
         ((256, 256), (704, 256), (256, 704), (64, 256)),
         ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)),
     )
     rows = (1, 4, 8, 64, bench.pick(256, 2048))
-    # fp32 and TF32: eps 6e-8 and 5e-4 of each product, errors of thousands of which average out
-    limits = {"highest": 2e-5, "high": 2e-3}
+    # fp32 and TF32: eps 6e-8 and 5e-4 of each product, errors of thousands of which average out.
+    # bf16: up to 4e-3 of each operand and of the result, 3e-3 in all
+    limits = {"highest": 2e-5, "high": 2e-3, "bf16": 4e-3}
     heads = "out x in | rows | precision | Linear4bit error | its TFLOP/s | product error"
     lines = [f"| {heads} | its TFLOP/s |", "|---|---|---|---|---|---|---|"]
     worst: dict[tuple[str, str], float] = {}
     layers = {shape: _packed_layer(shape, bench.device) for shape in shapes}
     for shape, count in product(shapes, rows):
-        layer, weight = layers[shape], dense_weight(layers[shape])
-        exact = weight.double()
+        layer = layers[shape]
+        settle_policy(layer, torch.float32)
+        exact = dense_weight(layer).double()
         x = torch.randn(count, shape[1], device=bench.device)
         grad = torch.randn(count, shape[0], device=bench.device)
         expected, expected_back = x.double() @ exact.t(), grad.double() @ exact
         for precision, limit in limits.items():
-            torch.set_float32_matmul_precision(precision)
+            torch.set_float32_matmul_precision("highest" if precision == "highest" else "high")
+            settle_policy(layer, torch.bfloat16 if precision == "bf16" else torch.float32)
+            weight = product_weight(layer, x.dtype)
             with torch.no_grad():
                 acts: dict[str, Callable[[], Tensor]] = {
                     "Linear4bit": partial(layer, x),
@@ -162,6 +167,22 @@ def check_products(bench: Bench, findings: Findings) -> None:
         findings.below(f"{name}, {precision}, largest relative error", error, limits[precision])
         findings.figures[f"{name} error, {precision}"] = error
     findings.tables.append("\n".join(lines))
+    torch.set_float32_matmul_precision("highest")
+    _check_bf16_student(bench, findings)
+
+
+def _check_bf16_student(bench: Bench, findings: Findings) -> None:
+    """Loss and gradients with 4-bit products in bf16, against those in fp32."""
+    for strategy in STRATEGIES:
+        (loss, expected), (other, gradients) = (
+            _gradients(bench.device, strategy, "padded", bench.device, compute_dtype)
+            for compute_dtype in ("fp32", "bf16")
+        )
+        # 3e-3 of each of some fifty products, which add up in quadrature; a loss averages them
+        findings.below(f"{strategy}, bf16: loss", abs(other / loss - 1), 5e-3)
+        apart = max(_relative(gradients[name], value) for name, value in expected.items())
+        findings.below(f"{strategy}, bf16: gradients", apart, 3e-2)
+        findings.figures[f"{strategy}, bf16"] = {"loss": abs(other / loss - 1), "gradients": apart}
 
 
 KINDS = ("no mask", "padded right", "padded left", "packed")
@@ -224,6 +245,16 @@ def check_attention(bench: Bench, findings: Findings) -> None:
                 alone = attention_of_valid(model, layer, batch)
                 # fp32 sums over as many keys, in blocks of another size
                 findings.below(f"{name}: as without padding", _relative(valid, alone), 1e-5)
+            elif kind == "no mask":
+                torch.set_float32_matmul_precision("high")
+                rounded = stream.rows(forward())
+                findings.figures[f"{name}: under TF32"] = {
+                    "kernel": _kernel(forward),
+                    "seconds": bench.seconds(forward),
+                }
+                torch.set_float32_matmul_precision("highest")
+                # 11 bits (TF32, fp16) of the operands of four projections and of the attention
+                findings.below(f"{name}: under TF32", _relative(rounded, valid), 3e-3)
             kernel = _kernel(both)
             kernels.add(kernel)
             times = bench.seconds(forward), bench.seconds(both)
@@ -273,20 +304,11 @@ def compare_gradients(bench: Bench, findings: Findings) -> None:
     """
     bench.need_cuda()
     for strategy, kind in product(STRATEGIES, ("full", "padded", "packed")):
-        results = []
-        for device in (torch.device("cpu"), bench.device):
-            # packed weights keep the codes that the CPU made
-            model = embedded_student("cpu").to(device)
-            config = npt.TrainConfig(strategy=strategy, regularization_lambda=0.3)
-            sums = STRATEGIES[strategy](model, small_batch(kind).to(device), config)
-            wait_for(device)
-            gradients = {
-                name: p.grad.cpu()
-                for name, p in adapter_parameters(model).items()
-                if p.grad is not None
-            }
-            results.append((float(sums.loss) / sums.tokens, gradients))
-        (loss, expected), (other, gradients) = results
+        # packed weights keep the codes that the CPU made
+        (loss, expected), (other, gradients) = (
+            _gradients(device, strategy, kind, torch.device("cpu"))
+            for device in (torch.device("cpu"), bench.device)
+        )
         name = f"{strategy}, {kind}"
         # fp32 on both, by kernels that sum some hundred terms in other orders, through eight layers
         findings.below(f"{name}: loss", abs(other / loss - 1), 1e-4)
@@ -300,6 +322,19 @@ def compare_gradients(bench: Bench, findings: Findings) -> None:
         )
         findings.below(f"{name}: gradients", apart, 1e-3)
         findings.figures[name] = {"loss": abs(other / loss - 1), "gradients": apart}
+
+
+def _gradients(
+    device: torch.device, strategy: str, kind: str, loaded_on: torch.device, *compute_dtype: str
+) -> tuple[float, dict[str, Tensor]]:
+    """Return a student's mean loss on a small batch, and its gradients on the host."""
+    model = embedded_student(loaded_on, *compute_dtype).to(device)
+    config = npt.TrainConfig(strategy=strategy, regularization_lambda=0.3)
+    sums = STRATEGIES[strategy](model, small_batch(kind).to(device), config)
+    wait_for(device)
+    parameters = adapter_parameters(model).items()
+    gradients = {name: p.grad.cpu() for name, p in parameters if p.grad is not None}
+    return float(sums.loss) / sums.tokens, gradients
 
 
 MACHINE = Section(1, "driver, card, libraries", describe_machine)

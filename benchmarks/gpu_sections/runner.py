@@ -33,8 +33,6 @@ NEEDS_CUDA, LEFT = "needs CUDA", "not reached"
 DONE, FAILED, CUT = 0, 1, 3
 """Exit statuses: nothing failed; something did; nothing did, but not all was reached."""
 
-JSON, MARKDOWN = "gpu_check.json", "gpu_check.md"
-
 
 class UnavailableError(Exception):
     """This machine cannot run a section at all. Its text is the verdict."""
@@ -231,13 +229,16 @@ def _deadline(seconds: float) -> Iterator[None]:
 class Report:
     """The file of all results, and their rows in Markdown; sections that ran earlier, on the same
     machine into the same folder, stay.
+
+    Args:
+        program: by which the files are named.
     """
 
-    def __init__(self, folder: Path, machine: dict[str, Any], small: bool):
-        self.folder, self.machine, self.small = folder, machine, small
+    def __init__(self, folder: Path, machine: dict[str, Any], small: bool, program: str):
+        self.path, self.machine, self.small = folder / f"{program}.json", machine, small
         self.sections: dict[int, Result] = {}
         try:
-            earlier = json.loads((folder / JSON).read_text(encoding="utf-8"))
+            earlier = json.loads(self.path.read_text(encoding="utf-8"))
             if (earlier["machine"], earlier["small"]) == (json.loads(json.dumps(machine)), small):
                 self.sections = {section["number"]: section for section in earlier["sections"]}
         except (OSError, ValueError, KeyError, TypeError):
@@ -251,9 +252,10 @@ class Report:
             return
         self.sections[result["number"]] = result
         ordered = [self.sections[number] for number in sorted(self.sections)]
-        figures = {"machine": self.machine, "small": self.small, "sections": ordered}
-        write_json(self.folder / JSON, figures)
-        write_text(self.folder / MARKDOWN, markdown(figures))
+        figures = {"program": self.path.stem, "machine": self.machine, "small": self.small}
+        figures |= {"sections": ordered}
+        write_json(self.path, figures)
+        write_text(self.path.with_suffix(".md"), markdown(figures))
 
 
 def run_sections(

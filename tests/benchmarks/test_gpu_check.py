@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import gpu_check
+import h100_hour
+from gpu_sections import SECTIONS as SECTIONS_OF_A_CARD
 from gpu_sections import numbers, runner
 
 
@@ -68,10 +70,10 @@ def run(tmp_path):
         lines: list[str] = []
         (tmp_path / "work").mkdir(exist_ok=True)
         bench = runner.Bench(torch.device("cpu"), True, tmp_path / "work")
-        report = runner.Report(tmp_path, {"device": card, "torch": "2"}, True)
+        report = runner.Report(tmp_path, {"device": card, "torch": "2"}, True, "report")
         sections = [SECTIONS[act] for act in acts]
         status = runner.run_sections(sections, bench, report, minutes, lines.append)
-        return status, lines, json.loads((tmp_path / runner.JSON).read_text())["sections"]
+        return status, lines, json.loads((tmp_path / "report.json").read_text())["sections"]
 
     return run
 
@@ -116,9 +118,9 @@ def test_killed_in_a_section_the_files_hold_all_that_ended(run, tmp_path):
     """A KeyboardInterrupt is one of all that ends the process: nothing is written when it does."""
     with pytest.raises(KeyboardInterrupt):
         run(passes, fails, killed, misses)
-    sections = json.loads((tmp_path / runner.JSON).read_text())["sections"]
+    sections = json.loads((tmp_path / "report.json").read_text())["sections"]
     assert [section["name"] for section in sections] == ["passes", "fails"]
-    text = (tmp_path / runner.MARKDOWN).read_text()
+    text = (tmp_path / "report.md").read_text()
     assert text.startswith("### cpu, 20") and text.endswith("| a |\n|---|\n| 1 |\n")
     assert "| 2 fails | FAIL |" in text
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -133,16 +135,37 @@ def test_later_runs_add_to_the_folder_and_another_machine_starts_anew(run):
     assert [section["number"] for section in run(passes, card="another")[2]] == [1]
 
 
-def test_cheap_sections_for_real(tmp_path, capsys):
-    flags = ["--small", "--device", "cpu", "--only", "3,1,6", "--output", str(tmp_path / "out")]
-    assert gpu_check.main(flags) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [["PASS", "1"], ["-", "6"], ["PASS", "3"]]
-    assert "needs CUDA" in lines[1]
-    figures = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
-    (products,) = (section for section in figures["sections"] if section["number"] == 3)
-    assert 0 < products["figures"]["Linear4bit error, highest"] < 2e-5
-    assert "| 256 x 256 | 1 | highest |" in (tmp_path / "out" / "gpu_check.md").read_text()
+@pytest.mark.parametrize("part", gpu_check.PARTS)
+def test_each_of_the_three_calls_without_a_gpu(part, tmp_path, capsys):
+    flags = ["--small", "--device", "cpu", "--output", str(tmp_path / "out"), "--part", str(part)]
+    assert gpu_check.main(flags) == 0, capsys.readouterr().out
+    sections = json.loads((tmp_path / "out" / "gpu_check.json").read_text())["sections"]
+    ran = [section["number"] for section in sections]
+    assert ran == sorted({s.number for s in SECTIONS_OF_A_CARD} & {*gpu_check.PARTS[part]})
+    others = {s["number"] for s in sections if s["verdict"] not in ("PASS", "MISS")}
+    assert others == ({6} if part == 1 else set())  # needs CUDA
+    if part == 1:
+        figures = {section["number"]: section["figures"] for section in sections}
+        assert 0 < figures[3]["Linear4bit error, highest"] < 2e-5
+        assert 1e-3 < figures[3]["product error, bf16"] < 4e-3
+        assert "| 256 x 256 | 1 | highest |" in (tmp_path / "out" / "gpu_check.md").read_text()
+
+
+def test_an_hour_in_small_leaves_its_rows_stage_by_stage(tmp_path, capsys, monkeypatch):
+    flags = ["--small", "--device", "cpu", "--output", str(tmp_path)]
+    with monkeypatch.context() as patched:
+        patched.setattr(h100_hour.Hour, "train", lambda hour, *given: killed(*given))
+        with pytest.raises(KeyboardInterrupt):
+            h100_hour.main(flags)
+    (_, _, measured) = json.loads((tmp_path / "h100_hour.json").read_text())["sections"]
+    assert list(measured["figures"]["rows"]) == ["floor", "teacher", "cut"]
+    assert h100_hour.main([*flags, "--minutes", "0.6"]) == 0, capsys.readouterr().out
+    sections = json.loads((tmp_path / "h100_hour.json").read_text())["sections"]
+    rows = sections[4]["figures"]["rows"]
+    assert rows["floor"]["kl"] > 10 * rows["cut"]["kl"] > 0 == rows["teacher"]["kl"]
+    assert rows["trained"]["kl"] != rows["cut"]["kl"]
+    assert all(sections[stage]["figures"]["tokens"] > 0 for stage in range(1, 5))
+    assert "| cut: the start alone |" in (tmp_path / "h100_hour.md").read_text()
 
 
 def test_products_that_are_off_fail(tmp_path, monkeypatch, capsys):
@@ -157,6 +180,7 @@ def test_products_that_are_off_fail(tmp_path, monkeypatch, capsys):
     ("flags", "named"),
     [
         (["--only", "3,15"], "--only names '15'"),
+        (["--part", "4"], "--part: invalid choice"),
         (["--minutes", "0"], "--minutes is 0"),
         (["--output", "/proc/nowhere/out"], "--output is /proc/nowhere/out"),
     ],

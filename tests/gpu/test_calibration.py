@@ -46,4 +46,5 @@ def test_a_start_from_a_gpu_is_as_good_and_frees_its_memory() -> None:
     finally:
         torch.set_float32_matmul_precision("highest")
     assert_alike(found, calibrated("cpu"))
-    assert torch.cuda.memory_reserved(device) - before < 16 << 20  # matrices and the model are gone
+    # matrices and the model are gone: less than a large block of the allocator, 20 MiB
+    assert torch.cuda.memory_reserved(device) - before < 16 << 20

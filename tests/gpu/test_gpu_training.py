@@ -1,5 +1,5 @@
-"""Training on a GPU: its numbers are the CPU's, flags read late change no bit, runs end, bundles
-replay, a base lies on two devices.
+"""Training on a GPU: flags read late change no bit, runs end, bundles replay. That its numbers are
+the CPU's, section 6 of gpu_check.py says.
 """
 
 from __future__ import annotations
@@ -29,18 +29,6 @@ from npt.guard.window import GradientWindow
 from npt.recorder.statistics import summarise
 
 pytestmark = pytest.mark.gpu
-
-
-def test_the_loss_on_a_gpu_is_that_on_a_cpu() -> None:
-    losses = []
-    for device in ("cpu", "cuda"):
-        model, _ = student(device)
-        batch = micro_batch(0)
-        sums = STRATEGIES["local"](model, batch.to(torch.device(device)), npt.TrainConfig())
-        losses.append(float(sums.loss) / sums.tokens)
-    # The two quantise the same weights with different roundings, and their kernels sum in different
-    # orders.
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
 def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], list]:
@@ -120,6 +108,7 @@ def test_a_run_on_a_gpu_ends_below_where_it_started(tmp_path: Path) -> None:
         for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert result.steps == 40 and result.refused == 0
+    # 0.15 of it on the CPU, from which other kernels part within some dozen steps
     assert losses[-1] < 0.5 * losses[0]
 
 

@@ -31,7 +31,7 @@ def product_error(module: Any) -> float:
 def test_auto_takes_high_exactly_where_the_card_has_tf32() -> None:
     model, _ = npt.load_base("tiny", quantization="nf4", device="cuda")
     mlp = model.model.layers[0].mlp
-    assert product_error(mlp.up_proj) < 1e-6
+    assert product_error(mlp.up_proj) < 1e-6  # 6e-8 of each of 192 terms, which average out
     set_matmul_precision("auto", model)
     has_tf32 = torch.cuda.get_device_capability()[0] >= 8
     assert torch.get_float32_matmul_precision() == ("high" if has_tf32 else "highest")
@@ -50,7 +50,8 @@ def test_a_base_in_16_bit_keeps_its_adapters_in_full_fp32() -> None:
 def test_bf16_products_of_packed_weights_have_bf16s_error_and_train() -> None:
     model, _ = npt.load_base("tiny", quantization="nf4", device="cuda", compute_dtype="bf16")
     for module in (m for m in model.model.layers[0].modules() if isinstance(m, torch.nn.Linear)):
-        assert 1e-3 < product_error(module) < 1e-2
+        # 8 bits: up to 4e-3 of both operands and the result, 3e-3 in all
+        assert 1e-3 < product_error(module) < 5e-3
     assert product_error(model.lm_head) < 1e-6
     npt.attach(model, npt.NPTConfig(rank=4), seed=0)
     model.zero_grad()

@@ -1,0 +1,141 @@
+"""Section 14: a checkpoint of a real size, read whole and layer by layer; FSDP2 over NCCL."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import AutoModelForCausalLM
+
+import npt
+from gpu_sections.models import full_batch
+from gpu_sections.runner import Bench, Findings, Section
+from npt.base.layers import real_layers
+from npt.base.load import load_tokenizer
+from npt.doctor.plan import shown
+from npt.doctor.shape import SHAPES, llama_config
+from npt.guard import Guard
+
+
+class HostPeak(AbstractContextManager["HostPeak"]):
+    """The rise of this process's memory on the host, pages of mapped files aside.
+
+    Attributes:
+        bytes: the largest so far.
+    """
+
+    def __enter__(self) -> HostPeak:
+        self.bytes, self._before, self._over = 0, self._now(), threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.002):
+            self.bytes = max(self.bytes, self._now() - self._before)
+
+    @staticmethod
+    def _now() -> int:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def check_file(bench: Bench, findings: Findings) -> None:
+    """A random model is written as a checkpoint and read in NF4 at once and layer by layer: the
+    same bytes, and what each takes on host and device.
+    """
+    folder = bench.folder / "checkpoint"
+    config = llama_config(SHAPES[bench.pick("embedded", "llama-3.2-1b")], 256)
+    with bench.device:
+        written = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    written.save_pretrained(folder, max_shard_size="1GB")
+    load_tokenizer("tiny").save_pretrained(folder)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    del written
+    findings.figures["file_bytes"] = size
+    identities = []
+    for name, later in (("whole", False), ("by layers", True)):
+        gc.collect()
+        before = 0
+        if bench.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(bench.device)
+            before = torch.cuda.memory_allocated(bench.device)
+        started = time.perf_counter()
+        with HostPeak() as host:
+            model, _ = npt.load_base(
+                str(folder), quantization="nf4", device=bench.device, layers_later=later
+            )
+            for _ in real_layers(model, bench.device) if later else ():
+                pass  # each is read when its turn comes
+        seconds = time.perf_counter() - started
+        peaks = {"host": host.bytes}
+        if bench.cuda:
+            peaks["device"] = torch.cuda.max_memory_allocated(bench.device) - before
+        told = ", ".join(f"{place} {shown(peak)}" for place, peak in peaks.items())
+        findings.notes.append(f"{name} {told} in {seconds:.1f} s")
+        findings.figures[name] = {"peak_bytes": peaks, "seconds": seconds}
+        identities.append(npt.base_identity(model))
+        batch = full_batch(1, 32, config.vocab_size, bench.device)
+        with torch.no_grad():
+            logits = model(batch.input_ids).logits
+        findings.check(f"{name}: finite logits", bool(logits.isfinite().all()))
+        if bench.cuda:
+            # a base of 70 B is read by a host that does not hold it
+            few = host.bytes <= size / 2
+            findings.target(f"{name}: host", few, f"{shown(host.bytes)} of {shown(size)}")
+        del model
+    findings.check("the same bytes", identities[0] == identities[1])
+    findings.notes.insert(0, f"a file of {shown(size)}")
+    _check_sharded(bench, findings)
+
+
+def _check_sharded(bench: Bench, findings: Findings) -> None:
+    """A model that FSDP2 shards over the only process trains under a guard as a whole one does, a
+    refused micro-batch included.
+    """
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        findings.notes.append(f"FSDP2 needs torch 2.13, and this is {torch.__version__}")
+        return
+    backend = "nccl" if bench.cuda else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        whole, sharded = (_guarded_steps(bench.device, shards) for shards in (False, True))
+    finally:
+        dist.destroy_process_group()
+    equal = all(torch.equal(a, b) for a, b in zip(whole, sharded, strict=True))
+    findings.check(f"FSDP2 over {backend}, guarded: the bits of a whole model", equal)
+
+
+def _guarded_steps(device: torch.device, shards: bool) -> list[Tensor]:
+    """Return the weights after three windows of two micro-batches, one of which is bad."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)).to(device)
+    rows = torch.randn(3, 2, 16, 64).to(device)
+    rows[1, 0, 0, 0] = math.nan
+    if shards:
+        fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
+    guard = Guard(model, torch.optim.AdamW(model.parameters()), loss="mean")
+    for window in rows:
+        for part in window:
+            with guard.micro_batch() as micro:
+                micro.loss = loss = model(part).square().mean()
+                loss.backward()
+        assert guard.step().applied
+    return [p.full_tensor() if shards else p.detach() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+FILES = Section(14, "a checkpoint's load, and FSDP2", check_file)
