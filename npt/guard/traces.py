@@ -138,8 +138,7 @@ class Buffers:
             elif keep is None:
                 now.data.copy_(copy)  # .data: a graph of an earlier forward may hold the buffer
             else:
-                # into the buffer itself: nothing may fail for memory once the window is stepped
-                torch.where(keep.to(now.device), now.data, copy, out=now.data)
+                torch.where(keep.to(now.device), now, copy, out=now.data)
 
 
 def _is_written(module: nn.Module, buffer: Tensor) -> bool:

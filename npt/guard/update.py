@@ -272,7 +272,7 @@ class GuardedUpdate:
             (n, t) for n, t in self._tensors() if t.is_floating_point() and (t.numel() or sharded)
         ]
         tensors = [t if t.numel() else t.new_zeros(1) for _, t in named]
-        return [name for name, _ in named], norms_of(tensors, float("inf"), self.home)
+        return [name for name, _ in named], norms_of(tensors, order=float("inf"))
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return parameters and their optimizer tensors, by name.
@@ -289,11 +289,9 @@ class GuardedUpdate:
         return named
 
 
-def norms_of(tensors: list[Tensor], order: float = 2.0, home: torch.device | None = None) -> Tensor:
-    """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm. They lie
-    on the first one's device, or at `home`: Adam's `step` is on the host unless it is fused.
-    """
-    home = tensors[0].device if home is None else home
+def norms_of(tensors: list[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm."""
+    home = tensors[0].device
     return torch.stack(
         [norm.to(device=home, dtype=torch.float32) for norm in torch._foreach_norm(tensors, order)]
     )
