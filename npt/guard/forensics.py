@@ -253,7 +253,9 @@ class Forensics:
     def trace(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Trace the first of them that were refused, unless before anything was computed."""
         for micro in micro_batches:
-            if micro.refusal is not None and micro.stored is not None and self.left:
+            if micro.finding is not None or not self.left:
+                continue
+            if micro.refusal is not None and micro.stored is not None:
                 self.left -= 1
                 micro.stored.refusal = micro.refusal
                 if self._together:  # each of its passes would need all processes

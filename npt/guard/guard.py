@@ -185,7 +185,7 @@ class Guard:
             micro.loss, micro.report = _scalar(micro.loss), micro.report.detach()
         except BaseException as error:
             done = isinstance(error, DataError) or micro.loss is not unset
-            done = done and bool(self.window.gradients.reached)
+            done = done and any(p.grad is not None for p in self.update.parameters)
             self._withdraw()
             if self.sharding is not None and isinstance(error, self.settings.refuse):
                 self.sharding.end_together(error, done)
@@ -272,8 +272,6 @@ class Guard:
             ProcessError: another process is lost, or its state differs.
         """
         self._follow()
-        if self.forensics.left and not self.update.late:
-            self.forensics.trace(self.window.refused())
         with self._window_or_nothing():
             if self.lists:
                 outcomes = self.window.commit(fingerprint)
@@ -303,11 +301,14 @@ class Guard:
 
         Returns:
             The refusals of all processes, which the window's outcome will have too; without any,
-            the window is unchanged.
+            the window is unchanged, as it is if a loss scale is to blame for all.
         """
         refused = self.window.refused()
         here = [micro.refusal for micro in refused if micro.refusal is not None]
-        refusals = [*chain(*self.window.processes.gather(here))]
+        everywhere = self.window.processes.gather((here, self.window.open_here > len(here)))
+        refusals = [*chain(*(each for each, _ in everywhere))]
+        if self._scale.lost(refusals, any(survived for _, survived in everywhere)):
+            return []
         if refusals:
             self.forensics.trace(refused)
             self.window.begin_again()
@@ -362,7 +363,7 @@ class Guard:
         """Note what a micro-batch of this weight may change, and empty its gradients."""
         for trace in self._traces:
             trace.begin()
-        self.window.gradients.begin()
+        self.window.gradients.withdraw()
         if self.sharding is not None:
             self.sharding.begin(weight)
 
@@ -405,10 +406,10 @@ class Guard:
         )
         try:
             (outcome,) = self.window.commit(fingerprint)
-            self._scale.update(outcome.applied, outcome.refused)
+            excused = self._scale.update(outcome)
             if outcome.applied and self.scheduler is not None:
                 self.scheduler.step()
-            outcome.longest = self.counts.add(outcome, self.window.processes)
+            outcome.longest = self.counts.add(outcome, self.window.processes, excused)
             for trace in self._traces:
                 (trace.forget if outcome.applied else trace.rewind)()
         except BaseException:
@@ -426,15 +427,17 @@ class Guard:
             trace.rewind(keep)
 
     def _known(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Account for outcomes; late ones are traced now, in the state of their windows."""
+        """Account for outcomes; refusals are traced now, in the state of their windows."""
         for outcome in outcomes:
             if outcome.halts:
                 continue
             if self.lists:
                 outcome.longest = self.counts.add(outcome, self.window.processes)
-            if self.update.late and self.forensics.left and outcome.refused:
+            if self.forensics.left and outcome.refused:
                 names, parameters = self.update.names, self.update.parameters
                 before = {n: value for n, (value, _) in (outcome.snapshot or {}).items()}
+                if self.sharding is not None:  # and nothing is computed again
+                    before = {}
                 with values_in(dict(zip(names, parameters, strict=True)), before):
                     self.forensics.trace(outcome.own)
             computed = [micro for micro in outcome.own if micro.grad_norm is not None]

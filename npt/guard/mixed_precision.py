@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
-from npt.guard.refusal import Refusal
+from npt.guard.outcome import Outcome, Refusal
 
 
 class LossScale:
     """The scale of fp16 losses under a guard.
 
     A scaler alone drops every window with one overflow and halves its scale. Here micro-batches
-    alone are lost, and a bad one looks the same as a scale that is too high. So a window with a
-    refused gradient costs the scale nothing if it is the only one within the scaler's
-    `growth_interval`; if they recur, the scale falls as a scaler alone lowers it. It never grows on
-    one.
+    alone are lost, and a bad one looks the same as a scale that is too high. If most of a window
+    overflows, which bad data seldom does, the scale is too high: it falls at once, and nothing is
+    to blame on the data. A few overflows cost the scale nothing if theirs is the only window within
+    the scaler's `growth_interval`; if they recur, the scale falls as well. It never grows on one.
+    A scale of 1 or less makes no gradient larger: what overflows then counts as any refusal.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer):
@@ -40,20 +41,41 @@ class LossScale:
             self.scaler.load_state_dict(state)
         self._unscaled = False
 
-    def update(self, applied: bool, refusals: Sequence[Refusal]) -> None:
-        """Move the scale after a window."""
+    def lost(self, refusals: Sequence[Refusal], survivors: bool) -> bool:
+        """Return whether the scale has cost a window all that was good in it."""
+        overflowed = not survivors and any(map(_overflowed, refusals))
+        return overflowed and self.scaler is not None and self.scaler.get_scale() > 1
+
+    def update(self, outcome: Outcome) -> bool:
+        """Move the scale after a window; if it lost the window, its overflows are no refusals.
+
+        Returns:
+            Whether the window's overflows are the scale's fault, since it falls.
+        """
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
-            return
-        state = scaler.state_dict()
+            return False
+        state, refused = scaler.state_dict(), outcome.refused
         if self._unscaled:
             scaler.update()
         self._unscaled = False
-        overflowed = any(refusal.kind == "gradient" for refusal in refusals)
-        recurred = overflowed and self._quiet < scaler.get_growth_interval()
+        others = [refusal for refusal in refused if not _overflowed(refusal)]
+        overflowed = len(refused) - len(others)
+        most = state["scale"] > 1 and overflowed > (outcome.micro_batches - len(others)) / 2
+        falls = overflowed > 0 and (most or self._quiet < scaler.get_growth_interval())
         self._quiet = 0 if overflowed else self._quiet + 1
-        if recurred:
+        if falls:
             scale = state["scale"] * scaler.get_backoff_factor()
             scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": 0})
-        elif not applied or (overflowed and scaler.get_scale() > state["scale"]):
+        elif not outcome.applied or (overflowed and scaler.get_scale() > state["scale"]):
             scaler.load_state_dict(state)
+        if most and outcome.loss is None:
+            outcome.refused = tuple(others)
+            for micro in outcome.own:
+                if micro.refusal is not None and _overflowed(micro.refusal):
+                    micro.stored = None  # nothing to look at afterwards
+        return falls and state["scale"] > 1
+
+
+def _overflowed(refusal: Refusal) -> bool:
+    return refusal.kind == "gradient"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
+from npt.guard.lists import alike
 from npt.guard.refusal import Refusal as Refusal
 from npt.guard.refusal import check_alike, refusal_of, window_refusal
 
@@ -41,6 +42,7 @@ class MicroBatch:
         sample_ids: of it.
         index: in the window over all processes.
         flag: scalar bool, loss and gradients are finite; None if it was refused before that.
+        norm: of its gradients, a scalar.
         norms: [P] of the parameters' gradients, to name the bad one.
         codes: [processes] what is wrong on each, if gradients are summed in each backward; then
             those that were computed together count together.
@@ -57,6 +59,7 @@ class MicroBatch:
     sample_ids: tuple[str, ...] = ()
     index: int = -1
     flag: Any = None
+    norm: Any = None
     norms: Any = None
     codes: Any = None
     grad_norm: float | None = None
@@ -79,7 +82,8 @@ class Outcome:
     Attributes:
         index: of the window.
         micro_batches: their number, refused ones included.
-        applied: the optimizer and the scheduler stepped; not if no parameter got a gradient.
+        applied: the optimizer and the scheduler stepped; not if no parameter got a gradient, or if
+            all overflowed under a loss scale that was too high, which refuses nothing.
         steps: applied so far, including this one.
         tokens: of the survivors; their number if none were given.
         rate: learning rate of the step, None if the optimizer's groups have theirs.
@@ -137,7 +141,8 @@ class RunCounts:
         windows: with a step and without.
         steps: applied.
         refused: micro-batches and windows.
-        in_a_row: refusals since the last micro-batch that counted.
+        in_a_row: refusals since the last micro-batch that counted, without overflows that a loss
+            scale was to blame for.
     """
 
     windows: int = 0
@@ -145,11 +150,13 @@ class RunCounts:
     refused: int = 0
     in_a_row: int = 0
 
-    def add(self, outcome: Outcome, processes: ProcessGroup) -> int:
-        """Count a window; return the longest run of refusals up to its end."""
+    def add(self, outcome: Outcome, processes: ProcessGroup, excused: bool = False) -> int:
+        """Count a window, whose overflows may be excused from running on; return the longest run of
+        refusals up to its end."""
         longest = 0
         if outcome.refused:  # the same on all processes, whose numbers of micro-batches may differ
-            refused = [r.micro_batch for r in outcome.refused]
+            bad = [r for r in outcome.refused if not (excused and r.kind == "gradient")]
+            refused = [refusal.micro_batch for refusal in bad]
             order = [*chain(*processes.gather(outcome.places)), *refused]
             # of a window that was refused as a whole no survivor ends a run of refusals
             for index in sorted(order) if outcome.applied else refused:
@@ -179,6 +186,7 @@ class PendingWindow:
         update: of the optimizer.
         norms: [P] of the window's gradient, if it may be refused or flags are late.
         record: the figures on the host, in parts of `sizes`, valid once `arrived`.
+        landing: for the record, if it comes from a GPU.
     """
 
     own: list[MicroBatch] = field(default_factory=list)
@@ -197,6 +205,7 @@ class PendingWindow:
     record: Tensor | None = None
     sizes: list[int] = field(default_factory=list)
     arrived: Any = None
+    landing: Landing | None = None
 
     @property
     def ran(self) -> list[MicroBatch]:
@@ -204,23 +213,35 @@ class PendingWindow:
         return [micro for micro in self.own if micro.flag is not None]
 
 
-def to_host(record: Tensor) -> tuple[Tensor, Any]:
-    """Return the record on the host, and the event to wait for before it is read."""
-    if record.device.type != "cuda":
-        return record, None
-    pinned = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
-    pinned.copy_(record, non_blocking=True)
-    arrived = torch.cuda.Event()
-    # the current device may be another one
-    arrived.record(torch.cuda.current_stream(record.device))
-    return pinned, arrived
+class Landing:
+    """Where the record of a window lands on the host: pinned memory and an event, used again.
+
+    Made before a step, of which nothing may fail once the weights have moved.
+    """
+
+    def __init__(self, size: int):
+        self.memory = torch.empty(size, dtype=torch.float64, pin_memory=True)
+        self.arrived = torch.cuda.Event()
+
+    def take(self, record: Tensor) -> tuple[Tensor, Any]:
+        """Return the record on the host, and the event to wait for before it is read."""
+        target = self.memory[: record.numel()]
+        target.copy_(record, non_blocking=True)
+        # the current device may be another one
+        self.arrived.record(torch.cuda.current_stream(record.device))
+        return target, self.arrived
 
 
 def send_record(window: PendingWindow) -> None:
     """Send the record of a window that was stepped: all on the device, without waiting."""
-    parts = [figure.reshape(-1).to(torch.float64) for figure in window.figures.values()]
-    window.sizes = [part.numel() for part in parts]
-    window.record, window.arrived = to_host(torch.cat(parts))
+    figures = [figure.reshape(-1) for figure in window.figures.values()]
+    window.sizes = [figure.numel() for figure in figures]
+    record = figures[0].new_empty(sum(window.sizes), dtype=torch.float64)
+    for values, parts in alike(figures, record.split(window.sizes)):
+        torch._foreach_copy_(parts, values)
+    window.record = record
+    if window.landing is not None:
+        window.record, window.arrived = window.landing.take(record)
 
 
 def read_record(

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from npt.guard.forensics import Finding, Forensics, Hook, StoredMicroBatch, loss_in
+from npt.guard.lists import norms_of
 from npt.guard.outcome import MicroBatch, Refusal
 from npt.guard.parameters import plain_name, whole
 from npt.guard.sharding import is_of_fsdp1, is_sharded, local
-from npt.guard.update import norms_of
 
 SAID = 5
 """Steps with the same loss that are told of one by one; the end of training counts all."""

@@ -2,12 +2,13 @@
 
 Parameters and moments are copied, stepped, verified, and put back if one of them is not finite. On
 a CPU the flags are read at once. On a GPU reading a flag would make the host wait, so there a fused
-AdamW skips by its own `found_inf` and the old state is selected by `torch.where`. Both ways do the
+AdamW skips by its own `found_inf` and the old state is selected by the flag. Both ways do the
 same arithmetic in the same order: their results are equal bit for bit.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
+from npt.guard.lists import alike, keep_, norms_of
 from npt.guard.outcome import Snapshot
 from npt.guard.sharding import is_sharded, local
 from npt.random_state import random_state, set_random_state
@@ -44,7 +46,11 @@ class Holdings:
     def __init__(self, owners: Iterable[Any], without: Iterable[Any] = ()):
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id, each with its copy
         self._containers: list[tuple[Any, Any]] = []  # each with a shallow copy
+        self._paged = False
         self._follow(owners, {id(each) for each in without})
+        plain = [pair for pair in self._tensors.values() if _is_plain(pair[0])]
+        for sources, targets in alike([t for t, _ in plain], [copy for _, copy in plain]):
+            torch._foreach_copy_(targets, sources)
         self._random = random_state()
 
     def of(self, value: Any) -> Any:
@@ -58,7 +64,9 @@ class Holdings:
             container.clear()
             (container.update if isinstance(container, dict | set) else container.extend)(items)
         for tensor, copy in self._tensors.values():
-            tensor.copy_(copy)
+            tensor.copy_(copy)  # never replaced: others hold it, and a paged one has attributes
+        if self._paged:  # the host may read it next
+            torch.cuda.synchronize()
         set_random_state(self._random)
 
     def _follow(self, owners: Iterable[Any], seen: set[int]) -> None:
@@ -71,7 +79,10 @@ class Holdings:
             if isinstance(value, Tensor):
                 seen.add(id(value))
                 if value.requires_grad or not isinstance(value, nn.Parameter):
-                    self._tensors[id(value)] = value, value.detach().clone()
+                    held = local(on_card(value)).detach()
+                    self._paged |= held.device != value.device
+                    copy = torch.empty_like(held) if _is_plain(held) else held.clone()
+                    self._tensors[id(value)] = held, copy
             elif isinstance(value, dict | list | tuple | set | deque):
                 seen.add(id(value))
                 if not isinstance(value, tuple):
@@ -234,13 +245,14 @@ class GuardedUpdate:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate if self.late else float(rate)
         if self.late:
-            self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
+            skip = torch.empty((), dtype=torch.float32, device=self.home)
+            self.optimizer.found_inf = torch.logical_not(go, out=skip)  # type: ignore[attr-defined]
         self.optimizer.step()
 
     def _verify(self, update: Update, go: Tensor, processes: ProcessGroup) -> None:
         """Restore the old state unless the new one is finite on every process, and one on all."""
         update.names, largest = self._largest()
-        update.finite = torch.isfinite(largest)
+        update.finite = largest < math.inf  # NaN is not
         good = update.finite.all()
         if processes.size > 1 and is_sharded(self.parameters[0]):
             update.finite = processes.sum_((~update.finite).to(torch.float32)) == 0
@@ -259,11 +271,15 @@ class GuardedUpdate:
 
     def _select(self, good: Tensor, snapshot: Snapshot) -> None:
         """Keep the new state if `good`, else the snapshot, without reading the flag."""
+        now: list[Tensor] = []
+        old: list[Tensor] = []
         for parameter, (value, state) in zip(self.parameters, snapshot.values(), strict=True):
-            now = self.optimizer.state[parameter]
-            pairs = [(now[key], old) for key, old in state.items() if isinstance(old, Tensor)]
-            for tensor, old in [*pairs, (parameter.detach(), value)]:
-                torch.where(good.to(tensor.device), tensor, old, out=tensor)
+            held = self.optimizer.state[parameter]
+            keys = [key for key, copy in state.items() if isinstance(copy, Tensor)]
+            now += [*(held[key] for key in keys), parameter.detach()]
+            old += [*(state[key] for key in keys), value]
+        for tensors, others in alike(now, old):
+            keep_(tensors, good, others)
 
     def _largest(self) -> tuple[list[str], Tensor]:
         """Return the largest number of each tensor of the state, and the tensors' names."""
@@ -284,14 +300,25 @@ class GuardedUpdate:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    named.append((f"{key} of {name}", local(value)))
+                    named.append((f"{key} of {name}", local(on_card(value))))
             named.append((name, local(parameter).detach()))
         return named
 
 
-def norms_of(tensors: list[Tensor], order: float = 2.0) -> Tensor:
-    """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm."""
-    home = tensors[0].device
-    return torch.stack(
-        [norm.to(device=home, dtype=torch.float32) for norm in torch._foreach_norm(tensors, order)]
-    )
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not hasattr(tensor, "__tensor_flatten__")
+
+
+class _Managed:
+    """Memory that a card and the host share, for torch to take as the card's."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor  # whose memory it is
+        self.__cuda_array_interface__ = tensor.numpy().__array_interface__
+
+
+def on_card(tensor: Tensor) -> Tensor:
+    """Return the memory of bitsandbytes' paged tensors, which torch takes for the host's, as a
+    tensor of its card, lest it is read page by page through the host; other tensors as they are.
+    """
+    return torch.as_tensor(_Managed(tensor)) if getattr(tensor, "is_paged", False) else tensor

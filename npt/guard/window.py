@@ -1,10 +1,10 @@
 """The gradient window: micro-batches in, one guarded optimizer step out.
 
-Each micro-batch writes into scratch gradients. One flag says whether its loss and gradients are
-finite, and the scratch is added to the window's gradient through `torch.where` on that flag, never
-by multiplying, since 0 * NaN is NaN. The window is divided once, by the tokens of its survivors.
-Its norm is checked before clipping, because clipping spreads one NaN over every gradient and turns
-an overflowing norm silently into zeros.
+Each micro-batch makes gradients of its own. One flag says whether its loss and gradients are
+finite; they are added to the window's gradient if it is set, and else zeros are: their bits times
+0, since of numbers 0 * NaN is NaN. The window is divided once, by the tokens of its survivors. Its
+norm is checked before clipping, because clipping spreads one NaN over every gradient and turns an
+overflowing norm silently into zeros.
 
 All decisions are device flags. On a CPU they are read at once. On a GPU they are copied to pinned
 memory and read one window late, or up to `IN_FLIGHT` windows late while they have not arrived; the
@@ -19,9 +19,9 @@ state it left, and a step that differs or is not finite on one of them is taken 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +29,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from npt.distributed.processes import ProcessGroup
+from npt.guard.lists import alike, keep_, norms_of
 from npt.guard.outcome import (
+    NO_LIMITS,
+    Landing,
     MicroBatch,
     Outcome,
     PendingWindow,
@@ -41,7 +44,7 @@ from npt.guard.outcome import (
 from npt.guard.refusal import BEFORE
 from npt.guard.sharding import Sharding, as_gradient, full, is_sharded, local
 from npt.guard.spikes import SpikeGuard
-from npt.guard.update import EXACT, GuardedUpdate, norms_of
+from npt.guard.update import EXACT, GuardedUpdate
 
 if TYPE_CHECKING:
     from npt.guard.forensics import StoredMicroBatch
@@ -53,79 +56,73 @@ FAILED = 1000
 """The code of a process that stops because of an error; other codes are signal numbers."""
 
 
-class FlatGradients:
-    """The gradients of a window, and scratch for those of one micro-batch.
+class Gradients:
+    """The gradients of a window, summed, and those of its present micro-batch.
 
-    Scratch and sums are flat, one buffer per device and dtype, so that a micro-batch is judged and
-    added in a few operations. A parameter's `.grad` is a view of them. Of sharded parameters they
-    hold this process's shards.
+    Sums are flat, one buffer per device and dtype, of which `.grad` is a view in the window's step.
+    In a micro-batch `.grad` is what its backward makes of None, so that nothing is zeroed or added
+    for it. Of sharded parameters both are this process's shards.
 
     Args:
         parameters: by name; their `.grad` belongs to this object from now on.
-        track: notice which parameters take part in a backward, so that the others keep the `.grad`
-            None that makes an optimizer leave them alone.
+        track: leave parameters that no backward reached the `.grad` None that makes an optimizer
+            leave them alone.
 
     Attributes:
-        scratch_views: of each parameter, in scratch; `.grad` is a fresh view of the same numbers.
-        sum_views: likewise in the sums.
-        reached: places of the parameters that the micro-batch's backward reached; None: not
-            tracked.
+        sum_views: of each parameter, in the sums; `.grad` is a fresh view of the same numbers.
+        present: of each parameter that the micro-batch's backward reached, by place.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], track: bool = False):
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
-        self.scratch, self.scratch_views = _flat_like(self.parameters)
         self.sums, self.sum_views = _flat_like(self.parameters)
-        self.reached: set[int] | None = set() if track else None
+        self.track = track
+        self.present: dict[int, Tensor] = {}
+        self._none = [view.new_empty(0) for view in self.sum_views]
         self._stale = False
-        self._handles = [
-            p.register_post_accumulate_grad_hook(partial(_note, self.reached, i))
-            for i, p in enumerate(self.parameters)
-            if self.reached is not None
-        ]
-
-    def begin(self) -> None:
-        """Point every `.grad` at empty scratch, for one forward and backward."""
-        for flat in self.scratch:
-            flat.zero_()
-        if self.reached is not None:
-            self.reached.clear()
-        self._point(self.scratch_views)
-
-    def collect(self) -> None:
-        """Take gradients into scratch that were made elsewhere: `.grad` was replaced, or None.
-
-        What was assigned counts as reached, though no hook saw it; what was dropped does not.
-        """
-        reached = set() if self.reached is None else self.reached
-        for place, (p, view) in enumerate(zip(self.parameters, self.scratch_views, strict=True)):
-            if p.grad is None:
-                view.zero_()
-                reached.discard(place)
-            elif (gradient := local(p.grad)).data_ptr() != view.data_ptr():
-                view.copy_(gradient)
-                reached.add(place)
 
     def withdraw(self) -> None:
         """Leave the parameters without gradients; the window keeps its sums."""
+        self.present = {}
         for parameter in self.parameters:
             parameter.grad = None
 
+    def collect(self) -> None:
+        """Take the gradients of a backward, or what replaced them."""
+        self.present = {}
+        taken: set[int] = set()
+        for place, (parameter, view) in enumerate(
+            zip(self.parameters, self.sum_views, strict=True)
+        ):
+            if parameter.grad is None:
+                continue
+            gradient = local(parameter.grad)
+            # what changes in place must not be two parameters' at once, or one's many times
+            same = gradient.stride() == view.stride() and gradient.dtype == view.dtype
+            if not same or gradient.data_ptr() in taken:
+                gradient = torch.empty_like(view).copy_(gradient)
+            taken.add(gradient.data_ptr())
+            self.present[place] = gradient
+
+    def norms(self) -> Tensor:
+        """Return the norms [P] of the micro-batch's gradients, 0 where there is none."""
+        return norms_of([self.present.get(i, none) for i, none in enumerate(self._none)])
+
     def scale(self, factor: float) -> None:
         """Multiply the micro-batch's gradients."""
-        for flat in self.scratch:
-            flat.mul_(factor)
+        for (gradients,) in alike([*self.present.values()]):
+            torch._foreach_mul_(gradients, factor)
 
     def add(self, flag: Tensor) -> None:
-        """Add the scratch to the sums if the scalar bool `flag` is set, without reading it.
-
-        In place, for a third tensor of this size would be the guard's largest.
+        """Add the micro-batch's gradients to the sums if the scalar bool `flag` is set, without
+        reading it; their memory is lost.
         """
         self._renew()
-        for total, scratch in zip(self.sums, self.scratch, strict=True):
-            nothing = torch.zeros((), dtype=scratch.dtype, device=scratch.device)
-            torch.where(flag.to(scratch.device), scratch, nothing, out=scratch)
-            total += scratch
+        totals = [self.sum_views[place] for place in self.present]
+        for gradients, sums in alike([*self.present.values()], totals):
+            keep_(gradients, flag)
+            torch._foreach_add_(sums, gradients)
+        self.withdraw()
 
     def expose(self, unreached: Sequence[int] = ()) -> None:
         """Point `.grad` at the window's sums, but leave those parameters without one."""
@@ -142,9 +139,7 @@ class FlatGradients:
     def close(self) -> None:
         """Leave the parameters as they were found, without a gradient, and free the buffers."""
         self.withdraw()
-        for handle in self._handles:
-            handle.remove()
-        self.scratch, self.scratch_views, self.sums, self.sum_views = [], [], [], []
+        self.sums, self.sum_views = [], []
 
     def _point(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
@@ -204,16 +199,23 @@ class GradientWindow:
         if rates is not None:
             self._rates = torch.tensor(rates, dtype=torch.float32).to(self._home)
         self._steps = torch.zeros((), dtype=torch.int64, device=self._home)
-        self.gradients = FlatGradients({})
+        self._zero = torch.zeros((), device=self._home)
+        self.gradients = Gradients({})
         self.hold(dict(zip(update.names, update.parameters, strict=True)))
         self._divisor, self.sharding = divisor, sharding
         self._open = PendingWindow()
         self._launched: deque[PendingWindow] = deque()
+        self._landings: list[Landing] = []  # that no window uses
 
     @property
     def in_flight(self) -> int:
         """Committed windows whose result is not known yet."""
         return len(self._launched)
+
+    @property
+    def open_here(self) -> int:
+        """Micro-batches of this process in the open window, refused ones included."""
+        return len(self._open.own)
 
     @property
     def applied_steps(self) -> int:
@@ -224,27 +226,27 @@ class GradientWindow:
         """Step these parameters from now on, and hold their gradients; no micro-batch has run."""
         self.update.guard(parameters)
         self.gradients.close()
-        self.gradients = FlatGradients(parameters, track=self._rates is None)
+        self.gradients = Gradients(parameters, track=self._rates is None)
 
     def add(self, micro: MicroBatch) -> Tensor:
-        """Count the micro-batch whose gradients are in `.grad`, if it is finite.
+        """Count the micro-batch whose gradients were collected, if it is finite.
 
         Returns:
             Whether it counts, a scalar bool; nothing is read from the device.
         """
-        norms = norms_of(self.gradients.scratch_views)
+        norms = self.gradients.norms()
         loss = micro.loss.to(self._home)
         if self.sharding is not None:
             micro.codes, norms = self.sharding.judge(loss, norms)
         # Finite only if every norm is; also catches squares that overflow only in their sum.
         norm = torch.linalg.vector_norm(norms)
-        flag = torch.isfinite(loss) & torch.isfinite(norm)
+        flag = norm + 0 * loss < math.inf  # NaN is not, nor 0 * inf
         if micro.codes is not None:
-            flag = (micro.codes == 0).all() & torch.isfinite(norm)
+            flag = (micro.codes == 0).all() & (norm < math.inf)
+        if self.gradients.track:
+            micro.reached = frozenset(self.gradients.present)
         self.gradients.add(flag)
-        micro.flag, micro.norms = flag, norms
-        if self.gradients.reached is not None:
-            micro.reached = frozenset(self.gradients.reached)
+        micro.flag, micro.norm, micro.norms = flag, norm, norms
         self._append(micro)
         return flag
 
@@ -288,7 +290,7 @@ class GradientWindow:
         for micro in refused:
             if micro.flag is not None:  # it ran, and no record will tell its figures
                 micro.loss = float(micro.loss) / max(1, micro.tokens)
-                micro.grad_norm = float(torch.linalg.vector_norm(micro.norms))
+                micro.grad_norm = float(micro.norm)
         earlier = [*self._open.earlier, *refused]
         self.clear()
         self._open.earlier = earlier
@@ -364,37 +366,39 @@ class GradientWindow:
         flags = losses.bool()
         if ran:
             flags = torch.stack([m.flag for m in ran])
-            losses = torch.stack([m.loss.detach().to(home, torch.float32) for m in ran])
-            norms = torch.stack([torch.linalg.vector_norm(m.norms) for m in ran])
-            reports = torch.cat([m.report.detach().to(home, torch.float64) for m in ran])
-        tokens = torch.where(flags, sent([m.tokens for m in ran], home), 0.0).sum()
-        loss, survivors = torch.where(flags, losses, 0.0).sum(), flags.sum()
-        refused = len(window.earlier) + len(window.own) - survivors
-        unreached = [] if gradients.reached is None else self._unreached(ran)
+            losses = [m.loss.detach().to(home, torch.float32) for m in ran]
+            losses, norms = torch.stack([*losses, *(m.norm for m in ran)]).split(len(ran))
+            reports = torch.cat([m.report.detach().to(home) for m in ran])
+        counts = sent([*(m.tokens for m in ran), *(1 for _ in ran)], home)
+        table = torch.cat([counts, losses]).view(3, len(ran))
+        tokens, survivors, loss = torch.where(flags, table, self._zero).sum(1).unbind()
+        unreached = self._unreached(ran) if gradients.track else []
         gradients.expose(unreached)
         window.reached = len(unreached) < len(gradients.parameters)
         if self.unscale is not None and window.reached:
             self.unscale()
-        allowed = torch.full_like(tokens, window.reached) > 0
+        allowed = tokens > 0
         if self.processes.size > 1:
-            numbers = [n.to(torch.float32) for n in (tokens, loss, survivors, refused)]
+            refused = len(window.earlier) + len(window.own) - survivors
+            numbers = [tokens, loss, survivors, refused]
             tokens, loss, survivors, refused = self._sum_over_processes(window, numbers)
             halts, data = window.figures["halts"], window.figures["data"]
-            allowed = allowed & (halts == 0).all() & (data == data[0]).all()
+            allowed = (tokens > 0) & (halts == 0).all() & (data == data[0]).all()
+            window.figures["refused"] = refused
         divisor = tokens.clamp_min(1.0)
         if self._divisor is not None:
             divisor = torch.full_like(tokens, self._divisor)
         for flat in gradients.sums:
             flat.div_(divisor.to(flat.device))
         norm = self._clip(window)
-        loss, finite = loss / divisor, torch.isfinite(norm)
-        spike = torch.zeros_like(finite)
-        if self.spikes is not None:
+        loss, good, spike = loss / divisor, norm < math.inf, self._zero
+        if self.spikes is not None and window.limits != NO_LIMITS:
             spike = self.spikes.exceeds(loss, norm)
-        window.go = (tokens > 0) & finite & ~spike & allowed
+            good = good & ~spike
+        window.go = good & allowed if window.reached else torch.zeros_like(good)
         window.figures |= {"tokens": tokens, "loss": loss, "norm": norm, "spike": spike}
-        window.figures |= {"survivors": survivors, "refused": refused}
-        window.figures |= {"flags": flags, "losses": losses, "norms": norms, "reports": reports}
+        window.figures |= {"survivors": survivors, "flags": flags, "losses": losses}
+        window.figures |= {"norms": norms, "reports": reports}
 
     def _sum_over_processes(self, window: PendingWindow, numbers: list[Tensor]) -> Sequence[Tensor]:
         """Sum gradients, in place, and scalars over all processes; exchange halts and fingerprints.
@@ -430,7 +434,7 @@ class GradientWindow:
     def _clip(self, window: PendingWindow) -> Tensor:
         """Clip the window's gradient; return its norm before, a scalar in fp32."""
         gradients = self.gradients
-        if gradients.reached is None:
+        if not gradients.track:
             window.norms = self._norms()
             norm = torch.linalg.vector_norm(window.norms)
         else:
@@ -453,6 +457,12 @@ class GradientWindow:
             # Not indexed by the step: indexing with a scalar tensor reads it.
             step = self._steps.clamp(max=len(self._rates) - 1).view(1)
             rate = window.figures["rate"] = self._rates.index_select(0, step).squeeze(0)
+        if self._home.type == "cuda":
+            added = 2 + self.processes.size  # below, at most
+            size = added + sum(figure.numel() for figure in window.figures.values())
+            fitting = [each for each in self._landings if each.memory.numel() >= size]
+            window.landing = fitting[0] if fitting else Landing(size)
+            self._landings = fitting[1:]
         with self.update.step(go, rate, self.processes) as update:
             window.update = update
             steps = self._steps + update.applied
@@ -492,6 +502,8 @@ class GradientWindow:
                 self._take_back()
                 raise
             self._launched.popleft()
+            if window.landing is not None:
+                self._landings.append(window.landing)
             self.known_steps = result.steps
             if result.applied and self.spikes is not None:
                 assert result.loss is not None and result.grad_norm is not None
@@ -512,10 +524,6 @@ def sent(numbers: Sequence[int], home: torch.device) -> Tensor:
     """Return numbers of the host in fp32 on the device, without waiting for it."""
     values = torch.tensor(numbers, dtype=torch.float32)
     return values.pin_memory().to(home, non_blocking=True) if home.type == "cuda" else values
-
-
-def _note(reached: set[int], place: int, _parameter: Tensor) -> None:
-    reached.add(place)
 
 
 def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list[Tensor]]:

@@ -15,7 +15,7 @@ from faults.row_trainers import TRAINERS
 from npt.guard.guard import Guard
 from npt.guard.traces import Draws
 from npt.guard.update import GuardedUpdate
-from npt.guard.window import FlatGradients
+from npt.guard.window import Gradients
 
 
 def case(name: str):
@@ -45,9 +45,9 @@ def test_a_fault_leaves_no_trace_and_is_located(name, trainer) -> None:
     assert line.unguarded != "equal"
 
 
-def add_everything(gradients: FlatGradients, _flag: Tensor) -> None:
-    for total, scratch in zip(gradients.sums, gradients.scratch, strict=True):
-        total += scratch
+def add_everything(gradients: Gradients, _flag: Tensor) -> None:
+    for place, gradient in gradients.present.items():
+        gradients.sum_views[place] += gradient
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def add_everything(gradients: FlatGradients, _flag: Tensor) -> None:
     [
         ("row-tensor-nan", "loop", Draws, "settle", lambda *_: None),
         ("step-weight", "loop", Draws, "rewind", lambda *_: None),
-        ("row-gradient-nan", "accelerate", FlatGradients, "add", add_everything),
+        ("row-gradient-nan", "accelerate", Gradients, "add", add_everything),
         ("row-tensor-nan", "hf", Guard, "begin_again", lambda *_: []),
         ("row-tensor-nan", "trl", Guard, "begin_again", lambda *_: []),
         ("step-moment", "hf", GuardedUpdate, "take_back", lambda *_: None),

@@ -63,8 +63,9 @@ def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], li
                     next(iter(parameters.values())).grad.view(-1)[0] = float("nan")
                 return sums
 
-            window_of.gradients.begin()
+            window_of.gradients.withdraw()
             sums = fill()
+            window_of.gradients.collect()
             window_of.add(Added(sums.loss, sums.tokens, sums.report, (str(number),)))
         results += window_of.commit()
     return {name: p.detach().clone() for name, p in parameters.items()}, results + window_of.flush()

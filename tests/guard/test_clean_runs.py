@@ -16,7 +16,7 @@ from several import several, values
 from clean_runs import EXAMPLES
 from clean_runs.watched import compared
 from npt.guard.trainer import TrainerMixin
-from npt.guard.window import FlatGradients
+from npt.guard.window import Gradients
 
 ROOT = Path(__file__).parents[2]
 BY_ID = {example.id: example for example in EXAMPLES}
@@ -47,11 +47,11 @@ def adds_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loses_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    def point(gradients: FlatGradients, views: list[torch.Tensor]) -> None:
+    def point(gradients: Gradients, views: list[torch.Tensor]) -> None:
         for parameter, view in zip(gradients.parameters, views, strict=True):
             parameter.grad = view
 
-    monkeypatch.setattr(FlatGradients, "_point", point)
+    monkeypatch.setattr(Gradients, "_point", point)
 
 
 @pytest.mark.parametrize(

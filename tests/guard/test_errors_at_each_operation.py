@@ -89,9 +89,10 @@ def test_an_error_never_leaves_a_late_step_that_is_not_counted() -> None:
     window: GradientWindow = GradientWindow(update, 1.0, [0.1, 0.05, 0.02])
 
     def commit(fails_at: int = -1) -> int:
-        window.gradients.begin()
+        window.gradients.withdraw()
         loss = model(torch.ones(1, 2)).sum()
         loss.backward()
+        window.gradients.collect()
         window.add(MicroBatch(loss.detach(), 1))
         with Failing(fails_at) as counter:
             window.commit()

@@ -103,6 +103,26 @@ def test_a_window_of_nothing_else_is_left_out(max_grad_norm, tmp_path) -> None:
     assert (guarded.guard.counts.steps, guarded.state.global_step) == (ROWS - 1, ROWS)
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_scale_that_is_too_high_costs_what_it_costs_a_stock_trainer(size, tmp_path) -> None:
+    def train(kind: Any) -> tuple[Any, ...]:
+        settings = {"max_steps": 5, "gradient_accumulation_steps": size}
+        settings |= {"optim": "adamw_torch", "max_grad_norm": 0.0}
+        data = [row for _ in range(4) for row in rows(None)]
+        trainer = trainer_of(kind, data, tmp_path, small_llama(0.0), **settings)
+        # a real one, on a CPU: gradients in fp32 overflow until its scale has fallen
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
+        trainer.accelerator.scaler = scaler
+        trainer.train()
+        return state_of(trainer), scaler.get_scale(), trainer
+
+    state, scale, guarded = train(Safe)
+    stock_state, stock_scale, _ = train(InOrder)
+    assert_equal(state, stock_state, "state")
+    assert scale == stock_scale < 2.0**127
+    assert guarded.guard.counts.refused == 0 and guarded.guard.counts.steps == 4
+
+
 def test_a_step_that_fails_is_taken_back(tmp_path, caplog) -> None:
     settings = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
     guarded = trainer_of(InOrder, rows(None), tmp_path, max_steps=ROWS, **settings)

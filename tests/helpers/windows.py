@@ -67,7 +67,9 @@ def add_filled(
     seed: int = 0,
 ) -> None:
     """Add the micro-batch whose gradients and sums `fill` makes, with its own random numbers."""
-    window.gradients.begin()
+    for parameter in window.update.parameters:
+        parameter.grad = torch.zeros_like(parameter)
     with micro_batch_draws(seed, sample_ids, offset):
         sums = fill()
+    window.gradients.collect()
     window.add(MicroBatch(sums.loss, sums.tokens, sums.report, sample_ids))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+import simulated_cuda as card
 import torch
-from simulated_cuda import no_waits, simulated_cuda
+from simulated_cuda import no_waits, simulated_cuda, to_cuda
 from students import LENGTHS, load_student, make_batch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from windows import StudentStep
 
 import npt
@@ -17,7 +24,7 @@ from faults.bench import let_draw
 from npt.adapters.converted import adapter_parameters
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES, drive
-from npt.guard.outcome import Outcome
+from npt.guard import Guard, Outcome, Seeded
 
 WAYS = {
     "local": {},
@@ -154,3 +161,123 @@ def passing_over(name: str) -> Callable[..., bool]:
 def test_every_strategy_is_tried() -> None:
     assert set(LENGTHS) == {"full", "right", "left", "packed"}
     assert {settings.get("strategy", "local") for settings in WAYS.values()} == set(STRATEGIES)
+
+
+class Paged(torch.optim.Optimizer):
+    """Momentum in managed memory, as bitsandbytes' paged optimizers keep it (`get_paged`): to torch
+    a tensor of the host, with two attributes that none of its copies has.
+    """
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, {})
+        self.spoilt: Iterator[bool] = iter(())  # by step
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        spoil = next(self.spoilt, False)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["state1"] = torch.zeros(parameter.shape)
+                state["state1"].is_paged, state["state1"].page_deviceid = True, 0
+            assert state["state1"].is_paged  # of what `prefetch_tensor` is given
+            momentum = card.Simulated(state["state1"], 0)
+            parameter.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=0.1)
+            if spoil:
+                momentum.fill_(float("inf"))
+
+
+class OnHost(TorchDispatchMode):
+    """Counts operations of the host on memory of these addresses."""
+
+    def __init__(self, addresses: set[int]):
+        super().__init__()
+        self.addresses, self.found = addresses, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [leaf for leaf in card._leaves((args, kwargs)) if type(leaf) is torch.Tensor]
+        views = func._schema.name in ("aten::detach", "aten::lift_fresh")
+        if not views and any(leaf.data_ptr() in self.addresses for leaf in plain):
+            self.found.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_paged_moments_are_copied_and_restored_on_the_card(monkeypatch) -> None:
+    def managed(given: Any, **settings: Any) -> Any:
+        if isinstance(given, torch.Tensor) or not hasattr(given, "__cuda_array_interface__"):
+            return as_tensor(given, **settings)
+        layout = SimpleNamespace(of=given, __array_interface__=given.__cuda_array_interface__)
+        return card.Simulated(torch.from_numpy(np.asarray(layout)), 0)
+
+    def train(*spoilt: bool) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        to_cuda(model)
+        optimizer = Paged(model.parameters())
+        optimizer.spoilt = iter(spoilt)
+        guard = Guard(model, optimizer)
+
+        def window() -> Any:
+            with guard.micro_batch() as micro:
+                micro.loss = loss = model(torch.ones(1, 4, device="cuda")).square().sum()
+                loss.backward()
+            addresses = {s["state1"].data_ptr() for s in optimizer.state.values()}
+            with OnHost(addresses) as host:
+                outcome = guard.step()
+            assert not host.found
+            return outcome
+
+        outcomes = [window() for _ in spoilt]
+        assert guard.first_bad() is None
+        state = [t.held.clone() for _, t in guard.update._tensors()]
+        return state, [outcome.applied for outcome in outcomes]
+
+    as_tensor = torch.as_tensor
+    with simulated_cuda():
+        monkeypatch.setattr(torch, "as_tensor", managed)
+        state, applied = train(True, False, True, False, False)
+        assert applied == [False, True, False, True, True]
+        assert all(map(torch.equal, state, train(False, False, False)[0]))
+
+
+def test_memory_that_cannot_be_pinned_ends_a_step_before_it_moves_anything(monkeypatch) -> None:
+    """After the optimizer has stepped nothing is allocated on the host."""
+    pin, allowed = card._pin, [0]
+
+    def failing(tensor: Any) -> Any:
+        if not allowed[0]:
+            raise MemoryError("planted")
+        allowed[0] -= 1
+        return pin(tensor)
+
+    with simulated_cuda():
+        model = nn.Linear(4, 2)
+        to_cuda(model)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        guard = Guard(model, optimizer, rates=[0.1], draws=Seeded(0), max_grad_norm=1.0)
+        steps = []
+        optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+
+        def state() -> Any:
+            return deepcopy([t.held for _, t in guard.update._tensors()])
+
+        def window() -> None:
+            with guard.micro_batch() as micro:
+                micro.loss = loss = model(torch.ones(1, 4, device="cuda")).sum()
+                loss.backward()
+            guard.step()
+
+        monkeypatch.setattr(card, "_pin", failing)
+        before, fails = state(), 0
+        while not steps:
+            allowed[0] = fails
+            with suppress(MemoryError):
+                window()
+            if not steps:
+                assert all(map(torch.equal, state(), before))
+                fails += 1
+        assert fails >= 2 and guard.window.applied_steps == 1
+        guard.flush()
+        allowed[0] = 1  # for the window's tokens: the record lands where the first one did
+        window()
+        assert guard.flush()[-1].steps == 2

@@ -24,9 +24,9 @@ from npt.adapters.converted import adapter_parameters
 from npt.data.batch import Batch
 from npt.distill.step import student_guard
 from npt.errors import NoMemoryError, TooManyRefusalsError
-from npt.guard import outcome as module
+from npt.guard import window as window_module
 from npt.guard.guard import Guard
-from npt.guard.outcome import MicroBatch
+from npt.guard.outcome import MicroBatch, send_record
 from npt.guard.spikes import SpikeGuard
 from npt.guard.window import IN_FLIGHT, GradientWindow
 from npt.train import loop as loop_module
@@ -44,10 +44,10 @@ class Device:
     waits: int = 0
     events: list[Event] = field(default_factory=list)
 
-    def to_host(self, record: Tensor) -> tuple[Tensor, Any]:
-        event = Event(self, self.slow[len(self.events) % len(self.slow)])
-        self.events.append(event)
-        return record, event
+    def send(self, window: Any) -> None:
+        send_record(window)
+        window.arrived = Event(self, self.slow[len(self.events) % len(self.slow)])
+        self.events.append(window.arrived)
 
 
 @dataclass
@@ -78,7 +78,7 @@ def run(
     device, results, came, kept = Device(slow or [0]), [], [], 0
     with pytest.MonkeyPatch.context() as patched:
         if late:
-            patched.setattr(module, "to_host", device.to_host)
+            patched.setattr(window_module, "send_record", device.send)
         for number, kind in enumerate(windows):
 
             def fill(number: int = number, kind: str = kind) -> MicroBatch:
@@ -183,7 +183,7 @@ def late_runs(
             return guard
 
         monkeypatch.setattr(trainer_module, "student_guard", making)
-        monkeypatch.setattr(module, "to_host", Device(slow).to_host)
+        monkeypatch.setattr(window_module, "send_record", Device(slow).send)
         model = npt.load_base(str(tiny_folder), quantization="nf4", device="cpu")[0]
         return (
             Runs(model, tmp_path, data=lambda: records(8), settings={"scheduler_type": "constant"}),

@@ -1,0 +1,49 @@
+"""Operations on many tensors in few launches, none of which reads a flag on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def alike(first: Sequence[Tensor], *others: Sequence[Tensor]) -> list[list[list[Tensor]]]:
+    """Return lists of tensors in parts in which those of the first are of one device and dtype, for
+    which torch has operations on whole lists.
+    """
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(first):
+        places.setdefault((tensor.device, tensor.dtype), []).append(place)
+    return [[[each[i] for i in part] for each in (first, *others)] for part in places.values()]
+
+
+def keep_(tensors: Sequence[Tensor], flag: Tensor, others: Sequence[Tensor] = ()) -> None:
+    """Keep tensors of one device and dtype if the scalar bool `flag` is set; else let them be the
+    others, or zero.
+
+    Their bits are whole numbers here, whose sums and products are exact where those of NaN are not:
+    (x - y) * flag + y is x or y, also where x - y leaves their range and comes back.
+    """
+    bits, instead = _bits(tensors), _bits(others)
+    if instead:
+        torch._foreach_sub_(bits, instead)
+    torch._foreach_mul_(bits, flag.to(bits[0].device, bits[0].dtype))
+    if instead:
+        torch._foreach_add_(bits, instead)
+
+
+def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    return [tensor.view(_INTEGERS[tensor.element_size()]) for tensor in real]
+
+
+def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm."""
+    home, kind = tensors[0].device, torch.float32
+    norms = torch._foreach_norm([*tensors], order)
+    if any(norm.dtype != kind or norm.device != home for norm in norms):
+        norms = [norm.to(device=home, dtype=kind) for norm in norms]
+    return torch.stack(norms)
