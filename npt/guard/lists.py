@@ -40,9 +40,13 @@ def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.view(_INTEGERS[tensor.element_size()]) for tensor in real]
 
 
-def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-    """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm."""
-    home, kind = tensors[0].device, torch.float32
+def norms_of(
+    tensors: Sequence[Tensor], order: float = 2.0, home: torch.device | None = None
+) -> Tensor:
+    """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm. They lie
+    on the first one's device, or at `home`: Adam's `step` is on the host unless it is fused.
+    """
+    home, kind = tensors[0].device if home is None else home, torch.float32
     norms = torch._foreach_norm([*tensors], order)
     if any(norm.dtype != kind or norm.device != home for norm in norms):
         norms = [norm.to(device=home, dtype=kind) for norm in norms]

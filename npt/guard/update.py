@@ -288,7 +288,7 @@ class GuardedUpdate:
             (n, t) for n, t in self._tensors() if t.is_floating_point() and (t.numel() or sharded)
         ]
         tensors = [t if t.numel() else t.new_zeros(1) for _, t in named]
-        return [name for name, _ in named], norms_of(tensors, order=float("inf"))
+        return [name for name, _ in named], norms_of(tensors, float("inf"), self.home)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return parameters and their optimizer tensors, by name.
