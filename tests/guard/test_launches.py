@@ -4,59 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from simulated_cuda import Simulated, _leaves, simulated_cuda
+from launches import Launches
+from simulated_cuda import Simulated, simulated_cuda
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from npt.guard import Guard, Seeded
 from npt.guard.spikes import SIGMAS
 
 TENSORS = 112
 """Of the adapters of 16 layers with three targets."""
-
-AT_ONCE = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
-"""Tensors in a launch of `torch._foreach_*`, by how many lists it takes: `depth_to_max_tensors` of
-ATen's MultiTensorApply.cuh. It also ends at 320 blocks of 65,536 numbers, which these do not reach.
-"""
-
-
-class Launches(TorchDispatchMode):
-    """Counts launches by operation: none for views and for memory that is left as it is, several
-    for lists of tensors, one for all else that reads or writes a tensor of the card.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        leaves = _leaves((args, kwargs or {}, result))
-        if any(isinstance(leaf, Simulated) for leaf in leaves):
-            self.counts[func._schema.name.removeprefix("aten::")] += self._launches(
-                func, args, kwargs
-            )
-        return result
-
-    def _launches(self, func: Any, args: Any, kwargs: Any) -> int:
-        name = func._schema.name.removeprefix("aten::")
-        lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
-        if name == "_to_copy" and args[0].dtype == (kwargs or {}).get("dtype", args[0].dtype):
-            return 0  # no copy, on a real card
-        if func.is_view or name.startswith(("empty", "new_empty")) or name in ("detach", "lift"):
-            return 0
-        if name in ("stack", "cat"):
-            return -(-len(args[0]) // 128)
-        if not lists or not name.startswith(("_foreach", "_fused")):
-            return 1
-        launches = -(-len(lists[0]) // AT_ONCE[min(len(lists), 5)])
-        # of a norm also zeros for what its blocks find, and what makes one number of that
-        return launches + 2 * (name == "_foreach_norm")
 
 
 class Sum(nn.Module):
@@ -121,3 +81,21 @@ def test_a_guarded_step_adds_few_launches(size, most) -> None:
         if guarded[name] != plain[name]
     }
     assert guarded.total() - plain.total() <= most, added
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        (lambda x: x.view(-1).t().detach(), 0),
+        (lambda x: (x * 2).clone(), 2),
+        (lambda x: torch._foreach_mul([x] * 65, [x] * 65), 2),
+        (lambda x: torch._foreach_mul_([x.new_empty(321 << 16)], 2.0), 2),
+        (lambda x: torch._foreach_norm([x, x]), 3),
+        (lambda x: x.clone().requires_grad_().sin().sum().backward(), 6),
+    ],
+)
+def test_launches_are_counted(act, expected) -> None:
+    x = torch.ones(2, 2)
+    with Launches("cpu") as count:
+        act(x)
+    assert count.counts.total() == expected, count.counts

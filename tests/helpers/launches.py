@@ -1,17 +1,11 @@
 """How many kernels a card would be asked to launch, counted without one.
 
-The rule, that of `benchmarks/step_cost.py` where both count:
-
-- an operator that returns a view or fresh memory launches nothing; any other launches one kernel,
-  a copy between devices and a read of a value included;
-- an operator over lists of tensors (`_foreach_*`, `_fused_adam*`) launches as many as torch's
-  `multi_tensor_apply` does: one for each full table of 320 blocks of 2^16 numbers, or of 110, 64,
-  48, 36 or 30 tensors (of 1 to 5 lists); `_foreach_norm` sets a buffer to zero before, and sums up
-  after.
-
-What CUDA adds of itself is not counted: the second pass of a large reduction, the splits of a
-product, a library's unpacking. Counts are of operators that reach the dispatcher on whatever device
-the tensors are, so autograd's and the optimizer's are in; a compiled function's kernels are not.
+An operator that returns a view or memory left as it is launches nothing; any other launches one
+kernel, a copy and a read of a value included. For lists of tensors (`_foreach_*`, `_fused_*`) it is
+what ATen's MultiTensorApply.cuh makes: one launch for each full table of 320 blocks of 2^16
+numbers, or of 110, 64, 48, 36 or 30 tensors of 1 to 5 lists; `_foreach_norm` also zeroes a buffer
+and sums up, and `cat` takes 128 tensors a launch. A second pass of a large reduction, splits of a
+product, and kernels of compiled functions are not counted.
 """
 
 from __future__ import annotations
@@ -22,36 +16,36 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"}
+FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift"}
 FREE |= {"_unsafe_view", "_reshape_alias", "lift_fresh", "is_same_size", "record_stream", "set_"}
 CHUNK, BLOCKS, TENSORS = 65536, 320, (110, 64, 48, 36, 30)
 
 
 class Launches(TorchDispatchMode):
-    """Counts within its context; `by_name` has the launches of each operator."""
+    """Counts launches by operator that takes or returns a tensor of a device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
         super().__init__()
-        self.by_name = Counter[str]()
-
-    @property
-    def total(self) -> int:
-        return self.by_name.total()
+        self.device, self.counts = device, Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if not func.is_view and name not in FREE:
-            lists = (
-                [a for a in args if _is_list(a)] if name.startswith(("_foreach", "_fused")) else []
-            )
-            self.by_name[name] += of_lists(lists) + 2 * (name == "_foreach_norm") if lists else 1
+        name, leaves = func.overloadpacket.__name__, tree_leaves((args, kwargs, out))
+        on = any(isinstance(t, Tensor) and t.device.type == self.device for t in leaves)
+        if on and not func.is_view and name not in FREE:
+            self.counts[name] += _launches(name, args)
         return out
 
 
-def _is_list(argument: Any) -> bool:
-    return isinstance(argument, list | tuple) and all(isinstance(t, Tensor) for t in argument)
+def _launches(name: str, args: Any) -> int:
+    lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+    if name in ("stack", "cat"):
+        return -(-len(args[0]) // 128)
+    if not lists or not name.startswith(("_foreach", "_fused")):
+        return 1
+    return of_lists(lists) + 2 * (name == "_foreach_norm")
 
 
 def of_lists(lists: Sequence[Sequence[Tensor]]) -> int:
