@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,8 +36,6 @@ from npt.versions import versions
 
 if TYPE_CHECKING:
     from npt.guard.guard import Guard
-
-T = TypeVar("T")
 
 VERSION = 4
 WINDOW, WEIGHTS, MOMENTS = "window.safetensors", "weights.safetensors", "moments.safetensors"
@@ -284,7 +282,7 @@ def _on_host(tensors: Mapping[str, Tensor], lost: list[str]) -> dict[str, Tensor
     return {name: tensor for name, tensor in read.items() if tensor is not None}
 
 
-def _read(what: str, read: Callable[[], T], lost: list[str]) -> T | None:
+def _read(what: str, read: Callable[[], Any], lost: list[str]) -> Any:
     """Return what is read from a device, or note that it is lost."""
     try:
         return read()

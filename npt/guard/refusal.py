@@ -27,7 +27,7 @@ class Refusal:
 
     Attributes:
         kind: `data` (refused before any computation), `error`, `loss` or `gradient`; for a whole
-            window `norm`, `spike` or `update` (parameters or moments after the step).
+            window `norm`, `spike`, `update` (parameters or moments after the step) or `card`.
         detail: in words.
         micro_batch: index in the window over all processes, None for a whole window.
         sample_ids: of the micro-batch.

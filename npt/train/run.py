@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from npt.runs.trackers import Trackers
     from npt.train.loop import Loop
 
-LOST = "card"
-"""The kind of refusal of the windows that a lost card leaves open."""
-
 
 @dataclass(eq=False)
 class Run:
@@ -301,21 +298,21 @@ class Run:
         bundle = write() if setup.processes.broken else setup.processes.first(write)
         reason = bundle.pop("reason", reason)
         self.folder.event("stopped", step=steps, reason=reason, **bundle)
-        lost = any(refusal.kind == LOST for refusal in outcome.refused)
-        ending = f", the last: {outcome.refused[-1]}" if outcome.refused and not lost else ""
+        of_card = any(refusal.kind == "card" for refusal in outcome.refused)
+        ending = f", the last: {outcome.refused[-1]}" if outcome.refused and not of_card else ""
         if bundle["postmortem"] is None:
             end = (
                 f"no post-mortem could be written below {path}: {bundle['error']}; free or choose a"
                 " disk that can be written to"
             )
-        elif lost:
+        elif of_card:
             older = self.folder.checkpoints()
             remedy = f"continue with --resume {older[-1]}" if older else "there is no checkpoint"
             end = f"batches and settings are in {path / bundle['postmortem']}; {remedy}"
         else:
             end = f"look into it with: npt replay {path / bundle['postmortem']}"
         message = f"stopped at step {steps}: {reason}{ending}; {end}"
-        kind = CardError if lost else TooManyRefusalsError
+        kind = CardError if of_card else TooManyRefusalsError
         raise setup.processes.everywhere(kind(message))
 
     def rescue(self, loop: Loop, error: BaseException) -> None:
@@ -331,7 +328,7 @@ class Run:
         if isinstance(error, RuntimeError) and (why := card_error(self.setup.device)) is not None:
             batches, steps = loop.open_batches, loop.steps
             outcome = Outcome(loop.guard.window.committed, len(batches), False, steps)
-            outcome.refused = (Refusal(LOST, why),)
+            outcome.refused = (Refusal("card", why),)
             self.give_up(loop.guard, outcome, why, steps, batches, ())
         try:
             loop.settle()  # a checkpoint bears the step of its weights
