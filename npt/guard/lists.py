@@ -42,8 +42,5 @@ def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm."""
-    home, kind = tensors[0].device, torch.float32
-    norms = torch._foreach_norm([*tensors], order)
-    if any(norm.dtype != kind or norm.device != home for norm in norms):
-        norms = [norm.to(device=home, dtype=kind) for norm in norms]
-    return torch.stack(norms)
+    home, norms = tensors[0].device, torch._foreach_norm([*tensors], order)
+    return torch.stack([norm.to(device=home, dtype=torch.float32) for norm in norms])
