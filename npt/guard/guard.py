@@ -305,9 +305,8 @@ class Guard:
         """
         refused = self.window.refused()
         here = [micro.refusal for micro in refused if micro.refusal is not None]
-        everywhere = self.window.processes.gather((here, self.window.open_here > len(here)))
-        refusals = [*chain(*(each for each, _ in everywhere))]
-        if self._scale.lost(refusals, any(survived for _, survived in everywhere)):
+        refusals = [*chain(*self.window.processes.gather(here))]
+        if self._scale.lost(refusals, self.window.place):
             return []
         if refusals:
             self.forensics.trace(refused)
@@ -435,9 +434,9 @@ class Guard:
                 outcome.longest = self.counts.add(outcome, self.window.processes)
             if self.forensics.left and outcome.refused:
                 names, parameters = self.update.names, self.update.parameters
-                before = {n: value for n, (value, _) in (outcome.snapshot or {}).items()}
-                if self.sharding is not None:  # and nothing is computed again
-                    before = {}
+                # of what is sharded nothing is computed again
+                snapshot = (outcome.snapshot if self.sharding is None else None) or {}
+                before = {n: value for n, (value, _) in snapshot.items()}
                 with values_in(dict(zip(names, parameters, strict=True)), before):
                     self.forensics.trace(outcome.own)
             computed = [micro for micro in outcome.own if micro.grad_norm is not None]

@@ -46,8 +46,5 @@ def norms_of(
     """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm. They lie
     on the first one's device, or at `home`: Adam's `step` is on the host unless it is fused.
     """
-    home, kind = tensors[0].device if home is None else home, torch.float32
-    norms = torch._foreach_norm([*tensors], order)
-    if any(norm.dtype != kind or norm.device != home for norm in norms):
-        norms = [norm.to(device=home, dtype=kind) for norm in norms]
-    return torch.stack(norms)
+    home, norms = home or tensors[0].device, torch._foreach_norm([*tensors], order)
+    return torch.stack([norm.to(device=home, dtype=torch.float32) for norm in norms])

@@ -41,9 +41,9 @@ class LossScale:
             self.scaler.load_state_dict(state)
         self._unscaled = False
 
-    def lost(self, refusals: Sequence[Refusal], survivors: bool) -> bool:
+    def lost(self, refusals: Sequence[Refusal], micro_batches: int) -> bool:
         """Return whether the scale has cost a window all that was good in it."""
-        overflowed = not survivors and any(map(_overflowed, refusals))
+        overflowed = len(refusals) >= micro_batches and any(map(_overflowed, refusals))
         return overflowed and self.scaler is not None and self.scaler.get_scale() > 1
 
     def update(self, outcome: Outcome) -> bool:

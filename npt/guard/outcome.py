@@ -214,10 +214,8 @@ class PendingWindow:
 
 
 class Landing:
-    """Where the record of a window lands on the host: pinned memory and an event, used again.
-
-    Made before a step, of which nothing may fail once the weights have moved.
-    """
+    """Pinned memory for the record of a window, used again; made before its step, of which nothing
+    may fail once the weights have moved."""
 
     def __init__(self, size: int):
         self.memory = torch.empty(size, dtype=torch.float64, pin_memory=True)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -309,16 +310,11 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not hasattr(tensor, "__tensor_flatten__")
 
 
-class _Managed:
-    """Memory that a card and the host share, for torch to take as the card's."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor  # whose memory it is
-        self.__cuda_array_interface__ = tensor.numpy().__array_interface__
-
-
 def on_card(tensor: Tensor) -> Tensor:
     """Return the memory of bitsandbytes' paged tensors, which torch takes for the host's, as a
     tensor of its card, lest it is read page by page through the host; other tensors as they are.
     """
-    return torch.as_tensor(_Managed(tensor)) if getattr(tensor, "is_paged", False) else tensor
+    if not getattr(tensor, "is_paged", False):
+        return tensor
+    layout = tensor.numpy().__array_interface__
+    return torch.as_tensor(SimpleNamespace(memory=tensor, __cuda_array_interface__=layout))

@@ -91,12 +91,10 @@ class Gradients:
         """Take the gradients of a backward, or what replaced them."""
         self.present = {}
         taken: set[int] = set()
-        for place, (parameter, view) in enumerate(
-            zip(self.parameters, self.sum_views, strict=True)
-        ):
+        for place, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 continue
-            gradient = local(parameter.grad)
+            gradient, view = local(parameter.grad).detach(), self.sum_views[place]
             # what changes in place must not be two parameters' at once, or one's many times
             same = gradient.stride() == view.stride() and gradient.dtype == view.dtype
             if not same or gradient.data_ptr() in taken:
@@ -211,11 +209,6 @@ class GradientWindow:
     def in_flight(self) -> int:
         """Committed windows whose result is not known yet."""
         return len(self._launched)
-
-    @property
-    def open_here(self) -> int:
-        """Micro-batches of this process in the open window, refused ones included."""
-        return len(self._open.own)
 
     @property
     def applied_steps(self) -> int:
@@ -366,8 +359,8 @@ class GradientWindow:
         flags = losses.bool()
         if ran:
             flags = torch.stack([m.flag for m in ran])
-            losses = [m.loss.detach().to(home, torch.float32) for m in ran]
-            losses, norms = torch.stack([*losses, *(m.norm for m in ran)]).split(len(ran))
+            each = [m.loss.detach().to(home, torch.float32) for m in ran]
+            losses, norms = torch.stack([*each, *(m.norm for m in ran)]).split(len(ran))
             reports = torch.cat([m.report.detach().to(home) for m in ran])
         counts = sent([*(m.tokens for m in ran), *(1 for _ in ran)], home)
         table = torch.cat([counts, losses]).view(3, len(ran))

@@ -602,7 +602,7 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _asking(result: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
-    """What asks the card before it has its result."""
+    """Ask the card, then return the result."""
 
     def ask(*arguments: Any, **_: Any) -> Any:
         _running().ask()

@@ -198,7 +198,8 @@ def poisoning(model: nn.Module, call: int) -> Callable[[int, Batch], None]:
 
     def act(number: int, batch: Batch) -> None:
         if number == call:
-            next(iter(adapter_parameters(model).values())).grad[0, 0] = float("nan")
+            first = next(iter(adapter_parameters(model).values()))
+            first.grad = torch.full_like(first, float("nan"))
 
     return act
 
