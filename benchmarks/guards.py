@@ -6,7 +6,7 @@ guard.
 Both loops run in one process on the same model, the same batches and the same strategy, windows
 interleaved (guarded, plain, plain, guarded, ...), so that a slow moment of the machine hits both.
 The plain loop is what one writes without guards: sum the gradients, divide, clip, step. The guarded
-one is the product's: host check of the batch, scratch gradients, flags, history, spike limits,
+one is the product's: host check of the batch, gradients apart, flags, history, spike limits,
 verification and restore. `ratio` is the median over pairs of guarded time / plain time.
 
 `added_synchronisations` counts, per step, how often the guarded loop makes the host wait for the

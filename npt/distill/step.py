@@ -15,7 +15,7 @@ by the run's seed, the place of its samples in the data and their ids, and resto
 draws the same numbers whatever was refused before, on any process, after a resume, and in a replay.
 
 A micro-batch that memory does not hold at once is computed in parts, each padded to its own longest
-sample. Their gradients go to the same scratch and their sums are added, so to the window they are
+sample. Their gradients and their sums are added as those of one backward, so to the window they are
 one micro-batch, and only the order of a sum changes.
 """
 

@@ -1,12 +1,12 @@
 """The guard: the transactional step, for any model, optimizer and loop. Read this page first.
 
 What a refused micro-batch would have left is undone, so that the run equals, bit for bit, the one
-that never saw it: its gradients lie in scratch and are not added, its tokens do not count, the
+that never saw it: its gradients lie apart and are not added, its tokens do not count, the
 random numbers that it drew are drawn again, the buffers that it wrote to are put back. A window
 without survivors steps neither optimizer nor scheduler. Python's and numpy's random state, and the
 place in the data, are the loop's own.
 
-A micro-batch writes its gradients into scratch, and counts only if they and its loss are finite
+A micro-batch makes gradients of its own, and counts only if they and its loss are finite
 (`window.py`). The window is divided once by its tokens, checked, clipped, stepped, verified, and
 restored if anything is not finite (`update.py`). What came of it is an `Outcome` (`outcome.py`).
 """

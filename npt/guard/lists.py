@@ -36,8 +36,7 @@ def keep_(tensors: Sequence[Tensor], flag: Tensor, others: Sequence[Tensor] = ()
 
 
 def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
-    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    return [tensor.view(_INTEGERS[tensor.element_size()]) for tensor in real]
+    return [tensor.view(_INTEGERS[tensor.element_size()]) for tensor in tensors]
 
 
 def norms_of(

@@ -125,7 +125,10 @@ class Gradients:
     def expose(self, unreached: Sequence[int] = ()) -> None:
         """Point `.grad` at the window's sums, but leave those parameters without one."""
         self._renew()
-        self._point(self.sum_views)
+        for parameter, view in zip(self.parameters, self.sum_views, strict=True):
+            gradient = view.detach()  # fresh: somebody may move it by `p.grad.data = ...`
+            sharded = is_sharded(parameter)
+            parameter.grad = as_gradient(gradient, parameter) if sharded else gradient
         for place in unreached:
             self.parameters[place].grad = None
 
@@ -138,12 +141,6 @@ class Gradients:
         """Leave the parameters as they were found, without a gradient, and free the buffers."""
         self.withdraw()
         self.sums, self.sum_views = [], []
-
-    def _point(self, views: Sequence[Tensor]) -> None:
-        for parameter, view in zip(self.parameters, views, strict=True):
-            gradient = view.detach()  # fresh: somebody may move it by `p.grad.data = ...`
-            sharded = is_sharded(parameter)
-            parameter.grad = as_gradient(gradient, parameter) if sharded else gradient
 
     def _renew(self) -> None:
         """Let the sums be zero if they are still a forgotten window's."""
