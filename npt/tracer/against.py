@@ -1,15 +1,13 @@
 """`trace(against=)`: the first operation at which two passes of a batch part beyond rounding.
 
-The results of a reference's operations are recorded. In the pass in question each result is
-compared with its record and then replaced by it, so an operation is given what the reference's was
-given: a difference is its own, and none is inherited. What rounding explains of it is measured: the
-reference runs once more, held to its record in the same way, with all that its operations read
-moved at random by as much as rounding moves it. An operation without a partner (a fused kernel, a
-cast, one of another version) runs free in both, and what it makes of rounding shows in the next
-result that has one.
+A reference's results are recorded, operation by operation. In the pass in question each result is
+compared with its record, then replaced by it, so every operation is given what the reference's was
+given: a difference is its own, none is inherited. What rounding explains of it is measured: the
+reference runs once more, held to its record in the same way, while what its operations read is
+moved at random by as much as rounding moves it. An operation without a partner (a cast, a fused
+kernel, one of another version) runs free in both, and counts towards the next that has one.
 
-TTrace (arXiv 2506.09280) has tolerances from perturbations of the size of rounding as well, of what
-goes into a whole training program.
+TTrace (arXiv 2506.09280) takes tolerances from such perturbations too, of a whole program's inputs.
 """
 
 from __future__ import annotations
@@ -20,8 +18,9 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,15 +41,16 @@ from npt.tracer.source_location import Place, Tokens, layer_of, read_stack
 from npt.tracer.tensors import Memory, dtype_name
 from npt.tracer.verdict import Phase, Verdict
 
-MARGIN = 8.0
-"""What rounding explains, in sizes of the answer to a random perturbation. The largest that equal
-passes needed was 2 (gradients of attention, fp32 against fp64); a planted parting exceeds it."""
+MARGIN = 12.0
+"""What rounding explains, in sizes of the answer to a random perturbation. The gradients of eager
+and fused attention need 4 to be equal, everything else that was tried 2.
+"""
 
-_DECLARED = 0.1
-"""The share of a pass's results from which their dtype is one that the pass is meant to have."""
+_MEANT = 0.1
+"""The share of a pass's results from which on their dtype is one that it is meant to compute in."""
 
 _ROW = 32
-"""Numbers in the last dimension from which every row is judged by itself."""
+"""Numbers in the last dimension from which on each row is judged by itself."""
 
 _UNSEEN = BLANK | names("_to_copy copy_ clone detach alias lift_fresh _unsafe_view")
 """Copies and casts, of which another dtype, device or version has others."""
@@ -59,7 +59,7 @@ _FORMATS = {2.0**-11: "float16 or TF32", 2.0**-8: "bfloat16"}
 
 
 class Step(NamedTuple):
-    """A result of an operation, as it is called in both passes: the `nth` of its kind."""
+    """A result of an operation by what both passes know it by: the `nth` of its kind."""
 
     module: str
     phase: Phase
@@ -69,44 +69,26 @@ class Step(NamedTuple):
     nth: int
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How a result differs from its record.
-
-    Attributes:
-        error, size: norms of difference and record, by row.
-        index, value: of the element that differs most.
-        free: something that was not held to a record went in.
-    """
+class Difference(NamedTuple):
+    """Norms of a difference and of the record, by row; the element that differs most."""
 
     error: Tensor
     size: Tensor
     index: tuple[int, ...]
     value: float
-    free: bool = False
-
-    def worst(self, noise: Tensor, unit: float) -> tuple[float, float, float]:
-        """Return error, size and what rounding explains, of the row that exceeds that most."""
-        rounding = noise + noise.mean() + unit * (self.size + self.size.mean())
-        explained = (MARGIN * rounding).clamp(min=1e-300)
-        row = int((self.error / explained).argmax())
-        return float(self.error[row]), float(self.size[row]), float(explained[row])
 
 
 def _unit(dtype: torch.dtype) -> float:
     """Return the largest relative error of rounding to a dtype; 0 of integers."""
-    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point or dtype.is_complex else 0.0
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
 
 
 def _compare(record: Tensor, found: Tensor, valid: Tensor | None = None) -> Difference:
     """Compare a result with its record, of valid tokens. Both masked, or NaN in both, is no
-    difference; of integers each that differs counts 1.
+    difference; an integer that differs counts 1.
     """
     if record.dtype == found.dtype and torch.equal(record, found):
-        none = torch.zeros(1, dtype=torch.float64)
-        return Difference(none, none, (), 0.0)
-    if record.is_complex():
-        record, found = torch.view_as_real(record), torch.view_as_real(found)
+        return Difference(torch.zeros(1), torch.zeros(1), (), 0.0)
     if record.is_floating_point() and found.is_floating_point():
         low = [t <= torch.finfo(t.dtype).min / 2 for t in (record, found)]
         same = (record == found) | (record.isnan() & found.isnan()) | (low[0] & low[1])
@@ -119,14 +101,10 @@ def _compare(record: Tensor, found: Tensor, valid: Tensor | None = None) -> Diff
     if valid is not None and gap.shape[:2] == valid.shape:
         gap[~valid.to(gap.device)] = 0.0
     index = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
-    return Difference(_rows(gap), _rows(size), index, float(found[index]))
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """Return the norms of the rows, or of all if these are short, on the host."""
-    long = tensor.ndim > 1 and tensor.shape[-1] >= _ROW
-    rows = tensor.reshape(-1, tensor.shape[-1] if long else tensor.numel())
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64).cpu()
+    row = gap.shape[-1] if gap.ndim > 1 and gap.shape[-1] >= _ROW else gap.numel()
+    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
+    error, norms = (norm(t.reshape(-1, row)).cpu() for t in (gap, size))
+    return Difference(error, norms, index, float(found[index]))
 
 
 @dataclass
@@ -135,7 +113,8 @@ class Record:
 
     Attributes:
         values: results, on the host.
-        noise: of a saved reference, what its own rounding does to each.
+        noise: of a file's, what rounding makes of each.
+        free: steps that were given something that was held to no record.
         end: the loss, or the mean of the first output.
     """
 
@@ -143,31 +122,27 @@ class Record:
     sources: dict[Step, str] = field(default_factory=dict)
     values: dict[Step, Tensor] = field(default_factory=dict)
     noise: dict[Step, Tensor] = field(default_factory=dict)
+    free: set[Step] = field(default_factory=set)
     end: str = ""
 
     @property
     def unit(self) -> float:
-        """The coarsest rounding that the pass is meant to have."""
+        """The coarsest rounding that the pass is meant to do."""
         counts = Counter(unit for dtype in self.dtypes.values() if (unit := _unit(dtype)))
-        return max((u for u, n in counts.items() if n >= _DECLARED * counts.total()), default=0.0)
+        return max((u for u, n in counts.items() if n >= _MEANT * counts.total()), default=0.0)
 
-    def kinds(self) -> Counter[Any]:
-        """Count the steps of each kind."""
-        return Counter(step[:-1] for step in self.dtypes)
-
-    def alone(self, step: Step, matched: Collection[Step]) -> list[str]:
-        """Name the operations without a partner just before a step, each with its line."""
+    def alone(self, step: Step, matched: Collection[Step]) -> str:
+        """Name the operations without a partner just before a step."""
         alone: dict[str, None] = {}
         for earlier in self.dtypes:
             if earlier == step:
                 break
-            line = self.sources.get(earlier, "")
-            named = f"{earlier.operation} ({line})" if line else earlier.operation
+            named = f"{earlier.operation} ({self.sources.get(earlier, '')})".removesuffix(" ()")
             alone = {} if earlier in matched else {**alone, named: None}
-        return [*alone]
+        return ", ".join(alone)
 
     def save(self, path: Path) -> None:
-        """Write it as safetensors."""
+        """Write values and noise as safetensors."""
         tensors = {f"value {i}": value.contiguous() for i, value in enumerate(self.values.values())}
         tensors |= {f"noise {i}": self.noise[step] for i, step in enumerate(self.values)}
         metadata = {"npt_trace": json.dumps([*self.values]), "end": self.end}
@@ -175,15 +150,14 @@ class Record:
 
     @staticmethod
     def load(path: Path) -> Record:
-        """Read a saved one."""
-        record = Record()
+        """Read what `save` wrote."""
         with opened(path, ConfigError) as stored:
             metadata = stored.metadata() or {}
             if "npt_trace" not in metadata:
-                raise ConfigError(f"{path} is no trace that --against has written; name another")
-            record.end = metadata["end"]
-            for i, (*key, shape, nth) in enumerate(json.loads(metadata["npt_trace"])):
-                step = Step(*key, tuple(shape), nth)
+                raise ConfigError(f"{path} is no trace that against= wrote; name another file")
+            record = Record(end=metadata["end"])
+            for i, (*kind, shape, nth) in enumerate(json.loads(metadata["npt_trace"])):
+                step = Step(*kind, tuple(shape), nth)
                 record.values[step] = stored.get_tensor(f"value {i}")
                 record.noise[step] = stored.get_tensor(f"noise {i}")
                 record.dtypes[step] = record.values[step].dtype
@@ -191,35 +165,26 @@ class Record:
 
 
 class HeldPass(TorchDispatchMode):
-    """A pass whose results are recorded, or held to a record.
+    """A pass whose results are recorded, and held to an earlier record.
 
     Args:
-        held: what the results of steps are compared with and replaced by.
-        units: by module, phase and operation, the relative size of the perturbations.
-        unit: that of all other operations; 0 for no perturbation.
-        keep: record the results.
-        boundaries: results are what modules return, since a compiled graph has no operations.
+        held: what results are compared with and replaced by.
+        units: by operation, the relative size of the perturbations.
+        unit: that of others; 0 for no perturbation.
+        boundaries: results are what modules return, since a compiled graph shows no operation.
+        keep: record the values too.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        valid: Tensor | None,
-        *,
-        held: Mapping[Step, Tensor] | None = None,
-        units: Mapping[Any, float] | None = None,
-        unit: float = 0.0,
-        keep: bool = False,
-        boundaries: bool = False,
-    ):
+        self, model: nn.Module, valid: Tensor | None, boundaries: bool, *, keep: bool = False,
+        held: Mapping[Step, Tensor] | None = None, units: Any = None, unit: float = 0.0,
+    ):  # fmt: skip
         super().__init__()
         self.supports_higher_order_operators = True
-        self.record = Record()
-        self.found: dict[Step, Difference] = {}
-        self._valid, self._held, self._units = valid, held or {}, units or {}
-        self._unit, self._keep = unit, keep
+        self.record, self.found = Record(), dict[Step, Difference]()
+        self._valid, self._boundaries, self._keep = valid, boundaries, keep
+        self._held, self._units, self._unit = held or {}, units or {}, unit
         self._names = {id(m): n.replace("_orig_mod.", "") for n, m in model.named_modules()}
-        self._boundaries = boundaries
         self._places: dict[int, Place] = {}
         self._counts: Counter[Any] = Counter()
         self._free: Memory[bool] = Memory()
@@ -230,8 +195,7 @@ class HeldPass(TorchDispatchMode):
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
-        kwargs = kwargs or {}
-        call = call_of(0, func, args, kwargs)
+        kwargs, call = kwargs or {}, call_of(0, func, args, kwargs or {})
         name, free = call.name.rstrip("_"), any(self._free.of(t) for _, t in call.read)
         # autograd sums gradients in the order in which they come
         summed = call.node is not None and name == "add"
@@ -246,37 +210,31 @@ class HeldPass(TorchDispatchMode):
             # A sum over n numbers rounds about sqrt(n) times, in fp32 at least; none is longer
             # than a dimension.
             longest = max((n for _, t in call.read if _unit(t.dtype) for n in t.shape), default=1)
-            within = 0.0 if call.pointwise else _unit(torch.float32) * math.sqrt(longest)
+            moved = unit + (0.0 if call.pointwise else _unit(torch.float32) * math.sqrt(longest))
             args, kwargs = tree_map_only(
-                Tensor,
-                lambda t: t if call.writes(t) else self._moved(t, unit + within),
-                (args, kwargs),
+                Tensor, lambda t: t if call.writes(t) else self._moved(t, moved), (args, kwargs)
             )
         out = func(*args, **kwargs)
-        if not self._boundaries:
-            results = call.results(out)
-            for i, result in enumerate(results[:1] if name.startswith(ATTENTION) else results):
-                self._take((place.module, phase, name, i), result, place.source, unit, free)
+        results = [] if self._boundaries else call.results(out)
+        for i, result in enumerate(results[:1] if name.startswith(ATTENTION) else results):
+            self._take((place.module, phase, name, i), result, place.source, unit, free)
         return out
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
-        """Take what the modules return; what was compiled is compiled anew, and once more after."""
+        """Take what modules return. What is compiled is compiled anew, here and when next used."""
 
         @torch.compiler.disable
         def hook(module: nn.Module, _: Any, output: Any) -> None:
             if isinstance(output, Tensor):
-                kind: Any = self._names[id(module)], "forward", "output", 0
-                self._take(kind, output.data, "", self._unit)
+                self._take((self._names[id(module)], "forward", "output", 0), output.data)
 
         torch.compiler.reset()
-        handles = [module.register_forward_hook(hook) for module in model.modules()]
-        try:
+        with ExitStack() as hooks:
+            for module in model.modules():
+                hooks.callback(module.register_forward_hook(hook).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            torch.compiler.reset()
+        torch.compiler.reset()
 
     def _where(self, call: TorchCall) -> tuple[Phase, Place]:
         """Return phase and place of an operation, in backward those of its forward."""
@@ -287,10 +245,14 @@ class HeldPass(TorchDispatchMode):
         return "backward", self._places.get(call.node._sequence_nr(), stack.place)
 
     def _take(
-        self, operation: Any, result: Tensor, source: str, unit: float, free: bool = False
+        self,
+        operation: Any,
+        result: Tensor,
+        source: str = "",
+        unit: float = 0.0,
+        free: bool = False,
     ) -> None:
-        """Note a result, and hold it to its record."""
-        if result.layout != torch.strided or not result.numel():
+        if result.layout != torch.strided or result.is_complex() or not result.numel():
             return
         kind = *operation, tuple(result.shape)
         self._counts[kind] += 1
@@ -301,10 +263,12 @@ class HeldPass(TorchDispatchMode):
         self._free.forget(result)
         if step not in self._held:
             self._free.add(result, True)
-        else:
-            record = self._held[step].to(result.device)
-            self.found[step] = replace(_compare(record, result, self._valid), free=free)
-            result.copy_(self._moved(record.to(result.dtype), unit))
+            return
+        record = self._held[step].to(result.device)
+        self.found[step] = _compare(record, result, self._valid)
+        if free:
+            self.record.free.add(step)
+        result.copy_(self._moved(record.to(result.dtype), unit))
 
     def _moved(self, tensor: Tensor, unit: float) -> Tensor:
         """Return the numbers moved at random, by up to `unit` of each."""
@@ -317,43 +281,39 @@ class HeldPass(TorchDispatchMode):
         return torch.where(inside, moved.to(tensor.dtype), tensor)
 
 
-def parting(
-    model: nn.Module, batch: Any, run: Any, against: nn.Module | str | Path
-) -> Verdict | None:
-    """Return the first result of a pass that rounding does not explain; see `trace`."""
-    other = against if isinstance(against, nn.Module) else None
-    comparison = _Comparison(model, other, batch, run)
-    if isinstance(against, nn.Module):
-        return comparison.verdict(comparison.run(against, keep=True).record)
-    path = Path(against)
-    if path.exists():
-        return comparison.verdict(Record.load(path))
-    record = comparison.run(model, keep=True).record
-    record.noise = comparison.noise(model, record, {s: _unit(d) for s, d in record.dtypes.items()})
-    record.save(path)
-    return None
-
-
-class _Comparison:
+class Comparison:
     """The passes of one comparison; arguments as for `trace`."""
 
-    def __init__(self, model: nn.Module, other: nn.Module | None, batch: Any, run: Any):
-        self.model, self.other, self.batch, self._run = model, other, batch, run
-        self.compiled = _is_compiled(model) or (other is not None and _is_compiled(other))
+    def __init__(self, model: nn.Module, batch: Any, run: Any, against: nn.Module | str | Path):
+        self.model, self.batch, self._run = model, batch, run
+        self.other = against if isinstance(against, nn.Module) else None
+        self.path = None if isinstance(against, nn.Module) else Path(against)
+        models = (model, *([self.other] if self.other is not None else []))
+        self._boundaries = any(map(_is_compiled, models))
         mask = batch.attention_mask if isinstance(batch, Batch) else None
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else mask
         self.valid = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
-    def run(self, model: nn.Module, **how: Any) -> HeldPass:
-        """Run one pass of a model."""
+    def verdict(self) -> Verdict | None:
+        """Return the first result that rounding does not explain; write a file that is missing."""
+        if self.path is not None and self.path.exists():
+            return self._parting(Record.load(self.path))
+        record = self._pass(self.other or self.model, keep=True).record
+        if self.path is None:
+            return self._parting(record)
+        units = {step: _unit(dtype) for step, dtype in record.dtypes.items()}
+        record.noise = self._noise(self.model, record, units)
+        record.save(self.path)
+        return None
+
+    def _pass(self, model: nn.Module, **how: Any) -> HeldPass:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         with torch.inference_mode(False):
             batch = ready(self.batch, device)
         run = default_run(model, batch) if self._run is None else partial(self._run, model)
-        held = HeldPass(model, self.valid, boundaries=self.compiled, **how)
-        with ExitStack() as stack:
-            stack.enter_context(untouched(model, batch))
-            if self.compiled:
+        held = HeldPass(model, self.valid, self._boundaries, **how)
+        with untouched(model, batch), ExitStack() as stack:
+            if self._boundaries:
                 stack.enter_context(held.hooked(model))
             if not _is_compiled(model):
                 stack.enter_context(held)
@@ -361,7 +321,7 @@ class _Comparison:
         held.record.end = f"{end.label} {float(end.tensor.double().mean()):.7g}"
         return held
 
-    def noise(
+    def _noise(
         self, model: nn.Module, record: Record, units: Mapping[Step, float]
     ) -> dict[Step, Tensor]:
         """Return what rounding does to each of these steps, by row."""
@@ -370,102 +330,94 @@ class _Comparison:
         for step, size in units.items():  # of an operation that gives integers, of what it reads
             of_operations[step[:3]] = max(size or unit, of_operations.get(step[:3], 0.0))
         held = {step: record.values[step] for step in units}
-        found = self.run(model, held=held, units=of_operations, unit=unit).found
+        found = self._pass(model, held=held, units=of_operations, unit=unit).found
         return {step: difference.error for step, difference in found.items()}
 
-    def verdict(self, record: Record) -> Verdict | None:
-        """Compare the pass with a record, of the other model or from a file."""
-        plain = self.run(self.model).record
-        ours, theirs = plain.kinds(), record.kinds()
+    def _parting(self, record: Record) -> Verdict | None:
+        plain = self._pass(self.model).record
+        ours, theirs = (Counter(step[:-1] for step in r.dtypes) for r in (plain, record))
         held = {s: v for s, v in record.values.items() if ours[s[:-1]] == theirs[s[:-1]]}
         if 2 * len(held) < len(record.values):
             raise ConfigError(
                 f"only {len(held)} of the reference's {len(record.values)} results have a partner"
                 " in this pass: compare one model with itself, on one batch"
             )
-        found = self.run(self.model, held=held)
-        if not any(bool(difference.error.any()) for difference in found.found.values()):
+        run = self._pass(self.model, held=held)
+        if not any(bool(difference.error.any()) for difference in run.found.values()):
             return None
-        dtypes, coarsest = found.record.dtypes, max(plain.unit, record.unit)
-        exact = {s: max(_unit(dtypes[s]), _unit(record.dtypes[s])) for s in found.found}
-        units = {step: min(coarsest, unit) for step, unit in exact.items()}
+        coarsest = max(plain.unit, record.unit)
+        dtypes = {step: (run.record.dtypes[step], record.dtypes[step]) for step in run.found}
+        units = {step: min(coarsest, max(map(_unit, both))) for step, both in dtypes.items()}
         if self.other is None:
             scale = max(1.0, plain.unit / (record.unit or 1.0))
             noise = {step: record.noise[step] * scale for step in units}
         else:  # a compiled model shows none of its operations
             eager = self.model if _is_compiled(self.other) else self.other
-            noise = self.noise(eager, record, units)
-        for step, difference in found.found.items():
-            if difference.free and self.other is None:
+            noise = self._noise(eager, record, units)
+        for step, found in run.found.items():
+            if self.other is None and step in run.record.free:
                 continue  # a file cannot tell what rounding makes of other operations than its own
-            error, size, explained = difference.worst(noise[step], units[step])
-            if error > explained:
-                alone = [r.alone(step, held) for r in (plain, record)]
-                what = self._explanation(step, error, size, explained, units[step], alone)
-                ends = f"{plain.end}; the reference {record.end}"
-                dtype = dtype_name(dtypes[step])
-                return self._verdict(step, difference, found.record, what, dtype, ends)
+            rounding = noise[step] + noise[step].mean()
+            explained = MARGIN * (rounding + units[step] * (found.size + found.size.mean()))
+            row = int((found.error / explained.clamp(min=1e-300)).argmax())
+            error, size = float(found.error[row]), float(found.size[row]) or 1.0
+            if error <= explained[row]:
+                continue
+            text = f"it differs from the reference's by {error / size:.2g} of its norm, rounding"
+            text += f" explains {float(explained[row]) / size:.2g}"
+            for unit, name in _FORMATS.items():
+                if 0 < units[step] < unit and unit * size < 8 * error <= 16 * unit * size:
+                    text += f"; rounding to {name} makes as much"
+            for whose, other in (("this pass", plain), ("the reference", record)):
+                alone = other.alone(step, held)
+                text += f"; just before it {whose} alone ran {alone}" if alone else ""
+            return self._verdict(step, run, text + self._states(step.module), plain, record)
         return None
 
-    def _explanation(
-        self, step: Step, error: float, size: float, explained: float, unit: float, alone: Any
-    ) -> str:
-        by = f"{error / size:.2g} of its norm" if size else f"{error:.2g} from 0"
-        text = f"it differs from the reference's by {by}"
-        text += f", rounding explains {explained / (size or 1):.2g}"
-        if unit:
-            fits = [name for u, name in _FORMATS.items() if unit < u and error <= 2 * u * size]
-            text += f"; no more than rounding to {fits[0]} makes" if fits else ""
-        for who, operations in zip(("this pass", "the reference"), alone, strict=True):
-            if operations:
-                text += f"; just before it {who} alone ran {', '.join(operations)}"
-        return text + "".join(f"; {state}" for state in self._states(step.module))
-
-    def _states(self, module: str) -> Iterator[str]:
-        """Say which weights, buffers and statistics of a module differ."""
-        if self.other is None:
-            return
-        theirs = dict(_state(self.other, module))
-        for name, tensor in _state(self.model, module):
-            other = theirs.get(name)
-            if other is not None and other.shape == tensor.shape and tensor.numel():
-                difference = _compare(other.cpu(), tensor.cpu())
-                apart = difference.error.norm() / difference.size.norm()
-                units = _unit(tensor.dtype), _unit(other.dtype)
-                if apart > (1e-6 if units[0] == units[1] else max(units)):
-                    yield f"{name} differs by {float(apart):.2g} of its norm"
+    def _states(self, module: str) -> str:
+        """Say which weights and buffers of a module differ."""
+        text, theirs = "", {} if self.other is None else _state(self.other, module)
+        for name, tensor in _state(self.model, module).items() if theirs else ():
+            other = theirs.get(name, tensor)
+            difference = _compare(other.cpu(), tensor.cpu())
+            apart = float(difference.error.norm() / difference.size.norm())
+            # of equal dtypes all but the last bit of a statistic that another device rounded
+            units = _unit(tensor.dtype), _unit(other.dtype)
+            if apart > (1e-6 if units[0] == units[1] else max(units)):
+                text += f"; {name} differs by {apart:.2g} of its norm"
+        return text
 
     def _verdict(
-        self, step: Step, difference: Difference, record: Record, what: str, dtype: str, ends: str
+        self, step: Step, run: HeldPass, explanation: str, plain: Record, record: Record
     ) -> Verdict:
+        found, dtype = run.found[step], dtype_name(run.record.dtypes[step])
         shapes = {tuple(p.shape) for p in self.model.parameters()}
-        row, token, sample = Tokens(self.batch, shapes).locate(step.shape, difference.index)
+        row, token, sample = Tokens(self.batch, shapes).locate(step.shape, found.index)
         return Verdict(
             cause="beyond rounding",
             phase=step.phase,
             layer=layer_of(step.module),
             module=step.module,
             operation=step.operation,
-            source=record.sources[step],
+            source=run.record.sources[step],
             tensor=f"output of {step.operation} {[*step.shape]} {dtype}",
-            index=difference.index,
-            value=difference.value,
-            reached=ends,
-            explanation=what,
+            index=found.index,
+            value=found.value,
+            reached=f"{plain.end}; the reference {record.end}",
+            explanation=explanation,
             row=row,
             token=token,
             sample=sample,
         )
 
 
-def _state(model: nn.Module, module: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point parameters, buffers and dequantised weight of a module."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name.replace("_orig_mod.", "").startswith(f"{module}.") and tensor.is_floating_point():
-            yield name.replace("_orig_mod.", ""), tensor.detach()
-    for name, linear in quantized_linears(model):
-        if name == module:
-            yield f"{name}: dequantised weight", dense_weight(linear)
+def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
+    """Return a module's floating-point parameters and buffers, and its dequantised weight."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    own = ((n.replace("_orig_mod.", ""), t.detach()) for n, t in tensors if t.is_floating_point())
+    state = {name: tensor for name, tensor in own if name.startswith(f"{module}.")}
+    packed = (linear for name, linear in quantized_linears(model) if name == module)
+    return state | {f"{module}.weight": dense_weight(linear) for linear in packed}
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -175,10 +175,10 @@ def test_a_planted_parting_is_found(case: str, bases: dict[str, Any]) -> None:
 
 SAID = {
     "weight": ("post_attention_layernorm.weight differs by 0.0092 of its norm",),
-    "4-bit statistic": ("model.layers.1.mlp.down_proj: dequantised weight differs by",),
-    "fp16": ("no more than rounding to float16 or TF32 makes",),
-    "TF32": ("no more than rounding to float16 or TF32 makes",),
-    "softmax": ("no more than rounding to bfloat16 makes",),
+    "4-bit statistic": ("model.layers.1.mlp.down_proj.weight differs by",),
+    "fp16": ("rounding to float16 or TF32 makes as much",),
+    "TF32": ("rounding to float16 or TF32 makes as much",),
+    "softmax": ("rounding to bfloat16 makes as much",),
     "residual": ("this pass alone ran mul (test_against.py:", "given[0] * 0.99"),
     "dropout": ("this pass alone ran", "dropout"),
 }
