@@ -74,7 +74,7 @@ class Difference(NamedTuple):
 
     error: Tensor
     size: Tensor
-    index: tuple[int, ...]
+    at: tuple[int, ...]
     value: float
 
 
@@ -157,7 +157,7 @@ class Record:
                 raise ConfigError(f"{path} is no trace that against= wrote; name another file")
             record = Record(end=metadata["end"])
             for i, (*kind, shape, nth) in enumerate(json.loads(metadata["npt_trace"])):
-                step = Step(*kind, tuple(shape), nth)
+                step = Step._make((*kind, tuple(shape), nth))
                 record.values[step] = stored.get_tensor(f"value {i}")
                 record.noise[step] = stored.get_tensor(f"noise {i}")
                 record.dtypes[step] = record.values[step].dtype
@@ -256,7 +256,7 @@ class HeldPass(TorchDispatchMode):
             return
         kind = *operation, tuple(result.shape)
         self._counts[kind] += 1
-        step = Step(*kind, self._counts[kind])
+        step = Step._make((*kind, self._counts[kind]))
         self.record.dtypes[step], self.record.sources[step] = result.dtype, source
         if self._keep:
             self.record.values[step] = result.to("cpu", copy=True)
@@ -392,7 +392,7 @@ class Comparison:
     ) -> Verdict:
         found, dtype = run.found[step], dtype_name(run.record.dtypes[step])
         shapes = {tuple(p.shape) for p in self.model.parameters()}
-        row, token, sample = Tokens(self.batch, shapes).locate(step.shape, found.index)
+        row, token, sample = Tokens(self.batch, shapes).locate(step.shape, found.at)
         return Verdict(
             cause="beyond rounding",
             phase=step.phase,
@@ -401,7 +401,7 @@ class Comparison:
             operation=step.operation,
             source=run.record.sources[step],
             tensor=f"output of {step.operation} {[*step.shape]} {dtype}",
-            index=found.index,
+            index=found.at,
             value=found.value,
             reached=f"{plain.end}; the reference {record.end}",
             explanation=explanation,
