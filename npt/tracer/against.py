@@ -3,9 +3,9 @@
 A reference's results are recorded, operation by operation. In the pass in question each result is
 compared with its record, then replaced by it, so every operation is given what the reference's was
 given: a difference is its own, none is inherited. What rounding explains of it is measured: the
-reference runs once more, held to its record in the same way, while what its operations read is
-moved at random by as much as rounding moves it. An operation without a partner (a cast, a fused
-kernel, one of another version) runs free in both, and counts towards the next that has one.
+pass runs once more, held in the same way, while what its operations read is moved at random by as
+much as rounding moves it. An operation without a partner (a cast, a fused kernel, one of another
+version) runs free, and counts towards the next that has one.
 
 TTrace (arXiv 2506.09280) takes tolerances from such perturbations too, of a whole program's inputs.
 """
@@ -38,7 +38,7 @@ from npt.stored import opened
 from npt.tracer.operations import ATTENTION, BLANK, TorchCall, call_of, names
 from npt.tracer.passes import default_run, ready, sinks_of, untouched
 from npt.tracer.source_location import Place, Tokens, layer_of, read_stack
-from npt.tracer.tensors import Memory, dtype_name
+from npt.tracer.tensors import dtype_name
 from npt.tracer.verdict import Phase, Verdict
 
 MARGIN = 12.0
@@ -108,21 +108,16 @@ def _compare(record: Tensor, found: Tensor, valid: Tensor | None = None) -> Diff
 
 
 @dataclass
-class Record:
-    """The steps of a pass, in order.
+class PassRecord:
+    """The steps of a pass in order, with their lines and, if kept, results on the host.
 
     Attributes:
-        values: results, on the host.
-        noise: of a file's, what rounding makes of each.
-        free: steps that were given something that was held to no record.
         end: the loss, or the mean of the first output.
     """
 
     dtypes: dict[Step, torch.dtype] = field(default_factory=dict)
     sources: dict[Step, str] = field(default_factory=dict)
     values: dict[Step, Tensor] = field(default_factory=dict)
-    noise: dict[Step, Tensor] = field(default_factory=dict)
-    free: set[Step] = field(default_factory=set)
     end: str = ""
 
     @property
@@ -142,24 +137,22 @@ class Record:
         return ", ".join(alone)
 
     def save(self, path: Path) -> None:
-        """Write values and noise as safetensors."""
-        tensors = {f"value {i}": value.contiguous() for i, value in enumerate(self.values.values())}
-        tensors |= {f"noise {i}": self.noise[step] for i, step in enumerate(self.values)}
+        """Write the results as safetensors."""
+        tensors = {str(i): value.contiguous() for i, value in enumerate(self.values.values())}
         metadata = {"npt_trace": json.dumps([*self.values]), "end": self.end}
         write_bytes(path, safetensors.torch.save(tensors, metadata))
 
     @staticmethod
-    def load(path: Path) -> Record:
+    def load(path: Path) -> PassRecord:
         """Read what `save` wrote."""
         with opened(path, ConfigError) as stored:
             metadata = stored.metadata() or {}
             if "npt_trace" not in metadata:
                 raise ConfigError(f"{path} is no trace that against= wrote; name another file")
-            record = Record(end=metadata["end"])
+            record = PassRecord(end=metadata["end"])
             for i, (*kind, shape, nth) in enumerate(json.loads(metadata["npt_trace"])):
                 step = Step._make((*kind, tuple(shape), nth))
-                record.values[step] = stored.get_tensor(f"value {i}")
-                record.noise[step] = stored.get_tensor(f"noise {i}")
+                record.values[step] = stored.get_tensor(str(i))
                 record.dtypes[step] = record.values[step].dtype
         return record
 
@@ -168,7 +161,8 @@ class HeldPass(TorchDispatchMode):
     """A pass whose results are recorded, and held to an earlier record.
 
     Args:
-        held: what results are compared with and replaced by.
+        held: what results are replaced by.
+        compared: what they are compared with.
         units: by operation, the relative size of the perturbations.
         unit: that of others; 0 for no perturbation.
         boundaries: results are what modules return, since a compiled graph shows no operation.
@@ -177,17 +171,18 @@ class HeldPass(TorchDispatchMode):
 
     def __init__(
         self, model: nn.Module, valid: Tensor | None, boundaries: bool, *, keep: bool = False,
-        held: Mapping[Step, Tensor] | None = None, units: Any = None, unit: float = 0.0,
+        held: Mapping[Step, Tensor] | None = None, compared: Mapping[Step, Tensor] | None = None,
+        units: Any = None, unit: float = 0.0,
     ):  # fmt: skip
         super().__init__()
         self.supports_higher_order_operators = True
-        self.record, self.found = Record(), dict[Step, Difference]()
+        self.record, self.found = PassRecord(), dict[Step, Difference]()
         self._valid, self._boundaries, self._keep = valid, boundaries, keep
-        self._held, self._units, self._unit = held or {}, units or {}, unit
+        self._held, self._compared = held or {}, compared or held or {}
+        self._units, self._unit = units or {}, unit
         self._names = {id(m): n.replace("_orig_mod.", "") for n, m in model.named_modules()}
         self._places: dict[int, Place] = {}
         self._counts: Counter[Any] = Counter()
-        self._free: Memory[bool] = Memory()
         self._draws = torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(
@@ -196,14 +191,11 @@ class HeldPass(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         kwargs, call = kwargs or {}, call_of(0, func, args, kwargs or {})
-        name, free = call.name.rstrip("_"), any(self._free.of(t) for _, t in call.read)
+        name = call.name.rstrip("_")
         # autograd sums gradients in the order in which they come
         summed = call.node is not None and name == "add"
         if call.is_view or call.name in _UNSEEN or "dequantize" in name or summed:
-            out = func(*args, **kwargs)
-            for result in call.results(out) if free and not call.is_view else ():
-                self._free.add(result, True)
-            return out
+            return func(*args, **kwargs)
         phase, place = self._where(call)
         unit = self._units.get((place.module, phase, name), self._unit)
         if self._unit:
@@ -217,7 +209,7 @@ class HeldPass(TorchDispatchMode):
         out = func(*args, **kwargs)
         results = [] if self._boundaries else call.results(out)
         for i, result in enumerate(results[:1] if name.startswith(ATTENTION) else results):
-            self._take((place.module, phase, name, i), result, place.source, unit, free)
+            self._take((place.module, phase, name, i), result, place.source, unit)
         return out
 
     @contextmanager
@@ -244,14 +236,7 @@ class HeldPass(TorchDispatchMode):
             return "forward" if call.node is None else "recomputation", stack.place
         return "backward", self._places.get(call.node._sequence_nr(), stack.place)
 
-    def _take(
-        self,
-        operation: Any,
-        result: Tensor,
-        source: str = "",
-        unit: float = 0.0,
-        free: bool = False,
-    ) -> None:
+    def _take(self, operation: Any, result: Tensor, source: str = "", unit: float = 0.0) -> None:
         if result.layout != torch.strided or result.is_complex() or not result.numel():
             return
         kind = *operation, tuple(result.shape)
@@ -260,15 +245,11 @@ class HeldPass(TorchDispatchMode):
         self.record.dtypes[step], self.record.sources[step] = result.dtype, source
         if self._keep:
             self.record.values[step] = result.to("cpu", copy=True)
-        self._free.forget(result)
-        if step not in self._held:
-            self._free.add(result, True)
-            return
-        record = self._held[step].to(result.device)
-        self.found[step] = _compare(record, result, self._valid)
-        if free:
-            self.record.free.add(step)
-        result.copy_(self._moved(record.to(result.dtype), unit))
+        if step in self._held:
+            compared = self._compared[step].to(result.device)
+            self.found[step] = _compare(compared, result, self._valid)
+            held = self._held[step].to(result.device, result.dtype)
+            result.copy_(self._moved(held, unit))
 
     def _moved(self, tensor: Tensor, unit: float) -> Tensor:
         """Return the numbers moved at random, by up to `unit` of each."""
@@ -281,15 +262,14 @@ class HeldPass(TorchDispatchMode):
         return torch.where(inside, moved.to(tensor.dtype), tensor)
 
 
-class Comparison:
+class PassComparison:
     """The passes of one comparison; arguments as for `trace`."""
 
     def __init__(self, model: nn.Module, batch: Any, run: Any, against: nn.Module | str | Path):
         self.model, self.batch, self._run = model, batch, run
         self.other = against if isinstance(against, nn.Module) else None
         self.path = None if isinstance(against, nn.Module) else Path(against)
-        models = (model, *([self.other] if self.other is not None else []))
-        self._boundaries = any(map(_is_compiled, models))
+        self._boundaries = _is_compiled(model) or _is_compiled(self.other)
         mask = batch.attention_mask if isinstance(batch, Batch) else None
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else mask
         self.valid = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
@@ -297,12 +277,10 @@ class Comparison:
     def verdict(self) -> Verdict | None:
         """Return the first result that rounding does not explain; write a file that is missing."""
         if self.path is not None and self.path.exists():
-            return self._parting(Record.load(self.path))
+            return self._parting(PassRecord.load(self.path))
         record = self._pass(self.other or self.model, keep=True).record
         if self.path is None:
             return self._parting(record)
-        units = {step: _unit(dtype) for step, dtype in record.dtypes.items()}
-        record.noise = self._noise(self.model, record, units)
         record.save(self.path)
         return None
 
@@ -321,19 +299,7 @@ class Comparison:
         held.record.end = f"{end.label} {float(end.tensor.double().mean()):.7g}"
         return held
 
-    def _noise(
-        self, model: nn.Module, record: Record, units: Mapping[Step, float]
-    ) -> dict[Step, Tensor]:
-        """Return what rounding does to each of these steps, by row."""
-        unit = max([record.unit, *units.values()])
-        of_operations: dict[Any, float] = {}
-        for step, size in units.items():  # of an operation that gives integers, of what it reads
-            of_operations[step[:3]] = max(size or unit, of_operations.get(step[:3], 0.0))
-        held = {step: record.values[step] for step in units}
-        found = self._pass(model, held=held, units=of_operations, unit=unit).found
-        return {step: difference.error for step, difference in found.items()}
-
-    def _parting(self, record: Record) -> Verdict | None:
+    def _parting(self, record: PassRecord) -> Verdict | None:
         plain = self._pass(self.model).record
         ours, theirs = (Counter(step[:-1] for step in r.dtypes) for r in (plain, record))
         held = {s: v for s, v in record.values.items() if ours[s[:-1]] == theirs[s[:-1]]}
@@ -342,31 +308,30 @@ class Comparison:
                 f"only {len(held)} of the reference's {len(record.values)} results have a partner"
                 " in this pass: compare one model with itself, on one batch"
             )
-        run = self._pass(self.model, held=held)
+        run = self._pass(self.model, held=held, keep=True)
         if not any(bool(difference.error.any()) for difference in run.found.values()):
             return None
-        coarsest = max(plain.unit, record.unit)
-        dtypes = {step: (run.record.dtypes[step], record.dtypes[step]) for step in run.found}
-        units = {step: min(coarsest, max(map(_unit, both))) for step, both in dtypes.items()}
-        if self.other is None:
-            scale = max(1.0, plain.unit / (record.unit or 1.0))
-            noise = {step: record.noise[step] * scale for step in units}
-        else:  # a compiled model shows none of its operations
-            eager = self.model if _is_compiled(self.other) else self.other
-            noise = self._noise(eager, record, units)
+        coarsest, operations = max(plain.unit, record.unit), dict[Any, float]()
+        for step in run.found:  # of an operation that gives integers, the rounding of what it reads
+            unit = max(_unit(run.record.dtypes[step]), _unit(record.dtypes[step])) or coarsest
+            operations[step[:3]] = max(min(unit, coarsest), operations.get(step[:3], 0.0))
+        noisy, compared = self.model, run.record.values
+        if _is_compiled(noisy):  # it shows no operation
+            noisy, compared = self.other or noisy, record.values
+        how: Any = {"held": held, "compared": compared, "units": operations, "unit": coarsest}
+        noise = self._pass(noisy, **how).found
         for step, found in run.found.items():
-            if self.other is None and step in run.record.free:
-                continue  # a file cannot tell what rounding makes of other operations than its own
-            rounding = noise[step] + noise[step].mean()
-            explained = MARGIN * (rounding + units[step] * (found.size + found.size.mean()))
+            unit = operations[step[:3]] if record.dtypes[step].is_floating_point else 0.0
+            rounding = noise[step].error + noise[step].error.mean()
+            explained = MARGIN * (rounding + unit * (found.size + found.size.mean()))
             row = int((found.error / explained.clamp(min=1e-300)).argmax())
             error, size = float(found.error[row]), float(found.size[row]) or 1.0
             if error <= explained[row]:
                 continue
             text = f"it differs from the reference's by {error / size:.2g} of its norm, rounding"
             text += f" explains {float(explained[row]) / size:.2g}"
-            for unit, name in _FORMATS.items():
-                if 0 < units[step] < unit and unit * size < 8 * error <= 16 * unit * size:
+            for size_of, name in _FORMATS.items():
+                if 0 < unit < size_of and size_of * size < 8 * error <= 16 * size_of * size:
                     text += f"; rounding to {name} makes as much"
             for whose, other in (("this pass", plain), ("the reference", record)):
                 alone = other.alone(step, held)
@@ -388,7 +353,7 @@ class Comparison:
         return text
 
     def _verdict(
-        self, step: Step, run: HeldPass, explanation: str, plain: Record, record: Record
+        self, step: Step, run: HeldPass, explanation: str, plain: PassRecord, record: PassRecord
     ) -> Verdict:
         found, dtype = run.found[step], dtype_name(run.record.dtypes[step])
         shapes = {tuple(p.shape) for p in self.model.parameters()}
@@ -420,8 +385,8 @@ def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
     return state | {f"{module}.weight": dense_weight(linear) for linear in packed}
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
+def _is_compiled(model: nn.Module | None) -> bool:
+    return model is not None and any(
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
     )

@@ -21,7 +21,7 @@ from npt.adapters.trained import unfused
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
 from npt.tracer import rules
-from npt.tracer.against import Comparison
+from npt.tracer.against import PassComparison
 from npt.tracer.ledger import Ledger
 from npt.tracer.mask_check import mask_check
 from npt.tracer.operations import External, Origin
@@ -98,7 +98,7 @@ def trace(
     if verdict is not None:
         return verdict
     if against is not None:
-        return Comparison(model, batch, run, against).verdict()
+        return PassComparison(model, batch, run, against).verdict()
     unpadded = run is None
     if run is None:
         with torch.inference_mode(False):

@@ -6,13 +6,13 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.llama import modeling_llama
 
 import npt
 from npt.data.batch import batches
@@ -115,27 +115,14 @@ def shifted_mask(model: Any) -> None:
 
 
 def low_softmax(model: Any) -> None:
-    plain = modeling_llama.eager_attention_forward
-
-    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        softmax = nn.functional.softmax
-        nn.functional.softmax = lambda x, dim, dtype: softmax(x.bfloat16(), dim=dim)
-        try:
-            return plain(module, *args, **kwargs)
-        finally:
-            nn.functional.softmax = softmax
-
     attention = model.model.layers[1].self_attn
-    own = attention.forward
+    own, softmax = attention.forward, F.softmax
 
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        modeling_llama.eager_attention_forward = forward
-        try:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(F, "softmax", lambda x, dim, dtype: softmax(x.bfloat16(), dim=dim)):
             return own(*args, **kwargs)
-        finally:
-            modeling_llama.eager_attention_forward = plain
 
-    attention.forward = patched
+    attention.forward = forward
 
 
 def dropout_left_on(model: Any) -> None:
@@ -185,7 +172,7 @@ SAID = {
 
 
 def test_a_gradient_that_parts_is_found(bases: dict[str, Any]) -> None:
-    """What forward shows nothing of: a hook on a gradient."""
+    """A hook on a gradient, of which forward shows nothing."""
     reference = copy.deepcopy(bases["fp32"]).requires_grad_(True)
     model = copy.deepcopy(reference)
     assert npt.trace(model, BATCH, against=reference) is None
@@ -250,18 +237,20 @@ def test_more_threads_are_no_parting(bases: dict[str, Any]) -> None:
 
 
 def test_a_file_is_written_and_compared_with(bases: dict[str, Any], tmp_path: Path) -> None:
-    """As before and after an upgrade; a file cannot tell more than rounding of its own operations,
-    so what other ones made is not judged."""
+    """As before and after an upgrade, with the operations of another attention too."""
     file = tmp_path / "before.safetensors"
     assert npt.trace(bases["sdpa"], BATCH, against=file) is None and file.is_file()
     written = file.read_bytes()
     for model in (bases["sdpa"], bases["eager"], tiny(quantization="nf4", compute_dtype="bf16")):
         assert npt.trace(model, BATCH, against=file) is None
     model = copy.deepcopy(bases["eager"])
-    other_epsilon(model)
+    other_scale(model)
     verdict = npt.trace(model, BATCH, against=str(file))
-    assert verdict is not None and verdict.module == "model.layers.2.input_layernorm"
-    assert verdict.operation == "add" and "; the reference loss" in verdict.reached
+    assert verdict is not None and verdict.module == "model.layers.1.self_attn.o_proj"
+    assert (
+        "_softmax (modeling_llama.py:" in verdict.explanation
+        and "; the reference loss" in verdict.reached
+    )
     assert file.read_bytes() == written
 
 
