@@ -122,10 +122,10 @@ class Task(NamedTuple):
     data: DataConfig
     console: Any
 
-    def load(self, device: Any = None) -> Student:
+    def load(self) -> Student:
         """Load the base and attach the adapter, if one is named."""
         adapter = self.flags["adapter"]
-        model, tokenizer = load(self.base, self.console, device, adapter=adapter)
+        model, tokenizer = load(self.base, self.console, adapter=adapter)
         if adapter is None:
             return Student(model, tokenizer)
         any_base = self.flags["any_base"]

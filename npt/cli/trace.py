@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 from itertools import islice
 from pathlib import Path
@@ -33,11 +34,10 @@ def trace(flags: dict[str, Any]) -> int:
     if flags["adapter"] is not None:
         training = TrainConfig(strategy=flags["strategy"] or TrainConfig.strategy)
         traced = f"a training step ({training.strategy})"
-    reference, written = against, False
-    if against in ("cpu", "cuda"):
-        reference = task.load(against).model
-    elif against is not None:
-        written = not Path(against).exists()
+    # a copy: packed there anew, 4-bit statistics would differ in a few codes
+    moved = against in ("cpu", "cuda")
+    reference = copy.deepcopy(student.model).to(against) if moved else against
+    written = not moved and against is not None and not Path(against).exists()
     data = open_source(task.data)
     samples = Samples(data, student.tokenizer, task.data, seed=0, hold_out=False)
     verdict, count = None, 0
@@ -79,7 +79,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--against",
         metavar="REFERENCE",
         help="find the first operation that parts from a reference by more than rounding: cpu or"
-        " cuda (the same base there), or a file, which is written if it does not exist",
+        " cuda (the same weights there), or a file, which is written if it does not exist",
     )
     help = "trace the training step of a saved adapter (default: the base's own pass)"
     add_student(parser, data=True, required=False, help=help)

@@ -132,7 +132,8 @@ class PassRecord:
         for earlier in self.dtypes:
             if earlier == step:
                 break
-            named = f"{earlier.operation} ({self.sources.get(earlier, '')})".removesuffix(" ()")
+            line = self.sources.get(earlier, "").split(" in ")[0]
+            named = f"{earlier.operation} ({line})" if line else earlier.operation
             alone = {} if earlier in matched else {**alone, named: None}
         return ", ".join(alone)
 
@@ -265,10 +266,9 @@ class HeldPass(TorchDispatchMode):
 class PassComparison:
     """The passes of one comparison; arguments as for `trace`."""
 
-    def __init__(self, model: nn.Module, batch: Any, run: Any, against: nn.Module | str | Path):
-        self.model, self.batch, self._run = model, batch, run
+    def __init__(self, model: nn.Module, batch: Any, run: Any, against: Any):
+        self.model, self.batch, self._run, self._against = model, batch, run, against
         self.other = against if isinstance(against, nn.Module) else None
-        self.path = None if isinstance(against, nn.Module) else Path(against)
         self._boundaries = _is_compiled(model) or _is_compiled(self.other)
         mask = batch.attention_mask if isinstance(batch, Batch) else None
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else mask
@@ -276,12 +276,12 @@ class PassComparison:
 
     def verdict(self) -> Verdict | None:
         """Return the first result that rounding does not explain; write a file that is missing."""
-        if self.path is not None and self.path.exists():
-            return self._parting(PassRecord.load(self.path))
-        record = self._pass(self.other or self.model, keep=True).record
-        if self.path is None:
+        if self.other is None and Path(self._against).exists():
+            return self._parting(PassRecord.load(Path(self._against)))
+        record = self._pass(self.model if self.other is None else self.other, keep=True).record
+        if self.other is not None:
             return self._parting(record)
-        record.save(self.path)
+        record.save(Path(self._against))
         return None
 
     def _pass(self, model: nn.Module, **how: Any) -> HeldPass:
