@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
-from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import add_number, add_student, begin, check_partners, limit, tell
 from npt.config import STRATEGIES, TrainConfig
+from npt.errors import ConfigError
 
 
 def trace(flags: dict[str, Any]) -> int:
@@ -17,7 +19,9 @@ def trace(flags: dict[str, Any]) -> int:
     adapter's training step.
     """
     check_partners(flags, dict.fromkeys(("strategy", "any_base"), "adapter"))
-    task = begin(flags)
+    task, against = begin(flags), flags["against"]
+    if against is not None and (flags["batches"] > 1 or math.isfinite(flags["limit"])):
+        raise ConfigError("--against compares all of one batch: remove --batches and --limit")
     import npt
     from npt.data.batch import batches
     from npt.data.encoding import no_sample
@@ -26,23 +30,36 @@ def trace(flags: dict[str, Any]) -> int:
     from npt.distill.step import forward_backward
     from npt.distill.strategies import drive
 
-    student = task.load()
-    run, traced = None, "the model's own pass"
+    student, training, traced = task.load(), None, "the model's own pass"
     if flags["adapter"] is not None:
         training = TrainConfig(strategy=flags["strategy"] or TrainConfig.strategy)
-        run = partial(forward_backward, student.model, drive)
         traced = f"a training step ({training.strategy})"
+    # a copy: packed there anew, 4-bit statistics would differ in a few codes
+    moved = against in ("cpu", "cuda")
+    reference = copy.deepcopy(student.model).to(against) if moved else against
+    written = not moved and against is not None and not Path(against).exists()
     data = open_source(task.data)
     samples = Samples(data, student.tokenizer, task.data, seed=0, hold_out=False)
     verdict, count = None, 0
     for batch in islice(batches(samples.epoch(0), flags["batch_size"]), flags["batches"]):
-        step = None if run is None else partial(run, batch, training)
-        verdict, count = npt.trace(student.model, batch, run=step, limit=flags["limit"]), count + 1
+        step = None
+        if training is not None:
+
+            def step(model: Any = student.model, batch: Any = batch) -> Any:
+                return forward_backward(model, drive, batch, training)
+
+        verdict = npt.trace(student.model, batch, run=step, limit=flags["limit"], against=reference)
+        count += 1
         if verdict is not None:
             break
     if not count:
         raise no_sample(samples.counts)
     lines, fault = [f"no fault in {count} batch{'es' if count > 1 else ''} of {traced}"], None
+    if against is not None:
+        traced = f"{traced} against {against}"
+        lines = [f"nothing parts beyond rounding in {traced}"]
+    if written:
+        lines = [f"{against}: written as a reference; trace against it again after a change"]
     if verdict is not None:
         lines = [f"batch {count - 1} of {traced}:", *str(verdict).split("\n")]
         fault = verdict.as_dict()
@@ -58,5 +75,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "batches", "batches to look at until a fault", 1)
     add_number(parser, "batch_size", "samples at a time", 4)
     add_number(parser, "limit", "numbers beyond this size are faults", math.inf, limit)
+    parser.add_argument(
+        "--against",
+        metavar="REFERENCE",
+        help="find the first operation that parts from a reference by more than rounding: cpu or"
+        " cuda (the same weights there), or a file, which is written if it does not exist",
+    )
     help = "trace the training step of a saved adapter (default: the base's own pass)"
     add_student(parser, data=True, required=False, help=help)

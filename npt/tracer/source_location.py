@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import linecache
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from dis import Positions
+from itertools import islice
+from types import CodeType, FrameType
 from typing import Any
 
 import bitsandbytes
@@ -30,7 +31,8 @@ def _folder(file: str) -> str:
 
 _HERE = _folder(__file__)
 _OBSERVERS = tuple(
-    f"{_HERE}{name}.py" for name in ("ledger", "operations", "tensors", "source_location")
+    f"{_HERE}{name}.py"
+    for name in ("against", "ledger", "operations", "tensors", "source_location")
 )
 # Frames above the trace say nothing about what runs in it.
 _TRACER = (f"{_HERE}trace.py", f"{_HERE}passes.py")
@@ -93,9 +95,9 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
         file = frame.f_code.co_filename
         if not file.startswith(_OBSERVERS):
             if not file.startswith(_LIBRARIES):
-                user_code, source = True, source or _line(frame)
+                user_code, source = True, source or _line(frame.f_code, frame.f_lasti)
             if not file.startswith(_DISPATCH):
-                fallback = fallback or _line(frame)
+                fallback = fallback or _line(frame.f_code, frame.f_lasti)
             recomputing |= file.endswith(_CHECKPOINT)
             module = _module(frame, names) if module is None else module
         frame = frame.f_back
@@ -137,11 +139,11 @@ def _loops(file: str) -> list[tuple[int, int, str]]:
     )
 
 
-def _line(frame: FrameType) -> str:
+@functools.lru_cache(maxsize=4096)
+def _line(code: CodeType, instruction: int) -> str:
     """Return `file.py:12 in function: expression`, as exactly as the interpreter knows it."""
-    code, line = frame.f_code, frame.f_lineno
-    source: Any = "".join(linecache.getlines(code.co_filename))
-    expression: Any = inspect.getframeinfo(frame, context=0).positions
+    expression: Any = Positions(*next(islice(code.co_positions(), instruction // 2, None)))
+    source, line = "".join(linecache.getlines(code.co_filename)), expression.lineno
     text = ast.get_source_segment(source, expression) if source else None
     text = text or linecache.getline(code.co_filename, line)
     text = " ".join(text.split())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from npt.adapters.trained import unfused
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
 from npt.tracer import rules
+from npt.tracer.against import PassComparison
 from npt.tracer.ledger import Ledger
 from npt.tracer.mask_check import mask_check
 from npt.tracer.operations import External, Origin
@@ -55,7 +57,12 @@ _OVERFLOWS = (
 
 @unfused()  # single operations are looked at
 def trace(
-    model: nn.Module, batch: Any = None, *, run: Run | None = None, limit: float = math.inf
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    run: Any = None,
+    limit: float = math.inf,
+    against: nn.Module | str | Path | None = None,
 ) -> Verdict | None:
     """Return the first fault of a forward and backward pass, or None if there is none.
 
@@ -71,6 +78,11 @@ def trace(
             the same each time, and leave the weights alone. Only the model's tensors and the
             batch's may get gradients. Gradients of before are put aside meanwhile.
         limit: find the first number larger than this as well: an explosion before it overflows.
+        against: a reference, to find the first operation whose result parts from the reference's by
+            more than rounding explains, and nothing else: a model with the same names of modules
+            (in another dtype, on another device, compiled), or the file of an earlier trace. A file
+            that does not exist is written, from this pass. `run` is given the model to run. The
+            results of all operations are held in the host's memory.
 
     Returns:
         The operation that first made the number that spoilt loss or gradients. A mask that leaves a
@@ -85,6 +97,8 @@ def trace(
     verdict = _data_fault(model, batch)
     if verdict is not None:
         return verdict
+    if against is not None:
+        return PassComparison(model, batch, run, against).verdict()
     unpadded = run is None
     if run is None:
         with torch.inference_mode(False):

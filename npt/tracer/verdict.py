@@ -59,6 +59,8 @@ not repeatable: the fault did not recur with the same batch, state and random nu
     hardware, a race, or a non-deterministic kernel (torch.use_deterministic_algorithms)
 outside of torch: no torch operation of the pass made the number: look at tensors made before it
     (targets, a closure, a cache), at numpy code, at torch.empty and at compiled extensions
+beyond rounding: two passes that should agree part here, and all that follows was held to the
+    reference: compare weights, constants, dtypes and kernels at the line
 unknown: no rule knows this one: look at the line and at what went in
 """
 

@@ -118,3 +118,32 @@ def test_data_without_a_sample_are_refused(tmp_path, streaming, capsys) -> None:
     file.write_text(json.dumps({"input_ids": [5]}) + "\n", encoding="utf-8")
     assert run(f"{streaming} --dataset_name", file) == 2
     assert "no sample to train on" in capsys.readouterr().err
+
+
+def test_a_pass_is_compared_with_a_file_and_with_another_device(tmp_path, capsys) -> None:
+    file = tmp_path / "before.safetensors"
+    assert run("--use_quantization --against", file) == 0 and file.is_file()
+    assert "written as a reference; trace against it again" in capsys.readouterr().out
+    assert run("--use_quantization --attn_implementation eager --against", file) == 0
+    words = f"nothing parts beyond rounding in the model's own pass against {file}"
+    assert words in capsys.readouterr().out
+    assert run("--use_quantization --against cpu") == 0
+    assert "own pass against cpu" in capsys.readouterr().out
+    assert run("--against cpu --batches 2") == 2
+    assert "remove --batches and --limit" in capsys.readouterr().err
+
+
+def test_a_parting_ends_1(request, tmp_path, capsys) -> None:
+    file = tmp_path / "before.safetensors"
+    assert run("--use_quantization --against", file) == 0
+    request.getfixturevalue("broken_base")
+    capsys.readouterr()
+    assert run("--use_quantization --json --against", file) == 1
+    fault = json.loads(capsys.readouterr().out)["fault"]
+    assert (fault["cause"], fault["layer"]) == ("beyond rounding", 3)
+    assert fault["module"] == "model.layers.3.post_attention_layernorm"
+
+
+def test_an_adapters_training_step_is_compared(adapter, capsys) -> None:
+    assert run("--use_quantization --against cpu --adapter", adapter) == 0
+    assert "in a training step (local) against cpu" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import npt
-from npt.tracer import mask_check, rules, trace
+from npt.tracer import against, mask_check, rules, trace
 from npt.tracer.verdict import CAUSES, Verdict
 
 NAN, INF = math.nan, math.inf
@@ -182,6 +182,6 @@ def test_a_huge_weight_or_input_is_the_cause_and_not_the_product() -> None:
 
 
 def test_every_cause_is_given_by_some_rule_and_has_a_remedy() -> None:
-    sources = "".join(inspect.getsource(module) for module in (mask_check, rules, trace))
+    sources = "".join(inspect.getsource(module) for module in (against, mask_check, rules, trace))
     assert all(f'"{cause}"' in sources for cause in CAUSES)
     assert all(remedy and not remedy.endswith(".") for remedy in CAUSES.values())

@@ -1,0 +1,298 @@
+"""`trace(against=)`: planted partings are found at their operation, and rounding is none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import npt
+from npt.data.batch import batches
+from npt.data.samples import Samples
+from npt.distill.step import forward_backward
+from npt.distill.strategies import drive
+from npt.errors import ConfigError
+
+LAYERS = 3
+BATCH = {"input_ids": torch.randint(5, 500, (2, 20), generator=torch.Generator().manual_seed(0))}
+
+
+def tiny(**settings: Any) -> Any:
+    model = npt.load_base("tiny", **settings)[0].eval()
+    model.model.layers = model.model.layers[:LAYERS]
+    model.config.num_hidden_layers = LAYERS
+    return model
+
+
+@pytest.fixture(scope="module")
+def bases() -> dict[str, Any]:
+    """By attention implementation, and `fp32`, unquantised."""
+    return {
+        "sdpa": tiny(quantization="nf4"),
+        "eager": tiny(quantization="nf4", attn_implementation="eager"),
+        "fp32": tiny(quantization=None),
+    }
+
+
+def lowered(model: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A copy of other parameters; buffers, rotary frequencies among them, stay as they are."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+# --- planted partings
+
+
+def scaled_weight(model: Any) -> None:
+    model.model.layers[1].post_attention_layernorm.weight.data.mul_(1.01)
+
+
+def other_epsilon(model: Any) -> None:
+    model.model.layers[2].input_layernorm.variance_epsilon *= 1000
+
+
+def other_rotary_base(model: Any) -> None:
+    model.model.rotary_emb.inv_freq **= 1.01
+
+
+def other_statistic(model: Any) -> None:
+    model.model.layers[1].mlp.down_proj.weight.quant_state.absmax[7] += 1
+
+
+def other_scale(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 1.001
+
+
+def swapped(model: Any) -> None:
+    mlp = model.model.layers[2].mlp
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+
+
+def hooked(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Any], None]:
+    def plant(model: Any) -> None:
+        model.get_submodule(name).register_forward_hook(lambda _m, _i, out: change(out))
+
+    return plant
+
+
+def weaker_residual(model: Any) -> None:
+    hook = lambda _module, given: (given[0] * 0.99,)  # noqa: E731
+    model.model.layers[1].post_attention_layernorm.register_forward_pre_hook(hook)
+
+
+def rounded_operands(model: Any) -> None:
+    """A product as TF32 computes it: 10 bits of what goes in."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return (x.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
+
+    def forward(x: Tensor) -> Tensor:
+        return F.linear(rounded(x), rounded(model.lm_head.weight.float()))
+
+    model.lm_head.forward = forward
+
+
+def shifted_mask(model: Any) -> None:
+    """Every token sees its successor."""
+    attention = model.model.layers[0].self_attn
+
+    def shift(_module: Any, args: Any, kwargs: Any) -> Any:
+        tokens = BATCH["input_ids"].shape[1]
+        mask = torch.ones(1, 1, tokens, tokens).triu(2) * torch.finfo(torch.float32).min
+        return args, {**kwargs, "attention_mask": mask}
+
+    attention.register_forward_pre_hook(shift, with_kwargs=True)
+
+
+def low_softmax(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    own, softmax = attention.forward, F.softmax
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(F, "softmax", lambda x, dim, dtype: softmax(x.bfloat16(), dim=dim)):
+            return own(*args, **kwargs)
+
+    attention.forward = forward
+
+
+def dropout_left_on(model: Any) -> None:
+    model.model.layers[2].self_attn.attention_dropout = 0.1
+    model.model.layers[2].self_attn.training = True
+
+
+L = "model.layers."
+PLANTED: dict[str, tuple[str, Callable[[Any], None], str, tuple[str, ...]]] = {
+    "weight": ("sdpa", scaled_weight, f"{L}1.post_attention_layernorm", ("mul",)),
+    "epsilon": ("sdpa", other_epsilon, f"{L}2.input_layernorm", ("add",)),
+    "rotary base": ("sdpa", other_rotary_base, "model.rotary_emb", ("mul",)),
+    "4-bit statistic": ("sdpa", other_statistic, f"{L}1.mlp.down_proj", ("gemm_4bit", "linear")),
+    "attention scale": ("eager", other_scale, f"{L}1.self_attn", ("mul",)),
+    "swapped": ("sdpa", swapped, f"{L}2.mlp.gate_proj", ("gemm_4bit", "linear")),
+    "fp16": ("sdpa", hooked(f"{L}1.mlp.act_fn", lambda x: x.half().float()), f"{L}1.mlp", ("mul",)),
+    "residual": ("sdpa", weaker_residual, f"{L}1.post_attention_layernorm", ("pow",)),
+    "TF32": ("sdpa", rounded_operands, "lm_head", ("mm",)),
+    "mask": ("eager", shifted_mask, f"{L}0.self_attn", ("add",)),
+    "softmax": ("eager", low_softmax, f"{L}1.self_attn", ("_softmax",)),
+    "dropout": ("eager", dropout_left_on, f"{L}2.self_attn", ("bmm",)),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_parting_is_found(case: str, bases: dict[str, Any]) -> None:
+    kind, plant, module, operations = PLANTED[case]
+    model = copy.deepcopy(bases[kind])
+    plant(model)
+    verdict = npt.trace(model, BATCH, against=bases[kind])
+    assert verdict is not None and verdict.cause == "beyond rounding"
+    assert (verdict.module, verdict.phase) == (module, "forward")
+    assert verdict.operation in operations and ".py:" in verdict.source
+    for words in SAID.get(case, ()):
+        assert words in verdict.explanation
+
+
+SAID = {
+    "weight": ("post_attention_layernorm.weight differs by 0.0092 of its norm",),
+    "4-bit statistic": ("model.layers.1.mlp.down_proj.weight differs by",),
+    "fp16": ("rounding to float16 or TF32 makes as much",),
+    "TF32": ("rounding to float16 or TF32 makes as much",),
+    "softmax": ("rounding to bfloat16 makes as much",),
+    "residual": ("this pass alone ran mul (test_against.py:",),
+    "dropout": ("this pass alone ran bernoulli (modeling_llama.py:",),
+}
+
+
+def test_a_gradient_that_parts_is_found(bases: dict[str, Any]) -> None:
+    """A hook on a gradient, of which forward shows nothing."""
+    reference = copy.deepcopy(bases["fp32"]).requires_grad_(True)
+    model = copy.deepcopy(reference)
+    assert npt.trace(model, BATCH, against=reference) is None
+
+    def stale(_module: Any, _inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * 1.001)
+
+    model.model.layers[1].mlp.up_proj.register_forward_hook(stale)
+    verdict = npt.trace(model, BATCH, against=reference)
+    assert verdict is not None and verdict.phase == "backward"
+    assert (verdict.module, verdict.operation) == ("model.layers.1.mlp.up_proj", "mm")
+    assert "alone ran mul" in verdict.explanation and "self.up_proj(x)" in verdict.source
+
+
+# --- rounding is no parting
+
+
+EQUAL = {
+    "twice": lambda b: (b["sdpa"], b["sdpa"]),
+    "eager": lambda b: (b["eager"], b["sdpa"]),
+    "bf16": lambda b: (lowered(b["fp32"]), b["fp32"]),
+    "of bf16": lambda b: (b["fp32"], lowered(b["fp32"])),
+    "fp16": lambda b: (lowered(b["fp32"], torch.float16), b["fp32"]),
+    "bf16 products": lambda b: (tiny(quantization="nf4", compute_dtype="bf16"), b["sdpa"]),
+    "fp64 gradients": lambda b: (
+        copy.deepcopy(b["fp32"]).requires_grad_(True).double(),
+        copy.deepcopy(b["fp32"]).requires_grad_(True),
+    ),
+    "bf16 gradients": lambda b: (
+        lowered(b["fp32"]).requires_grad_(True),
+        copy.deepcopy(b["fp32"]).requires_grad_(True),
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", EQUAL)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rounding_is_no_parting(pair: str, seed: int, bases: dict[str, Any]) -> None:
+    model, reference = EQUAL[pair](bases)
+    ids = torch.randint(5, 500, (2, 24), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[1, 15:] = 0
+    assert npt.trace(model, {"input_ids": ids, "attention_mask": mask}, against=reference) is None
+
+
+def test_more_threads_are_no_parting(bases: dict[str, Any]) -> None:
+    """They divide sums otherwise."""
+    model = copy.deepcopy(bases["fp32"]).requires_grad_(True)
+    run = torch.get_num_threads()
+
+    def threaded(given: Any) -> Any:
+        torch.set_num_threads(run + (given is model))
+        return given(**BATCH, labels=BATCH["input_ids"])
+
+    try:
+        assert npt.trace(model, BATCH, run=threaded, against=bases["fp32"]) is None
+    finally:
+        torch.set_num_threads(run)
+
+
+# --- files
+
+
+def test_a_file_is_written_and_compared_with(bases: dict[str, Any], tmp_path: Path) -> None:
+    """As before and after an upgrade, with the operations of another attention too."""
+    file = tmp_path / "before.safetensors"
+    assert npt.trace(bases["sdpa"], BATCH, against=file) is None and file.is_file()
+    written = file.read_bytes()
+    for model in (bases["sdpa"], bases["eager"], tiny(quantization="nf4", compute_dtype="bf16")):
+        assert npt.trace(model, BATCH, against=file) is None
+    model = copy.deepcopy(bases["eager"])
+    other_scale(model)
+    verdict = npt.trace(model, BATCH, against=str(file))
+    assert verdict is not None and verdict.module == "model.layers.1.self_attn.o_proj"
+    assert (
+        "_softmax (modeling_llama.py:" in verdict.explanation
+        and "; the reference loss" in verdict.reached
+    )
+    assert file.read_bytes() == written
+
+
+def test_an_adapters_training_step(tmp_path: Path) -> None:
+    """Forward and backward of `local`; a stale adapter tensor."""
+    model, tokenizer = npt.load_base("tiny", quantization="nf4")
+    npt.attach(model, npt.NPTConfig(rank=4, layers="6-7"))
+    samples = Samples([{"text": "one two three four"}] * 2, tokenizer, npt.DataConfig(), seed=0)
+    batch = next(batches(samples.epoch(0), 2))
+
+    def run(given: Any) -> Any:
+        return forward_backward(given, drive, batch, npt.TrainConfig())
+
+    other = copy.deepcopy(model)
+    assert npt.trace(model, batch, run=run, against=other) is None
+    with torch.no_grad():
+        model.model.layers[7].npt.A[1] += 0.01
+    verdict = npt.trace(model, batch, run=run, against=other)
+    assert verdict is not None and verdict.layer == 7
+    assert "model.layers.7.npt.A differs by" in verdict.explanation
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_compiled_model_is_compared_by_its_modules(backend: str, bases: dict[str, Any]) -> None:
+    reference = copy.deepcopy(bases["fp32"])
+    reference.model.layers, reference.config.num_hidden_layers = reference.model.layers[:1], 1
+    model = copy.deepcopy(reference)
+    compiled: Any = torch.compile(model, backend=backend)
+    assert npt.trace(compiled, BATCH, against=reference) is None
+    model.model.layers[0].input_layernorm.variance_epsilon *= 1000
+    verdict = npt.trace(compiled, BATCH, against=reference)
+    assert verdict is not None and verdict.module == "model.layers.0.input_layernorm"
+    assert verdict.operation == "output"
+
+
+@pytest.mark.parametrize("problem", ["no trace", "another model"])
+def test_what_cannot_be_compared_is_refused(problem, bases, tmp_path) -> None:
+    file = tmp_path / "file.safetensors"
+    if problem == "no trace":
+        safetensors.torch.save_file({"x": torch.zeros(1)}, file)
+    else:
+        npt.trace(nn.Linear(4, 4), torch.zeros(2, 4), against=file)
+    words = "is no trace" if problem == "no trace" else "of the reference's"
+    with pytest.raises(ConfigError, match=words):
+        npt.trace(bases["sdpa"], BATCH, against=file)
