@@ -367,7 +367,9 @@ class LowRank:
 
     def begin_backward(self, grad_energy: Tensor | None) -> None:
         """Begin with the gradients of the additive energy, from that [N] of the energy, if any."""
-        self.grad_z, self.grad_energy = torch.zeros_like(self.z), grad_energy
+        # of a sum it is one number, expanded, and the kernels read N
+        self.grad_energy = None if grad_energy is None else grad_energy.contiguous()
+        self.grad_z = torch.zeros_like(self.z)
         self.grad_weights = [None if w is None else torch.zeros_like(w) for w in self.weights]
         if self.kernels is not None:
             return  # they add these themselves

@@ -100,6 +100,20 @@ def test_kernels_are_the_plain_form(
     assert_same(*compared(lambda: gradients(act, inputs, form_of(0.4, 0.3), regularised)))
 
 
+def test_the_gradient_of_a_summed_energy_is_one_number_for_all_rows(compared):
+    grad, gate, up = (normal(i, 20, 40) for i in range(3))
+    weights = [w.detach() for w in weights_of(4, 40, True, True, 3)]
+
+    def act(of_energy: Tensor) -> list[Tensor]:
+        low = LowRank(normal(4, 20, 4), weights, form_of(0.5, 0.3))
+        low.begin_backward(of_energy)
+        product_backward(grad, gate, up, low)
+        return [low.grad_z, *low.grad_weights]
+
+    expanded, _ = compared(lambda: act(torch.tensor(3.0).expand(20)))
+    assert_same(expanded, act(torch.full((20,), 3.0)))
+
+
 def test_the_teachers_product_comes_out_of_the_same_pass(compared):
     gate, up, of_gate, of_up = (normal(i, 20, 40) for i in range(4))
     weights = [w.detach() for w in weights_of(4, 40, True, True, 3)]
