@@ -68,6 +68,7 @@ NOT_RUN = {
     r"python benchmarks/guards\.py": "tests/tracer/test_watchdogs.py",
     r"python benchmarks/forms\.py": "tests/benchmarks/test_forms.py",
     r"python benchmarks/compile_kernels\.py": "tests/adapters/test_kernels.py",
+    r"python benchmarks/step_cost\.py": "tests/benchmarks/test_step_cost.py",
     r"python benchmarks/fill\.py": "tests/benchmarks/test_fill.py",
     r"python notebooks/execute\.py": "tests/notebooks/test_notebooks.py",
     r"python docs/generate\.py": "tests/test_site.py",
