@@ -14,7 +14,6 @@ EXTRAS = {
     "gguf": "gguf",
     "lm_eval": "eval",
     "optuna": "sweep",
-    "peft": "peft",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }
