@@ -1,11 +1,10 @@
 """Make multiple-choice items of a text, on which teacher and student can be scored offline.
 
     python benchmarks/next_words.py --text FILE --out FOLDER [--items 500]
-    npt evaluate --adapter RUN --lm_eval next_word --lm_eval_tasks_path FOLDER
 
 Each item is 48 words of a document and four words: the one that follows, and three others of the
-same document. The folder holds the items and the task for lm-evaluation-harness. Nothing is
-downloaded.
+same document. The folder holds the items and the task `next_word` for lm-evaluation-harness,
+which scores views of a model (docs/guides/using-a-student.md). Nothing is downloaded.
 """
 
 from __future__ import annotations

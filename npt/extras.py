@@ -12,7 +12,6 @@ from npt.errors import ConfigError
 EXTRAS = {
     "datasets": "hub",
     "gguf": "gguf",
-    "lm_eval": "eval",
     "optuna": "sweep",
     "tensorboard": "tensorboard",
     "wandb": "wandb",

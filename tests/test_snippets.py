@@ -67,7 +67,6 @@ NOT_RUN = {
     r"python benchmarks/guards\.py": "tests/tracer/test_watchdogs.py",
     r"python benchmarks/forms\.py": "tests/benchmarks/test_forms.py",
     r"python benchmarks/next_words\.py": "tests/benchmarks/test_next_words.py",
-    r"npt evaluate .*next_word": "tests/benchmarks/test_next_words.py",
     r"python benchmarks/compile_kernels\.py": "tests/adapters/test_kernels.py",
     r"python benchmarks/fill\.py": "tests/benchmarks/test_fill.py",
     r"python notebooks/execute\.py": "tests/notebooks/test_notebooks.py",
