@@ -69,6 +69,10 @@ RETIRED = {
         ("trace_every", "--trace_steps /100 records every hundredth step"),
         ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
         ("base_precision", "nothing is rounded; a loaded folder's model.dequantize() unpacks it"),
+        (
+            "sharded",
+            "npt pretrain --shard_base compares the shares with the whole base as it starts",
+        ),
         ("fidelity message", "the card of a pushed adapter is the one that it was saved with"),
         ("attribution", "npt.evaluate(..., unquantized=base) says what quantisation costs"),
         ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
