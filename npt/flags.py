@@ -187,12 +187,8 @@ def add_settings(
 def read_yaml(
     path: str, classes: Iterable[type], extra: Mapping[str, type] | None = None
 ) -> dict[str, Any]:
-    """Return settings from a YAML mapping of flag names, without dashes, to values.
-
-    Args:
-        path: the file, or the name of a preset (npt/presets).
-        classes: whose flags are allowed.
-        extra: further flags with their types.
+    """Return settings from a YAML mapping of flag names, without dashes, to values: a file's, or
+    that of a preset (npt/presets). Allowed are the flags of `classes`, and `extra` ones by type.
     """
     where, file = f"--config {path}", settings_file(path)
     if not file.exists():

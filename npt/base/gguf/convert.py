@@ -32,8 +32,6 @@ class Conversion:
     """A written folder.
 
     Attributes:
-        file: the path of the GGUF file.
-        folder: its path.
         quantization: that the file was quantised to.
         dtype: of the weights: bf16 if the file is BF16, else fp16.
         parameters: tied ones once.
@@ -55,11 +53,7 @@ class Conversion:
 
 def import_base(path: str | Path, folder: str | Path) -> Conversion:
     """Write the model in a GGUF file to a new or empty folder: configuration, weights in 16 bit,
-    tokenizer.
-
-    Args:
-        path: of the GGUF file.
-        folder: written whole or not at all.
+    tokenizer. It is written whole or not at all.
 
     Raises:
         ConfigError: the folder holds something, or `gguf` is not installed.
