@@ -30,7 +30,7 @@ _FORM = ("multiplicative", "additive", "mult_form", "mult_bound", "additive_scal
 
 @dataclass(frozen=True)
 class Exported:
-    """A written folder: whether the base is in 4 bit, the number of files of weights, their bytes."""
+    """A written folder: whether the base is in 4 bit, the files of weights, and their bytes."""
 
     folder: Path
     packed: bool

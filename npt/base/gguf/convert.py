@@ -53,7 +53,11 @@ class Conversion:
 
 def import_base(path: str | Path, folder: str | Path) -> Conversion:
     """Write the model in a GGUF file to a new or empty folder: configuration, weights in 16 bit,
-    tokenizer. It is written whole or not at all.
+    tokenizer.
+
+    Args:
+        path: of the GGUF file.
+        folder: written whole or not at all.
 
     Raises:
         ConfigError: the folder holds something, or `gguf` is not installed.
