@@ -77,11 +77,11 @@ def test_no_memory_at_some_allocations_leaves_the_step_before(late) -> None:
     [("local", True, 1), ("local", False, 2), ("end_to_end", True, 3), ("end_to_end", False, 4)],
 )
 def test_no_memory_at_any_allocation_leaves_the_step_before(way, late, first) -> None:
-    """Each fifth of the guard's at the end, and each thirty-first of forward and backward, others in
+    """Each ninth of the guard's at the end, and each sixty-first of forward and backward, others in
     each case; all of them take minutes, and held.
     """
     sweep(
         way,
         late,
-        lambda count: [*range(first, count - 150, 31), *range(count - 150 + first, count + 1, 5)],
+        lambda count: [*range(first, count - 150, 61), *range(count - 150 + first, count + 1, 9)],
     )
