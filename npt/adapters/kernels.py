@@ -212,10 +212,12 @@ def backward(
     """Add the gradients of z, M and B to those of `low`, from that [N, F] of what `forward` writes;
     write those of gate and up where given.
     """
-    work, grad = _Work(low, gate, leaves=True), grad.contiguous()
+    work = _Work(low, gate, leaves=True)
+    # of a sum all entries are one number in memory
+    grad, of_energy = (g if g is None else g.contiguous() for g in (grad, low.grad_energy))
     into = [sums for sums in low.grad_weights if sums is not None]
     sums = [torch.zeros_like(work.weights[0])] if work.joined else into
-    tensors = (grad, gate, up, low.grad_energy, *of_products)
+    tensors = (grad, gate, up, of_energy, *of_products)
     for rows in work.blocks():
         work.launch(_backward, rows, tensors, work.terms(rows), work.room(rows))
         for (weight, part), of_weight in zip(work.products(rows), sums, strict=True):

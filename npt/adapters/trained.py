@@ -253,7 +253,7 @@ class _MLP(torch.autograd.Function):
         of_down.begin_backward(grad_energy)
         grad_x, deeper = None, goes_on or of_mlp.changes(0) or of_mlp.changes(1)
         if of_down.changes(0):
-            of_y = torch.empty_like(grad) if deeper else None
+            of_y = torch.empty_like(own) if deeper else None
             modulated_backward(grad, own, of_down, of_y)
             grad = grad if of_y is None else of_y
         del own

@@ -135,6 +135,20 @@ def test_a_layer_computes_the_same(compared, load_model, form, teach, graph):
     assert_same(*compared(lambda: tuple(run(layer, teach=teach, graph=graph))))
 
 
+def test_gradients_come_in_any_layout(compared, load_model):
+    """The gradient of a sum is one number for all rows, that of a transpose lies by columns."""
+    layer = decoder_layers(student(load_model, FORMS[0]))[1]
+
+    def act() -> tuple[Tensor, ...]:
+        layer.npt.zero_grad()
+        hidden, attention = (normal(i, 40, 64).requires_grad_() for i in range(2))
+        output, energy, _ = trained.trained_output(layer, hidden, attention)
+        ((output.t().contiguous() * normal(2, 64, 40)).sum() + energy.sum()).backward()
+        return *(p.grad.clone() for p in layer.npt.parameters()), hidden.grad, attention.grad
+
+    assert_same(*compared(act))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["gate", "up", "z", "M", "B"])
 def test_a_bad_number_reaches_what_it_reaches_in_the_plain_form(compared, value, where):
