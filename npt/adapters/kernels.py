@@ -244,7 +244,8 @@ class _Work:
         self.weights = [weight for weight in low.weights if weight is not None]
         self.joined = own <= SMALL and len(self.weights) > 1
         self.columns = len(self.weights) * self.width if leaves or not self.rank else 0
-        most = (1 << 29) // self.width  # tiles are addressed by 32 bits
+        # tiles are addressed by 32 bits, and the second dimension of a grid has 16
+        most = min((1 << 29) // max(self.width, self.columns), 65535 * self.tile["BM"])
         self.length = min(max(own, ROOM // self.columns), most) if self.columns else most
         if self.joined and self.columns:
             self.weights = [torch.cat(self.weights)]
@@ -286,11 +287,11 @@ class _Work:
 
 
 def _multiplied(low: LowRank) -> int:
-    """Return the padded rank of kernels that multiply, or 0: for large ranks, on cards before
-    Ampere, and where fp32 products may not be rounded to TF32.
+    """Return the padded rank of kernels that multiply, or 0: for large ranks, on cards of AMD or
+    before Ampere, and where fp32 products may not be rounded to TF32.
     """
     rank, z = low.z.shape[-1], low.z
-    if rank > SMALL or torch.backends.cuda.matmul.fp32_precision != "tf32":
+    if rank > SMALL or torch.backends.cuda.matmul.fp32_precision != "tf32" or torch.version.hip:
         return 0
     able = not z.is_cuda or torch.cuda.get_device_capability(z.device) >= (8, 0)
     return max(16, triton.next_power_of_2(rank)) if able else 0

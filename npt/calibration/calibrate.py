@@ -30,6 +30,7 @@ from npt.adapters.converted import (
     npt_layers,
 )
 from npt.adapters.fit import format_layers
+from npt.base.attention import set_deterministic
 from npt.calibration.cut import Cut, spend
 from npt.calibration.report import Calibration, LayerCalibration
 from npt.calibration.samples import read_samples
@@ -158,6 +159,8 @@ def calibrate(
             cuts[index] = on_device_or_host(layer.cut, device, console)
         return cuts
 
+    attention = model.config._attn_implementation
+    set_deterministic(model, True)
     try:
         sums = on_device_or_host(measured, device, console)
         for number, index in enumerate(layers):
@@ -166,6 +169,7 @@ def calibrate(
                 del sums[index]
         cuts = together(processes, solved)
     finally:
+        model.config._attn_implementation = attention
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # of the graph through the teacher
     if config.ranks is None:

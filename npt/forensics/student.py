@@ -180,7 +180,9 @@ def read_student(folder: str | Path) -> StudentPostmortem:
         if recipe is None:
             raise ValueError("npt.load_base cannot load a base like this one")
         names = [setting.name for setting in fields(TrainConfig)]
-        config = TrainConfig(**{name: entry["settings"][name] for name in names})
+        # before it was a setting attention's backward repeated its bits
+        settings = {"deterministic": True, **entry["settings"]}
+        config = TrainConfig(**{name: settings[name] for name in names})
         return StudentPostmortem(postmortem, entry, recipe, NPTConfig(**entry["adapter"]), config)
 
 

@@ -212,6 +212,21 @@ def test_what_they_cannot_compute_takes_the_plain_form(monkeypatch):
     assert trained._kernels(on_card) is None
 
 
+@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize(
+    ("width", "rank", "terms"), [(8, 4, 1), (576, 64, 2), (1 << 17, 1 << 14, 4)]
+)
+def test_a_launch_has_no_more_rows_than_grids_and_offsets_reach(precision, width, rank, terms):
+    gate, z, weight = (
+        torch.empty(*s, device="meta") for s in ((1 << 22, width), (1 << 22, rank), (width, rank))
+    )
+    with fp32_products(precision):
+        low = LowRank(z, [weight] * terms + [None] * (4 - terms), form_of(0.5, 0.3))
+        work = npt.adapters.kernels._Work(low, gate, leaves=True)
+    assert triton.cdiv(work.length, work.tile["BM"]) < 1 << 16
+    assert work.length * max(width, work.columns) < 1 << 31
+
+
 @pytest.mark.parametrize("architecture", compile_kernels.ARCHITECTURES)
 def test_they_compile_without_a_gpu_and_no_register_spills(architecture):
     rows = json.loads((fill.RESULTS / "kernels.json").read_text())["kernels"]

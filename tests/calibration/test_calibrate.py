@@ -23,6 +23,7 @@ import npt
 from npt.adapters.attach import at_random_start
 from npt.adapters.converted import adapter_parameters, attached_config, decoder_layers, npt_layers
 from npt.adapters.trained import trained_output
+from npt.base.attention import EXACT, SDPA
 from npt.calibration import calibrate as module
 from npt.calibration.calibrate import balanced, check_calibration
 from npt.calibration.report import print_calibration
@@ -194,11 +195,14 @@ def test_balancing_leaves_alone_rows_that_nothing_reads() -> None:
 
 
 def test_equal_seeds_give_equal_adapters_and_these_are_balanced(load_model, tokenizer) -> None:
-    found = []
+    found, used = [], set()
     for _ in range(2):
         model = student(load_model, layers="1,3", additive_scale=0.1)
+        hook = lambda *_: used.add(model.config._attn_implementation)  # noqa: E731, B023
+        decoder_layers(model)[2].register_forward_pre_hook(hook)
         calibrate(model, tokenizer, seed=3, tokens=300)
         found.append(weights(model))
+    assert used == {EXACT} and model.config._attn_implementation == SDPA  # on CUDA too
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
     for _, layer in npt_layers(model):
         assert even(layer.npt.A.detach(), layer.npt.B["stream"].detach())

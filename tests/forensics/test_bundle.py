@@ -54,6 +54,12 @@ def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], Any])
     save_file(tensors, file)
 
 
+def test_a_bundle_from_before_a_choice_of_attention_repeats_its_bits(bundle) -> None:
+    change_record(bundle, lambda said: said[STUDENT]["settings"].pop("deterministic"))
+    write_manifest(bundle)
+    assert read_student(bundle).config.deterministic
+
+
 def test_a_bundle_is_read_with_everything_in_it(bundle) -> None:
     read = read_student(bundle)
     stored = read.postmortem.micro_batches
