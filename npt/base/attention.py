@@ -138,12 +138,12 @@ def _in_fp16(
     """Return attention [B, H, T, d] in fp32 from operands that are rounded to fp16.
 
     v is scaled to fp16's range and the output back, so that none of it is lost below or above. Of
-    q or k an Inf could drop a key without a trace; the whole output is NaN then.
+    q or k an Inf could drop a key without a trace; of that row of the batch all is NaN then.
     """
 
     def largest(x: Tensor) -> Tensor:
         # with all its dimensions: the type of a number counts for nothing next to a tensor's
-        return torch.linalg.vector_norm(x, torch.inf, dim=(0, 1, 2, 3), keepdim=True)
+        return torch.linalg.vector_norm(x, torch.inf, dim=(1, 2, 3), keepdim=True)
 
     q, k, v = query.half(), key.half(), torch.empty_like(value, dtype=torch.float16)
     unit = (largest(value) * 2.0**-15).clamp_min(1e-35)
