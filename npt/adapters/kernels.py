@@ -12,7 +12,6 @@ Shapes: N rows, F columns of the products (`width` in the kernels, for down D), 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -176,19 +175,10 @@ def _backward(
     _leave(of_out, y, c, s, weight, of_gate, of_mult, of_add, at, low_at, within, alpha, slope)
 
 
-def works(device: int) -> bool:
-    """Return whether Triton can build and launch kernels on a CUDA device; warn if it cannot."""
-    try:
-        with torch.cuda.device(device):
-            _nothing[(1,)]()
-    except Exception as error:  # a compiler's, a linker's or a driver's
-        warnings.warn(
-            f"Triton cannot build kernels for cuda:{device}: {error}; training is slower without"
-            " them; install a C compiler and Python's headers",
-            stacklevel=2,
-        )
-        return False
-    return True
+def try_out(device: int) -> None:
+    """Build and launch a kernel on a CUDA device, or raise whatever Triton raises."""
+    with torch.cuda.device(device):
+        _nothing[(1,)]()
 
 
 def forward(
@@ -212,12 +202,10 @@ def backward(
     """Add the gradients of z, M and B to those of `low`, from that [N, F] of what `forward` writes;
     write those of gate and up where given.
     """
-    work = _Work(low, gate, leaves=True)
-    # of a sum all entries are one number in memory
-    grad, of_energy = (g if g is None else g.contiguous() for g in (grad, low.grad_energy))
+    work, grad = _Work(low, gate, leaves=True), grad.contiguous()
     into = [sums for sums in low.grad_weights if sums is not None]
     sums = [torch.zeros_like(work.weights[0])] if work.joined else into
-    tensors = (grad, gate, up, of_energy, *of_products)
+    tensors = (grad, gate, up, low.grad_energy, *of_products)
     for rows in work.blocks():
         work.launch(_backward, rows, tensors, work.terms(rows), work.room(rows))
         for (weight, part), of_weight in zip(work.products(rows), sums, strict=True):

@@ -20,6 +20,7 @@ Shapes: N tokens, D hidden, F ffn, R rank, O width of a product.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,6 +50,7 @@ from npt.base.linear import (
     product_weight,
 )
 from npt.config import STREAM, NPTConfig
+from npt.errors import first_line
 from npt.extras import installed
 
 BLOCK = {"cpu": 1 << 19, "cuda": 1 << 23}
@@ -283,9 +285,18 @@ def _kernels(tensor: Tensor) -> Any:
 def _kernels_on(device: int) -> Any:
     if not installed("triton"):
         return None
-    from npt.adapters import kernels
+    try:
+        from npt.adapters import kernels
 
-    return kernels if kernels.works(device) else None
+        kernels.try_out(device)
+    except Exception as error:  # of an import, a compiler, a linker or a driver
+        warnings.warn(
+            f"Triton cannot build kernels for cuda:{device}: {first_line(error)}; training is"
+            " slower without them; install a C compiler and Python's headers",
+            stacklevel=2,
+        )
+        return None
+    return kernels
 
 
 class LowRank:
