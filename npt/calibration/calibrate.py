@@ -267,7 +267,7 @@ def on_device_or_host(
         if device == HOST or not failed:
             raise
         reason = first_line(error)[:160]
-    free_memory()  # not in the handler, in which the error keeps the tensors
+    free_memory(device)  # not in the handler, in which the error keeps the tensors
     say(console, f"calibration: {reason}; computed again with its matrices on the host")
     return compute(HOST)
 

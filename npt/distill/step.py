@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_parameters, is_sharded
 from npt.adapters.layer import within
+from npt.base.device import wait_for
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.local import BatchSums
@@ -176,7 +177,7 @@ def summed(
             # one that stopped inside a layer of a shared base would be out of step
             if message is None or splitter is None or is_sharded(model):
                 raise
-        free_memory()  # after the handler, in which the error keeps the graph alive
+        free_memory(device)  # after the handler, in which the error keeps the graph alive
         splitter.shrink(batch, message)
         for parameter in adapter_parameters(model).values():
             if parameter.grad is not None:
@@ -189,12 +190,12 @@ def oom_message(error: RuntimeError | MemoryError) -> str | None:
     return first_line(error)[:200] if is_out_of_memory(error) else None
 
 
-def free_memory() -> None:
+def free_memory(device: torch.device) -> None:
     """Free what a caught error has held; call it after the handler, in which the error is alive."""
     gc.collect()
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.synchronize()  # raises what is pending, at which bitsandbytes ends the process
+    wait_for(device)  # raises what is pending, at which bitsandbytes ends the process
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:

@@ -125,7 +125,7 @@ def measured_windows(
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-            free_memory()
+            free_memory(workload.device)
         yield {"samples": samples, "predicted": predicted, "peak": peak, "seconds": seconds}
         if peak is None:
             break

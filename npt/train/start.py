@@ -64,7 +64,8 @@ def fitting(
             # processes that share a base would be out of step
             if message is None or is_sharded(model):
                 raise
-        free_memory()  # after the handler, in which the error keeps the graph alive
+        # after the handler, in which the error keeps the graph alive
+        free_memory(next(model.parameters()).device)
         splitter.shrink(batch, message)
 
 

@@ -27,13 +27,18 @@ def test_memory_is_freed_before_a_micro_batch_begins_again(monkeypatch) -> None:
         return drive(*arguments)
 
     free = step_module.free_memory
-    monkeypatch.setattr(step_module, "free_memory", lambda: done.append("freed") or free())
+    monkeypatch.setattr(step_module, "free_memory", lambda d: done.append("freed") or free(d))
     said = RunSetup.say
     monkeypatch.setattr(RunSetup, "say", lambda *words: done.append(words[1]) or said(*words))
     student = Student(Setting(size=1, rows=4))
     looped(student, [[student.setting.batch((0, 0))]], strategy, late=True)
     lack = "out of memory with 4 samples at once (CUDA out of memory."
     assert done[0] == "freed" and lack in done[1] and done[2:4] == ["2 rows", "2 rows"]
+    waited: list[torch.device] = []  # for the model's own, which need not be the current one
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    free(torch.device("cpu")), free(torch.device("cuda", 1))
+    assert waited == [torch.device("cuda", 1)]
 
 
 def test_a_failing_check_stops_one_process_of_several_at_the_step(monkeypatch) -> None:
