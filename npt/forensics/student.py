@@ -179,10 +179,9 @@ def read_student(folder: str | Path) -> StudentPostmortem:
         recipe = Recipe.of_record(entry)
         if recipe is None:
             raise ValueError("npt.load_base cannot load a base like this one")
-        names = [setting.name for setting in fields(TrainConfig)]
         # before it was a setting attention's backward repeated its bits
         settings = {"deterministic": True, **entry["settings"]}
-        config = TrainConfig(**{name: settings[name] for name in names})
+        config = TrainConfig(**{f.name: settings[f.name] for f in fields(TrainConfig)})
         return StudentPostmortem(postmortem, entry, recipe, NPTConfig(**entry["adapter"]), config)
 
 

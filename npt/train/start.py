@@ -64,8 +64,7 @@ def fitting(
             # processes that share a base would be out of step
             if message is None or is_sharded(model):
                 raise
-        # after the handler, in which the error keeps the graph alive
-        free_memory(next(model.parameters()).device)
+        free_memory(next(model.parameters()).device)  # in the handler the error holds the graph
         splitter.shrink(batch, message)
 
 
