@@ -36,7 +36,8 @@ def keep_(tensors: Sequence[Tensor], flag: Tensor, others: Sequence[Tensor] = ()
 
 
 def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.view(_INTEGERS[tensor.element_size()]) for tensor in tensors]
+    parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    return [part.view(_INTEGERS[part.element_size()]) for part in parts]
 
 
 def norms_of(

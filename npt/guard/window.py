@@ -95,11 +95,13 @@ class Gradients:
             if parameter.grad is None:
                 continue
             gradient, view = local(parameter.grad).detach(), self.sum_views[place]
+            gradient = gradient.to_dense().resolve_conj().resolve_neg()  # as a rule it is itself
             # what changes in place must not be two parameters' at once, or one's many times
             same = gradient.stride() == view.stride() and gradient.dtype == view.dtype
-            if not same or gradient.data_ptr() in taken:
+            memory = gradient.untyped_storage().data_ptr()  # backward may make views of one
+            if not same or memory in taken:
                 gradient = torch.empty_like(view).copy_(gradient)
-            taken.add(gradient.data_ptr())
+            taken.add(memory)
             self.present[place] = gradient
 
     def norms(self) -> Tensor:
