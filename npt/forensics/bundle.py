@@ -115,16 +115,10 @@ def write_postmortem(
     What cannot be read from its device, as after a CUDA error, is left out; the reason says so.
 
     Args:
-        folder: is made if it is not there.
-        guard: of the run.
         outcome: of the window that was refused last.
-        reason: why the run ends.
         step: applied ones of the state that is stored.
         refused, accepted: micro-batches; default those that the guard has kept.
         student: what it takes to load the student of an NPT run again.
-
-    Raises:
-        OSError, SafetensorError: it could not be written.
     """
     process, settings = guard.window.processes.index, guard.settings
     number = f"-process-{process}" if process else ""

@@ -53,12 +53,8 @@ class Generations:
         self._random: dict[int, Mapping[str, Tensor]] = {}  # by place, if a generation came first
 
     def take(self, place: int, inputs: Any, counted: Mapping[str, Any]) -> Any:
-        """Return the slice of a window's next micro-batch, after a generation if one is due.
-
-        Args:
-            place: in the window.
-            inputs: rows that the data loader gave.
-            counted: before the window, with its generations; the metrics of this one are added.
+        """Return the slice of a window's next micro-batch, after a generation if one is due, whose
+        metrics are added to what was `counted` before the window.
         """
         trainer = self._trainer
         trainer.model.train()  # as a training step begins

@@ -13,12 +13,11 @@ from npt.guard.outcome import Outcome, Refusal
 class LossScale:
     """The scale of fp16 losses under a guard.
 
-    A scaler alone drops every window with one overflow and halves its scale. Here micro-batches
-    alone are lost, and a bad one looks the same as a scale that is too high. If most of a window
-    overflows, which bad data seldom does, the scale is too high: it falls at once, and nothing is
-    to blame on the data. A few overflows cost the scale nothing if theirs is the only window within
-    the scaler's `growth_interval`; if they recur, the scale falls as well. It never grows on one.
-    A scale of 1 or less makes no gradient larger: what overflows then counts as any refusal.
+    Micro-batches alone are lost, and a bad one looks the same as a scale that is too high. If most
+    of a window overflows, which bad data seldom does, the scale falls at once, and nothing is to
+    blame on the data. A few overflows cost the scale nothing if theirs is the only window within
+    the scaler's `growth_interval`; if they recur, it falls as well. It never grows on one. A scale
+    of 1 or less makes no gradient larger: what overflows then counts as any refusal.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer):

@@ -135,14 +135,8 @@ class Outcome:
 
 @dataclass
 class RunCounts:
-    """Counts of a run so far.
-
-    Attributes:
-        windows: with a step and without.
-        steps: applied.
-        refused: micro-batches and windows.
-        in_a_row: refusals since the last micro-batch that counted, without overflows that a loss
-            scale was to blame for.
+    """Counts of a run so far: windows with a step and without, applied steps, refused micro-batches
+    and windows, and refusals in a row, without overflows that a loss scale was to blame for.
     """
 
     windows: int = 0
@@ -174,19 +168,14 @@ class PendingWindow:
     """A window until its outcome is known.
 
     Attributes:
-        own: this process's micro-batches.
-        earlier: those that were refused before it began again.
+        own: this process's micro-batches; `earlier` were refused before it began again.
         closed: there will be no more; the fields below are known then.
         micro_batches: their number over all processes.
-        halt: this process's code.
-        limits: of loss and gradient norm.
         reached: a survivor's backward reached a parameter, as far as that is tracked.
         go: scalar bool, it is to be stepped; None if nothing ran.
         figures: on the device: of its survivors, of each of `ran`, of each process.
-        update: of the optimizer.
         norms: [P] of the window's gradient, if it may be refused or flags are late.
         record: the figures on the host, in parts of `sizes`, valid once `arrived`.
-        landing: for the record, if it comes from a GPU.
     """
 
     own: list[MicroBatch] = field(default_factory=list)
@@ -245,13 +234,8 @@ def send_record(window: PendingWindow) -> None:
 def read_record(
     window: PendingWindow, names: Sequence[str], known_steps: int, processes: ProcessGroup
 ) -> Outcome:
-    """Read a window's record, which has arrived; with refusals all processes must call this.
-
-    Args:
-        window: that was committed.
-        names: of the parameters.
-        known_steps: applied before it.
-        processes: that share the window.
+    """Read the record of a committed window, which has arrived, after `known_steps` applied ones;
+    with refusals all processes must call this.
     """
     outcome = Outcome(window.index, window.micro_batches, False, known_steps, limits=window.limits)
     figures: dict[str, list[float]] = {}

@@ -24,15 +24,10 @@ IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
 def guarded_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters that require a gradient now, by name.
+    """Return the optimizer's parameters that require a gradient now, by their names in the model;
+    others follow, named by their places in the optimizer. Tied weights are one.
 
-    Args:
-        model: gives them their names, in its order; others follow, named by their places in the
-            optimizer. Tied weights are one.
-        optimizer: to be guarded.
-
-    Raises:
-        ConfigError: the optimizer or a parameter of it cannot be guarded.
+    ConfigError if the optimizer or a parameter of it cannot be guarded.
     """
     if not IN_BACKWARD.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
         raise ConfigError(

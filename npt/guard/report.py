@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from npt.guard.forensics import Finding, Forensics, Hook, StoredMicroBatch, loss_in
-from npt.guard.lists import norms_of
+from npt.guard.lists import bits_of, norms_of
 from npt.guard.outcome import MicroBatch, Refusal
 from npt.guard.parameters import plain_name, whole
 from npt.guard.sharding import is_of_fsdp1, is_sharded, local
@@ -181,7 +181,9 @@ class Report(TrainerCallback):
         weights = {name: p.detach() for name, p in _trained(model).items()}
         text = "{0} is not finite ({1} of {2} weights): the model is lost; go back to an earlier"
         self._late.append(_finite("weight", step, weights, text + " checkpoint"))
-        bits = {name: _bits(local(weight)) for name, weight in weights.items()}
+        each = bits_of([local(weight) for weight in weights.values()])
+        # their sums are equal only if nothing changed, but for a rare chance
+        bits = {name: b.sum(dtype=torch.int64) for name, b in zip(weights, each, strict=True)}
         if self._moves and bits and bits.keys() == self._bits.keys():
             home = next(iter(bits.values())).device
             changed = [(now != self._bits[name]).to(home) for name, now in bits.items()]
@@ -219,8 +221,7 @@ class Report(TrainerCallback):
         window, self._window = self._window, []  # what is computed now is no part of the step
         finding: Finding | None = None
         for micro in suspects:
-            index = next(i for i, each in enumerate(window) if each is micro)
-            micro.refusal = Refusal("report", "not finite", index)
+            micro.refusal = Refusal("report", "not finite", [*map(id, window)].index(id(micro)))
             self._forensics.left = 1
             with torch.no_grad() if of_deepspeed else nullcontext():
                 self._forensics.trace([micro])
@@ -252,13 +253,6 @@ def _finite(kind: str, step: int, tensors: Mapping[str, Tensor], text: str) -> _
     parts = [local(tensor) for tensor in tensors.values()]
     flags = norms_of(parts, math.inf).isfinite() if parts else torch.ones(0)
     return _Look(kind, step, [*tensors], flags, text)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits: equal only if nothing changed, but for a rare chance."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    kind = integers.get(tensor.element_size(), torch.uint8)
-    return tensor.contiguous().view(kind).sum(dtype=torch.int64)
 
 
 def _cannot_trace(model: nn.Module) -> str:

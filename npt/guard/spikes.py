@@ -33,11 +33,6 @@ class SpikeGuard:
     over factors: the gradient norms of small windows have a heavy upper tail, which reads as spikes
     on their own scale and not on a logarithmic one.
 
-    Args:
-        k: how many robust standard deviations above the median a step may lie.
-
-    Attributes:
-        limits: of loss and gradient norm, at present.
     """
 
     def __init__(self, k: float = SIGMAS):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.guard.lists import alike, keep_, norms_of
+from npt.guard.lists import alike, bits_of, keep_, norms_of
 from npt.guard.outcome import Snapshot
 from npt.guard.sharding import is_sharded, local
 from npt.random_state import random_state, set_random_state
@@ -39,9 +39,6 @@ class Holdings:
     keeps in its state. Models are not, and parameters without a gradient are not copied: no step
     changes them.
 
-    Args:
-        owners: such as an optimizer.
-        without: objects and tensors that are left out.
     """
 
     def __init__(self, owners: Iterable[Any], without: Iterable[Any] = ()):
@@ -111,12 +108,9 @@ class Update:
 
     Attributes:
         applied: scalar bool on the device.
-        holdings: all that was held before, None if it is held now.
-        snapshot: parameters and moments of it.
-        names: of parameters and moments.
-        finite: their flags.
-        fingerprints: [processes] of the state that the step left on each process, 0 if it is not
-            finite.
+        holdings: all that was held before, None if it is held now; `snapshot` is of its parameters.
+        finite: flags of the parameters and moments of these `names`.
+        fingerprints: [processes] of the state that the step left on each, 0 if it is not finite.
     """
 
     applied: Tensor
@@ -136,8 +130,7 @@ class GuardedUpdate:
     """Steps an optimizer, verifies, and restores.
 
     Args:
-        parameters: the trainable tensors by name.
-        optimizer: over exactly these parameters.
+        parameters: by name, all that the optimizer trains.
         late: never read a flag on the host; by default for a fused Adam or AdamW on CUDA.
     """
 
@@ -171,12 +164,8 @@ class GuardedUpdate:
         """Step if `go`, verify, and restore the old state if the new one is bad.
 
         An error within, or within the context, takes the step back: running out of memory, or an
-        interrupt.
-
-        Args:
-            go: scalar bool on the home device.
-            rate: scalar, the learning rate; None leaves it to the optimizer's groups.
-            processes: all keep the step or none does; none if one is lost.
+        interrupt. All processes keep it or none does. `go` is a scalar bool on the home device, the
+        learning rate a scalar, or None if the optimizer's groups have it.
         """
         update = Update(go)
         try:
@@ -219,7 +208,7 @@ class GuardedUpdate:
         """Return the sum of every bit of parameters and moments, equal on equal processes."""
         total = torch.zeros((), dtype=torch.int64, device=self.home)
         for _, tensor in self._tensors():
-            total += tensor.reshape(-1).view(torch.int32).sum(dtype=torch.int64).to(self.home)
+            total += bits_of([tensor])[0].sum(dtype=torch.int64).to(self.home)
         return int(total)
 
     def make_moments(self) -> None:

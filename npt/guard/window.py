@@ -69,7 +69,6 @@ class Gradients:
             leave them alone.
 
     Attributes:
-        sum_views: of each parameter, in the sums; `.grad` is a fresh view of the same numbers.
         present: of each parameter that the micro-batch's backward reached, by place.
     """
 
@@ -158,11 +157,8 @@ class GradientWindow:
     Args:
         update: the guarded optimizer; the parameters' `.grad` belongs to the window from now on.
         max_grad_norm: global norm to which the window's gradient is clipped.
-        rates: learning rate of each applied step; the last one stays. None leaves rates to the
-            optimizer, and parameters alone that no survivor's backward reached: it reads flags at
-            once.
-        spikes: refuses windows whose loss or norm leaves the range of the accepted ones.
-        processes: share the windows; default this one alone.
+        rates: of each applied step; the last one stays. None leaves rates to the optimizer, and
+            parameters alone that no survivor's backward reached: it reads flags at once.
         divisor: of the window's gradient; default the tokens of its survivors.
         sharding: of the parameters, if they are sharded; each backward sums their gradients.
 
@@ -221,10 +217,8 @@ class GradientWindow:
         self.gradients = Gradients(parameters, track=self._rates is None)
 
     def add(self, micro: MicroBatch) -> Tensor:
-        """Count the micro-batch whose gradients were collected, if it is finite.
-
-        Returns:
-            Whether it counts, a scalar bool; nothing is read from the device.
+        """Count the micro-batch whose gradients were collected, if it is finite; return whether it
+        is, a scalar bool, without reading it.
         """
         norms = self.gradients.norms()
         loss = micro.loss.to(self._home)
@@ -264,10 +258,7 @@ class GradientWindow:
         self._open.own.append(micro)
 
     def halt(self, code: int) -> None:
-        """Make the open window and all later ones void, on every process.
-
-        The code is `FAILED`, or the number of a signal.
-        """
+        """Make this and all later windows void, on every process, for `FAILED` or a signal."""
         assert 0 < code < EXACT
         self._halt = code
 
@@ -296,10 +287,8 @@ class GradientWindow:
         return [micro for micro in self._open.own if micro.refusal is not None]
 
     def close(self, fingerprint: int = 0) -> Tensor | None:
-        """Let `.grad` be the window's gradient, divided, checked and clipped; for `commit`.
-
-        Returns:
-            The norm before clipping, a scalar; None if no micro-batch ran.
+        """Let `.grad` be the window's gradient, divided, checked and clipped, for `commit`; return
+        the norm before clipping, a scalar, None if no micro-batch ran.
         """
         window = self._open
         if window.closed:
@@ -318,17 +307,11 @@ class GradientWindow:
 
     def commit(self, fingerprint: int = 0) -> list[Outcome]:
         """Close the window, unless it is closed: one optimizer step from its survivors, or none.
+        Return the results that have become known, oldest first.
 
         Every process must call this equally often, with micro-batches or without, and with the same
-        fingerprint of the window's data, below `EXACT`.
-
-        Returns:
-            Results that have become known, oldest first: this window's, or with `late` flags those
-            of earlier windows, if any.
-
-        Raises:
-            ProcessError: a process is lost or differs; this window is not applied, nor earlier ones
-                whose result was not known yet.
+        fingerprint of the window's data, below `EXACT`. ProcessError if one is lost or differs:
+        this window is not applied, nor earlier ones whose result was not known yet.
         """
         window = self._open
         self.close(fingerprint)

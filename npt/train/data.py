@@ -48,9 +48,6 @@ class Source:
     """A data set of a run.
 
     Attributes:
-        label: in messages.
-        share: of all samples.
-        config: how it is read.
         records: empty until it is opened.
         held_out: records of its own that nobody trains on.
     """
@@ -118,21 +115,14 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
 
 
 class RunData:
-    """The data that a run trains on and is evaluated on.
-
-    Args:
-        setup: of the run.
-        data: records, as the Trainer takes them.
-        eval_data: held-out records, if any are given.
+    """The data that a run trains on and is evaluated on; records as the Trainer takes them.
 
     Attributes:
-        eval_samples: for evaluations.
-        heldout: training leaves all of them out.
+        heldout: training leaves all samples of evaluations out.
         counted_from: the steps made when the size of a window changed last, and the micro-batches
             of the present size that they make.
         start: the position at which training begins.
         start_samples: those of a calibrated start.
-        total_steps: of the run, None if unknown.
     """
 
     def __init__(

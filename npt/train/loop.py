@@ -40,12 +40,7 @@ PLACEHOLDER = collate([Sample("placeholder", (0, 0))])
 
 
 class Loop:
-    """One run of the training loop.
-
-    Args:
-        run: that it trains.
-        guard: of the student; makes one step from a window.
-        strategy: forward and backward of one micro-batch.
+    """One run of the training loop, with the guard of its student.
 
     Attributes:
         sharded: the base is, so all processes must compute equally often.
@@ -76,10 +71,7 @@ class Loop:
 
     def train(self, windows: Iterable[Window]) -> None:
         """Train until the windows or `max_steps` are used up, or a signal came to any process.
-
-        Raises:
-            TooManyRefusalsError: after the post-mortem was written.
-            ProcessError: another process failed, was lost, or differs from this one.
+        TooManyRefusalsError follows a post-mortem, ProcessError another process.
         """
         run, guard, strategy, config = self.run, self.guard, self.strategy, self.config
         model, splitter = self.setup.model, self.setup.splitter
@@ -247,12 +239,8 @@ class Loop:
 
     def _excess(self, longest: int) -> str | None:
         """Return why the run must stop, or None, after a longest run of refusals in a row."""
-        total, tried, most = (
-            self.refused.total(),
-            self.micro_batches,
-            self.config.max_consecutive_bad,
-        )
-        if longest >= most:
+        total, tried = self.refused.total(), self.micro_batches
+        if longest >= (most := self.config.max_consecutive_bad):
             return f"{longest} refusals in a row (--max_consecutive_bad {most})"
         if tried < SHARE_COUNTS_FROM or total <= REFUSED_SHARE * tried:
             return None
@@ -277,17 +265,14 @@ class Loop:
         if self.steps % c.log_steps == 0 or self.steps in (1, run.data.total_steps):
             metrics = self.metrics.line(outcome, self.steps, self.tokens, self.refused)
             with self._stopping_together():
-                self._log(metrics)
+                run.folder.metrics(metrics)
+                run.trackers.log(metrics, self.steps)
             self.setup.say(self.metrics.progress(metrics))
         if self.sharded or self.failure is None:
             with self._computing():
                 self._evaluate_if_due()
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
-
-    def _log(self, metrics: dict[str, Any]) -> None:
-        self.run.folder.metrics(metrics)
-        self.run.trackers.log(metrics, self.steps)
 
     def _evaluate_if_due(self) -> None:
         every, done = self.config.eval_steps, (0, self.run.data.total_steps, self.last_evaluation)
@@ -343,7 +328,7 @@ class Loop:
         self.micro_batches, self.diagnoses = state["micro_batches"], state["diagnoses"]
         self.refused = Counter(state["refused_by_kind"])
         self.guard.counts.in_a_row = state["in_a_row"]
-        self.guard.count_findings(self.diagnoses)
+        self.guard.forensics.left = max(0, self.guard.settings.trace - self.diagnoses)
         self.last_evaluation = state["last_evaluation"]
         # A new folder has no best yet, whatever the old one had.
         if state["best_kl"] is not None and self.run.folder.has_best:

@@ -37,12 +37,9 @@ class RunSetup:
     """Model, settings and processes of a run.
 
     Attributes:
-        origin: where it begins.
         settings: all of them, as JSON gives them back.
         changed: settings that the resumed run had otherwise, with both values.
         date: that the chat template writes; None without one.
-        splitter: of micro-batches into parts that fit into memory.
-        stop: set by a signal.
     """
 
     model: PreTrainedModel
@@ -159,12 +156,8 @@ def make_setup(
 
 
 def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool = False) -> None:
-    """Refuse combinations that cannot be trained, before a base is loaded.
-
-    Args:
-        config: of the adapters.
-        data: to train on, if the settings name them.
-        own_teacher: the teacher is another model than the student's base.
+    """Refuse combinations that cannot be trained, before a base is loaded; `own_teacher` if the
+    teacher is another model than it.
     """
     if config.residual == "keep" and not own_teacher:
         raise ConfigError(
@@ -182,10 +175,8 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
 def check_model(
     model: PreTrainedModel, config: TrainConfig, data: DataConfig, processes: int
 ) -> None:
-    """Refuse a model that cannot be trained with these settings.
-
-    PrecisionError if a module would compute otherwise than the policy says, as in a 4-bit model
-    that npt.load_base did not load.
+    """Refuse a model that cannot be trained with these settings, or (PrecisionError) whose modules
+    would compute otherwise than the policy says, as if npt.load_base did not load it.
     """
     from npt.adapters.consolidate import consolidated
 

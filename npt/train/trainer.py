@@ -223,8 +223,7 @@ class Trainer:
         state.restore(loop.guard.window)
         loop.load_state(checkpoint.record)
         index = self.setup.processes.index
-        at_once = dict(enumerate(checkpoint.record.get("samples_at_once", [])))
-        samples = at_once.get(index)
+        samples = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(index)
         if samples is not None and not is_sharded(self.setup.model):  # whose parts must be alike
             splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
         states = state.random_states  # earlier versions wrote one for each process
