@@ -231,7 +231,6 @@ def _entries(
 
 
 def _micro_batch(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StoredMicroBatch:
-    """Return the micro-batch of an entry."""
     refusal, dtypes = entry["refusal"], {"float16": torch.float16, "bfloat16": torch.bfloat16}
     return StoredMicroBatch(
         _restored(entry["inputs"], tensors),
@@ -277,7 +276,6 @@ def _on_host(tensors: Mapping[str, Tensor], lost: list[str]) -> dict[str, Tensor
 
 
 def _read(what: str, read: Callable[[], Any], lost: list[str]) -> Any:
-    """Return what is read from a device, or note that it is lost."""
     try:
         return read()
     except RuntimeError:

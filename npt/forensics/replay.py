@@ -192,8 +192,8 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
 
 
 def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]:
-    """Return whether other micro-batches fail in the same state: each alone, if one was refused for
-    its numbers, or all as a window, if a window was.
+    """Return whether other micro-batches fail in the same state: each alone, or all as a window if
+    a window was refused.
     """
     postmortem = state.postmortem
     accepted, limits = postmortem.accepted, postmortem.limits
@@ -289,7 +289,6 @@ class StoredState:
         return {name: None if fault is None else str(fault) for name, fault in faults.items()}
 
     def _guard(self, trace: int) -> Guard:
-        """Return a guard over the run's optimizer, its moments as stored."""
         settings = self.postmortem.record["settings"]
         names = ("max_grad_norm", "loss", "spike_sigmas")
         chosen = {name: settings[name] for name in names if settings.get(name) is not None}

@@ -164,7 +164,6 @@ def read_student(folder: str | Path) -> StudentPostmortem:
 
 
 def _check_rows(micro_batch: StoredMicroBatch) -> None:
-    """Check names, types and shapes of a batch's tensors."""
     rows, size = micro_batch.inputs, len(micro_batch.sample_ids)
     kinds = {(tensor.dtype, tensor.shape) for tensor in rows.values()}
     expected = {(torch.int64, torch.Size([size, rows["input_ids"].shape[-1]]))}

@@ -149,9 +149,7 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
 def values_in(
     parameters: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]
 ) -> Iterator[None]:
-    """Give parameters these values, and no gradients, within the context; their own are put back
-    after it.
-    """
+    """Give parameters these values, and no gradients, within the context."""
     chosen = [(parameters[name], value) for name, value in values.items()]
     kept = [(parameter, parameter.detach().clone(), parameter.grad) for parameter, _ in chosen]
     try:
@@ -168,9 +166,7 @@ def values_in(
 
 
 class Hook:
-    """Notes the model's calls in a micro-batch. Copied or unpickled it does nothing, so that a copy
-    of the model has no part of the guard.
-    """
+    """Notes the model's calls; copied or unpickled it does nothing, as a copy of the model must."""
 
     def __init__(self, note: Callable[..., None] | None = None):
         self._note = note
@@ -193,8 +189,7 @@ class Forensics:
         together: the layers are sharded, and processes compute them only together.
 
     Attributes:
-        refused: the last refused micro-batches; if a step was made since, the next window with a
-            refusal replaces them.
+        refused: the last refused micro-batches; after a step the next refusal replaces them.
         accepted: the last that were stepped on.
     """
 

@@ -38,15 +38,10 @@ def asks_all_processes(trainer: Any) -> bool:
 
 
 class Generations:
-    """The generations of a Trainer, and the slices of the open window.
+    """The generations of a Trainer, and the slices of the open window."""
 
-    Attributes:
-        slice: that `_prepare_inputs` must return as it is; None if it may generate.
-        calls: for a forward to see, in place of the Trainer's count of them.
-    """
-
-    slice: Any = None
-    calls: int | None = None
+    slice: Any = None  # that `_prepare_inputs` must return as it is; None if it may generate
+    calls: int | None = None  # for a forward to see, in place of the Trainer's count of them
 
     def __init__(self, trainer: Any):
         self._trainer = trainer

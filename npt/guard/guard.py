@@ -363,7 +363,6 @@ class Guard:
             self.sharding.begin(weight)
 
     def _withdraw(self) -> None:
-        """Undo what a micro-batch has changed."""
         for trace in self._traces:
             trace.settle(None)
         self.window.gradients.withdraw()
@@ -383,7 +382,6 @@ class Guard:
 
     @contextmanager
     def _window_or_nothing(self) -> Iterator[None]:
-        """Leave no trace of the open window if an error ends its step."""
         try:
             yield
         except BaseException:
@@ -453,7 +451,6 @@ class Guard:
         return outcomes
 
     def _report_too_many(self, outcome: Outcome) -> str:
-        """Return why the run ends, once the post-mortem is written, if it is asked for."""
         reason = (
             f"{outcome.longest} refusals in a row, the last of {outcome.refused[-1]}; look at"
             f" these samples, or raise max_refused (now {self.settings.max_refused})"

@@ -102,7 +102,6 @@ def _of_transformers(model: Any) -> bool:
 
 
 def _part(model: Any, name: str) -> nn.Module | None:
-    """Return an embedding or head, None if the model has none."""
     try:
         return getattr(model, name)()
     except (AttributeError, NotImplementedError):  # models of no tokens, and of one's own

@@ -39,14 +39,12 @@ class MicroBatch:
             that are not. With the outcome of its window it is a number, its mean per token.
         tokens: what it weighs.
         report: [n] figures that are wanted with the outcome.
-        sample_ids: of it.
         index: in the window over all processes.
         flag: scalar bool, loss and gradients are finite; None if it was refused before that.
-        norm: of its gradients, a scalar.
-        norms: [P] of the parameters' gradients, to name the bad one.
+        norms: [P] of the parameters' gradients, to name the bad one; `norm` is of all.
         codes: [processes] what is wrong on each, if gradients are summed in each backward; then
             those that were computed together count together.
-        grad_norm: of all of them, with the outcome.
+        grad_norm: of all, a number, with the outcome.
         reached: places of the parameters with a gradient, None for all.
         refusal: why it does not count, as soon as the host knows.
         stored: what it takes to compute it again, if that may be wanted.
@@ -80,7 +78,6 @@ class Outcome:
     `own` and `reports`.
 
     Attributes:
-        index: of the window.
         micro_batches: their number, refused ones included.
         applied: the optimizer and the scheduler stepped; not if no parameter got a gradient, or if
             all overflowed under a loss scale that was too high, which refuses nothing.
@@ -97,7 +94,7 @@ class Outcome:
         limits: of the spike guard when it decided.
         snapshot: the state before the window, if something was refused and the state may have
             changed since.
-        update: of the optimizer, to take it back as long as no later one was made; holds copies.
+        update: to take it back as long as no later one was made; holds copies.
         halts: by process, the code with which it stopped the window, which is then void.
     """
 
@@ -203,8 +200,7 @@ class PendingWindow:
 
 
 class Landing:
-    """Pinned memory for the record of a window, used again; made before its step, of which nothing
-    may fail once the weights have moved."""
+    """Pinned memory for records, made before a step, since nothing may fail once weights moved."""
 
     def __init__(self, size: int):
         self.memory = torch.empty(size, dtype=torch.float64, pin_memory=True)

@@ -63,9 +63,8 @@ def stepped_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
 def unwrapped(
     optimizer: Any, divided: bool
 ) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler | None]:
-    """Return torch's optimizer, and the scaler inside one that `Accelerator.prepare` returned.
-
-    divided: the loss is divided for the window already. ConfigError if accelerate would do it.
+    """Return torch's optimizer, and the scaler inside one that `Accelerator.prepare` returned;
+    ConfigError if accelerate would divide the loss for the window, and it is not `divided` already.
     """
     if type(optimizer).__module__.partition(".")[0] != "accelerate":
         return optimizer, None
@@ -102,10 +101,8 @@ def _parallel(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which processes compute apart.
-
-    One process's NaN is not spread over all in a backward, and none waits in its forward, where
-    buffers would be sent, for one whose micro-batch was refused before that.
+    """Return a context in which processes compute apart: no NaN is spread over all in a backward,
+    and none waits in its forward, where buffers would be sent, for one that was refused before.
     """
     wrapped = _parallel(model)
     if wrapped is None:
@@ -115,9 +112,8 @@ def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Send process 0's buffers to all, as DistributedDataParallel does in a window's first forward.
-
-    Every process must call it.
+    """Send process 0's buffers to all, which all must call, as DistributedDataParallel does in a
+    window's first forward.
     """
     wrapped = _parallel(model)
     if wrapped is not None and wrapped.broadcast_buffers and wrapped.modules_buffers:

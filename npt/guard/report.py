@@ -2,9 +2,8 @@
 
 For Trainers that a guard cannot be put into, such as those of DeepSpeed, and for a first look at
 any other. The host reads one tensor of flags a step, before the optimizer's own step, so that a bad
-batch is traced with the weights that it met. There a Trainer whose `logging_nan_inf_filter` is on,
-as by default, has waited for the loss. What a step made of the weights is read one step late, or
-when the Trainer logs.
+batch is traced with the weights that it met. What a step made of the weights is read one step late,
+or when the Trainer logs.
 """
 
 from __future__ import annotations
@@ -158,7 +157,6 @@ class Report(TrainerCallback):
         _log.log(logging.WARNING if lost else logging.INFO, "report: %s", text)
 
     def _begin(self) -> None:
-        """Watch the next micro-batch."""
         self._watched.close()
         self._window.append(micro := MicroBatch(None, 1))
         if self._forensics is not None:
@@ -170,7 +168,6 @@ class Report(TrainerCallback):
         self._forensics = None
 
     def _look(self, _arguments: Any, _named: Any, output: Any) -> None:
-        """Note whether a loss of the model is finite, on its device."""
         loss = loss_in(output)
         if loss is not None and self._window and torch.is_grad_enabled():
             micro, good = self._window[-1], loss.detach().isfinite().all()
@@ -193,8 +190,8 @@ class Report(TrainerCallback):
         self._bits = bits
 
     def _read(self, *now: _Look) -> list[list[str]]:
-        """Read flags from the device, and with them the late ones; tell of what is lost. Return the
-        names of what is, for each look that was given.
+        """Read these flags and the late ones; tell of what is lost, and return the names of what is
+        by these.
         """
         looks, self._late = [*self._late, *now], []
         home = next((look.flags.device for look in looks if look.names), None)
@@ -256,7 +253,7 @@ def _finite(kind: str, step: int, tensors: Mapping[str, Tensor], text: str) -> _
 
 
 def _cannot_trace(model: nn.Module) -> str:
-    """Return why the batch cannot be computed again by this process alone; empty if it can."""
+    """Return why this process alone cannot compute the batch again; empty if it can."""
     sharded = any(is_sharded(p) or hasattr(p, "ds_id") for p in model.parameters())
     if sharded or is_of_fsdp1(model):
         return "its parameters are sharded over processes"

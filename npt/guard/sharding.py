@@ -95,9 +95,8 @@ def _sharded(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a model that FSDP2 gathers."""
     module: Any = sys.modules.get(FSDP)
-    return (
-        [] if module is None else [m for m in model.modules() if isinstance(m, module.FSDPModule)]
-    )
+    kinds = () if module is None else (module.FSDPModule,)
+    return [m for m in model.modules() if isinstance(m, kinds)]
 
 
 def sharding_of(
@@ -181,8 +180,8 @@ class Sharding:
 
     def end_together(self, error: BaseException, done: bool) -> None:
         """Raise ProcessError in place of refusing an error after which processes would be out of
-        step: one before all passes of the micro-batch were `done`. In one process it is one in a
-        backward, which FSDP2 does not begin anew.
+        step, before all passes were `done`; in one process, in a backward, which FSDP2 does not
+        begin anew.
         """
         alone = self.processes.size == 1
         if _in_backward(error) if alone else not done:

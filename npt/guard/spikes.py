@@ -16,13 +16,9 @@ HISTORY = 128
 MINIMUM = 20
 """Accepted steps before anything is called a spike: a median of fewer says little."""
 
-# For a normal distribution this many median absolute deviations are one standard deviation; it
-# makes k read as sigmas.
-MAD_TO_SIGMA = 1.4826
+MAD_TO_SIGMA = 1.4826  # median absolute deviations of a normal distribution's standard deviation
 
-# Values that repeat exactly have no spread; a hundredth in the logarithm, one per cent, keeps
-# rounding from being a spike.
-SPREAD_FLOOR = 0.01
+SPREAD_FLOOR = 0.01  # of values that repeat exactly: rounding is no spike
 
 
 class SpikeGuard:

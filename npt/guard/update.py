@@ -38,7 +38,6 @@ class Holdings:
     Followed are tensors, containers, torch's optimizers and schedulers, and whatever an optimizer
     keeps in its state. Models are not, and parameters without a gradient are not copied: no step
     changes them.
-
     """
 
     def __init__(self, owners: Iterable[Any], without: Iterable[Any] = ()):
@@ -272,7 +271,6 @@ class GuardedUpdate:
             keep_(tensors, good, others)
 
     def _largest(self) -> tuple[list[str], Tensor]:
-        """Return the largest number of each tensor of the state, and the tensors' names."""
         sharded = is_sharded(self.parameters[0])  # then of other processes it may be something
         named = [
             (n, t) for n, t in self._tensors() if t.is_floating_point() and (t.numel() or sharded)
@@ -281,10 +279,8 @@ class GuardedUpdate:
         return [name for name, _ in named], norms_of(tensors, float("inf"), self.home)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Return parameters and their optimizer tensors, by name.
-
-        Moments come first: a broken moment breaks its weight in the same step, and the first
-        tensor found is the one that is reported.
+        """Return parameters and their optimizer tensors, by name: moments first, since a broken one
+        breaks its weight in the same step, and the first tensor found is reported.
         """
         named: list[tuple[str, Tensor]] = []
         for name, parameter in zip(self.names, self.parameters, strict=True):

@@ -167,7 +167,7 @@ class GradientWindow:
         committed: windows so far, which is the index of the next one.
         known_steps: applied steps, of the windows whose results were read.
         applied: the last window's step, a scalar bool; None if there was none.
-        unscale: called once `.grad` is the sum of a window's survivors, of which there are some.
+        unscale: called once `.grad` is the sum of a window's survivors, if there are some.
     """
 
     def __init__(
@@ -371,14 +371,13 @@ class GradientWindow:
             spike = self.spikes.exceeds(loss, norm)
             good = good & ~spike
         window.go = good & allowed if window.reached else torch.zeros_like(good)
-        window.figures |= {"tokens": tokens, "loss": loss, "norm": norm, "spike": spike}
-        window.figures |= {"survivors": survivors, "flags": flags, "losses": losses}
-        window.figures |= {"norms": norms, "reports": reports}
+        scalars = {"tokens": tokens, "loss": loss, "norm": norm, "spike": spike}
+        each_of = {"flags": flags, "losses": losses, "norms": norms, "reports": reports}
+        window.figures |= {**scalars, "survivors": survivors, **each_of}
 
     def _sum_over_processes(self, window: PendingWindow, numbers: list[Tensor]) -> Sequence[Tensor]:
-        """Sum gradients, in place, and scalars over all processes; exchange halts and fingerprints.
-
-        All in one flat fp32 tensor, which holds whole numbers below `EXACT` as they are.
+        """Sum gradients, in place, and scalars over all processes; exchange halts and fingerprints:
+        in one flat fp32 tensor, which holds whole numbers below `EXACT` as they are.
         """
         processes, sums = self.processes, self.gradients.sums
         if self.sharding is not None:
@@ -394,9 +393,8 @@ class GradientWindow:
         return totals.unbind()
 
     def _unreached(self, ran: Sequence[MicroBatch]) -> list[int]:
-        """Return the places of parameters that no survivor's backward reached, on any process.
-
-        Reads flags; every process calls it.
+        """Return the places of parameters that no survivor's backward reached, on any process,
+        every one of which calls this; reads flags.
         """
         reached = torch.zeros(len(self.gradients.parameters))
         for micro in ran:
@@ -421,7 +419,6 @@ class GradientWindow:
         return full(norm).to(self._home, torch.float32)
 
     def _norms(self) -> Tensor:
-        """Return the norms [P] of the window's gradient."""
         norms = norms_of(self.gradients.sum_views)
         return norms if self.sharding is None else self.sharding.norms_of_all(norms)
 
@@ -448,7 +445,6 @@ class GradientWindow:
         self._steps, self.applied = steps, update.applied
 
     def _unread(self) -> int:
-        """Return how many of the newest results to leave unread."""
         if not self.update.late:
             return 0
         if self.spikes is not None or self.processes.size > 1:
@@ -461,7 +457,6 @@ class GradientWindow:
         return min(IN_FLIGHT, len(self._launched) - arrived)
 
     def _read(self, keep: int) -> list[Outcome]:
-        """Return the results of all but the newest `keep` windows."""
         results = []
         while len(self._launched) > keep:
             window = self._launched[0]

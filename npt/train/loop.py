@@ -121,9 +121,8 @@ class Loop:
         self._account(self.guard.flush())
 
     def _own_batches(self, window: Window | None) -> Iterator[tuple[int, Batch | None]]:
-        """Yield this process's micro-batches of a window, with their places, until a signal.
-
-        On a sharded base all processes go through as many, None where this one has no more.
+        """Yield this process's micro-batches of a window, with their places, until a signal. On a
+        sharded base all processes go through as many, None where this one has no more.
         """
         processes, stop, open_window = self.setup.processes, self.setup.stop, self.guard.window
         batches = () if window is None else window.batches
@@ -164,10 +163,8 @@ class Loop:
                 self.guard.window.halt(FAILED)
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for passes through the base.
-
-        An error amid the layers of a sharded one ends this process at once, since the others are in
-        the next gather already, where they notice.
+        """Return a context for passes through the base. An error amid the layers of a sharded one
+        ends this process at once, since the others notice in the next gather.
         """
         return self.setup.processes.exchanging() if self.sharded else self._stopping_together()
 
@@ -193,7 +190,6 @@ class Loop:
         self.setup.say_lack(f"step {step}", samples, now, message)
 
     def _account(self, outcomes: list[Outcome]) -> None:
-        """Count outcomes, and do what follows each."""
         self._outcomes.extend(outcomes)
         # If one ends the loop, the rest stay known: their steps are in the weights all the same.
         while self._outcomes:
@@ -224,7 +220,6 @@ class Loop:
         return window
 
     def _report_refused(self, window: Window, outcome: Outcome) -> None:
-        """Report what was refused, and what the tracer found of it."""
         event, say = self.run.folder.event, self.setup.say
         step = self.steps + (not outcome.applied)
         for refusal in outcome.refused:
@@ -238,7 +233,6 @@ class Loop:
                 say(f"  {line}")
 
     def _excess(self, longest: int) -> str | None:
-        """Return why the run must stop, or None, after a longest run of refusals in a row."""
         total, tried = self.refused.total(), self.micro_batches
         if longest >= (most := self.config.max_consecutive_bad):
             return f"{longest} refusals in a row (--max_consecutive_bad {most})"
@@ -247,10 +241,8 @@ class Loop:
         return f"{total} of {tried} micro-batches refused, over {REFUSED_SHARE:.0%}"
 
     def _give_up(self, window: Window, outcome: Outcome, reason: str) -> None:
-        """Account for every window in flight, then write the post-mortem and raise.
-
-        Later checkpoints bear the step of their weights: that of this window, if it was applied, or
-        of the last one after it.
+        """Account for every window in flight, since later checkpoints bear the step of their
+        weights, then write the post-mortem and raise.
         """
         for later in (*self._outcomes, *self.guard.flush()):
             self._count(later)
@@ -342,7 +334,6 @@ class Loop:
 
     @property
     def _coming_step(self) -> int:
-        """The step that the open window will be, if it is applied."""
         return self.steps + self.guard.window.in_flight + 1
 
     def _is_boundary(self, step: int) -> bool:

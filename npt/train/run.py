@@ -159,8 +159,8 @@ class Run:
         return fidelity
 
     def _judge(self, step: int, fidelity: Fidelity) -> None:
-        """Warn once if the student is worse than its floor, which has no adapters, beyond one
-        standard error: the run is ruined although all of its numbers are finite.
+        """Warn once if the student is worse than its floor, without adapters, by over one standard
+        error: the run is ruined although all of its numbers are finite.
         """
         figure = self.setup.config.judged_by
         student, floor = (getattr(f, figure) for f in (fidelity.student, fidelity.floor))
@@ -400,9 +400,7 @@ class Run:
 
 
 def write_report(folder: Path, output: Path | None = None) -> RunRecord:
-    """Read the run folder and write the page about it, by default as `report.html` in the folder;
-    OSError if it cannot be written.
-    """
+    """Read the run folder and write the page about it, by default as `report.html` in it."""
     from npt.report.page import page
     from npt.report.run import RunRecord
 

@@ -86,7 +86,6 @@ class RunSetup:
         say(self.console, line)
 
     def say_lack(self, act: str, samples: int, now: int, message: str) -> None:
-        """Print that an act has run out of memory and is begun again with fewer samples."""
         lack = f"{act}: out of memory with {samples} samples at once ({message})"
         self.say(f"{lack}; it is begun again with {now}")
 
@@ -118,9 +117,8 @@ def make_setup(
     console: Console,
     further: Mapping[str, Any],
 ) -> RunSetup:
-    """Check model, settings and processes of a run, and find where it begins.
-
-    The adapters get the ranks of the checkpoint that is resumed, the chat template its date.
+    """Check model, settings and processes of a run, and find where it begins. The adapters get the
+    ranks of the checkpoint that is resumed, the chat template its date.
     """
     from npt.data.chat import date_of, fix_date, has_template
 
@@ -199,9 +197,7 @@ def check_model(
 
 
 def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> dict[str, Any]:
-    """Return the entries of `run.json` about a separate teacher; refuse one that is quantised, has
-    adapters or has other shapes than the student.
-    """
+    """Return the entries of `run.json` about a separate teacher; refuse one that cannot teach."""
     if teacher is None:
         return {"teacher_precision": None, "teacher_attention": None, "teacher": None}
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
@@ -226,7 +222,6 @@ def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> d
 
 
 def _name_of(dtype: torch.dtype) -> str | None:
-    """Return what a setting calls a dtype that is computed in."""
     from npt.base.load import COMPUTE
 
     return next((name for name, computed in COMPUTE.items() if computed == dtype), None)

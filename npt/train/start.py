@@ -62,9 +62,8 @@ def fitting(
 
 
 def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
-    """Solve the adapters' start, all processes together.
-
-    None if the adapters were loaded or calibrated before; they are left as they are.
+    """Solve the adapters' start, all processes together; None if they were loaded or calibrated
+    before, and are left as they are.
     """
     config, model, processes = setup.config, setup.model, setup.processes
     if not makes_start(model):
