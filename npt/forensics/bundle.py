@@ -115,16 +115,10 @@ def write_postmortem(
     What cannot be read from its device, as after a CUDA error, is left out; the reason says so.
 
     Args:
-        folder: is made if it is not there.
-        guard: of the run.
         outcome: of the window that was refused last.
-        reason: why the run ends.
         step: applied ones of the state that is stored.
         refused, accepted: micro-batches; default those that the guard has kept.
         student: what it takes to load the student of an NPT run again.
-
-    Raises:
-        OSError, SafetensorError: it could not be written.
     """
     process, settings = guard.window.processes.index, guard.settings
     number = f"-process-{process}" if process else ""
@@ -237,7 +231,6 @@ def _entries(
 
 
 def _micro_batch(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StoredMicroBatch:
-    """Return the micro-batch of an entry."""
     refusal, dtypes = entry["refusal"], {"float16": torch.float16, "bfloat16": torch.bfloat16}
     return StoredMicroBatch(
         _restored(entry["inputs"], tensors),
@@ -283,7 +276,6 @@ def _on_host(tensors: Mapping[str, Tensor], lost: list[str]) -> dict[str, Tensor
 
 
 def _read(what: str, read: Callable[[], Any], lost: list[str]) -> Any:
-    """Return what is read from a device, or note that it is lost."""
     try:
         return read()
     except RuntimeError:

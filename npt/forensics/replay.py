@@ -56,8 +56,6 @@ class Replay:
     """The result of a replay.
 
     Attributes:
-        postmortem: that was replayed.
-        device: of the replay.
         refusals: of the replayed window.
         records: its micro-batches that were computed, with loss and gradient norm.
         findings: numbers in weights, moments and base that are not finite before anything is
@@ -179,12 +177,8 @@ def replay(folder: str | Path, model: nn.Module, loss: Loss | None = None) -> Re
 
 
 def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None) -> Replay:
-    """Return what `replay` describes.
-
-    Args:
-        postmortem: of any run.
-        model: that was trained.
-        loss: may also run backward itself, and return an object with `loss` and `tokens`.
+    """Return what `replay` describes, of any run. `loss` may also run backward itself, and return
+    an object with `loss` and `tokens`.
     """
     state = StoredState(postmortem, model, loss)
     with values_in(state.parameters, state.weights):
@@ -198,8 +192,8 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
 
 
 def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]:
-    """Return whether other micro-batches fail in the same state: each alone, if one was refused for
-    its numbers, or all as a window, if a window was.
+    """Return whether other micro-batches fail in the same state: each alone, or all as a window if
+    a window was refused.
     """
     postmortem = state.postmortem
     accepted, limits = postmortem.accepted, postmortem.limits
@@ -217,10 +211,7 @@ def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]
 class StoredState:
     """A model in the state that a post-mortem's window found; every attempt starts from it.
 
-    Args as of `replayed`.
-
-    Raises:
-        BundleError: weights, moments or optimizer do not fit the model.
+    BundleError if weights, moments or optimizer do not fit the model.
     """
 
     def __init__(self, postmortem: Postmortem, model: nn.Module, loss: Loss | None = None):
@@ -243,12 +234,8 @@ class StoredState:
         limits: tuple[float, float] | None = None,
         trace: int = 0,
     ) -> Outcome:
-        """Make one step, as the run would have; the state is the post-mortem's before and after.
-
-        Args:
-            micro_batches: of the window; an index in it is theirs here.
-            limits: of the spike guard, if any.
-            trace: refused micro-batches to trace.
+        """Make one step, as the run would have, with the spike guard's limits, and trace so many
+        refused micro-batches; the state is the post-mortem's before and after.
         """
         buffers = Buffers(self.model)
         buffers.begin()
@@ -302,7 +289,6 @@ class StoredState:
         return {name: None if fault is None else str(fault) for name, fault in faults.items()}
 
     def _guard(self, trace: int) -> Guard:
-        """Return a guard over the run's optimizer, its moments as stored."""
         settings = self.postmortem.record["settings"]
         names = ("max_grad_norm", "loss", "spike_sigmas")
         chosen = {name: settings[name] for name in names if settings.get(name) is not None}

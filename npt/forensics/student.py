@@ -50,12 +50,8 @@ _STUDENT: dict[str, tuple[type, ...]] = {
 def stored_batches(
     batches: Sequence[Batch], seed: int, refused: Sequence[Refusal] = ()
 ) -> list[StoredMicroBatch]:
-    """Return micro-batches of a run, as collated, for its post-mortem.
-
-    Args:
-        batches: in the order of their places in the window.
-        seed: of the run.
-        refused: among them.
+    """Return micro-batches of a run for its post-mortem, in the order of their places in the
+    window, of which some were refused.
     """
     by_place = {refusal.micro_batch: refusal for refusal in refused}
     stored = []
@@ -73,14 +69,7 @@ def stored_batches(
 def student_entry(
     model: PreTrainedModel, settings: Mapping[str, Any], hash_of_base: str, samples_at_once: int
 ) -> dict[str, Any]:
-    """Return what it takes to load a student again.
-
-    Args:
-        model: with adapters attached.
-        settings: of the run's `run.json`, as they are in this stage.
-        hash_of_base: when the run began.
-        samples_at_once: that were computed of a micro-batch.
-    """
+    """Return what it takes to load a student again, and to compute as many samples at once."""
     recipe = Recipe.of(model)
     return {
         "base": model.config._name_or_path,
@@ -98,11 +87,8 @@ class StudentPostmortem:
     """A student's post-mortem, read and checked; its base is not loaded yet.
 
     Attributes:
-        postmortem: all that it has in common with others.
         entry: what `student_entry` returned.
         recipe: how its base was loaded.
-        adapter: the form of its adapters.
-        config: of the run.
     """
 
     postmortem: Postmortem
@@ -114,11 +100,7 @@ class StudentPostmortem:
     def load(self, name: str | None = None) -> tuple[PreTrainedModel, PreTrainedModel | None]:
         """Return the base with adapters attached, and the teacher, if it is a model of its own.
 
-        Args:
-            name: of the base; default the recorded one.
-
-        Raises:
-            BundleError: a model that is not the recorded one, or cannot be loaded.
+        BundleError if a model of this name, or the recorded one, cannot be loaded, or is another.
         """
         folder, settings = self.postmortem.folder, self.entry["settings"]
         base, recorded = self.entry["base"], self.postmortem.record["device"]
@@ -157,11 +139,8 @@ class StudentPostmortem:
 
 
 def read_student(folder: str | Path) -> StudentPostmortem:
-    """Read and check everything that can be checked without the base.
-
-    Raises:
-        BundleError: a file is missing, unreadable, malformed, or of another version or trainer.
-        CheckpointError: a file is not the one that was written.
+    """Read and check everything that can be checked without the base, as `read_postmortem` does,
+    and that it is a student's.
     """
     postmortem = read_postmortem(folder)
     path, entry = postmortem.folder / POSTMORTEM, postmortem.record["student"]
@@ -186,7 +165,6 @@ def read_student(folder: str | Path) -> StudentPostmortem:
 
 
 def _check_rows(micro_batch: StoredMicroBatch) -> None:
-    """Check names, types and shapes of a batch's tensors."""
     rows, size = micro_batch.inputs, len(micro_batch.sample_ids)
     kinds = {(tensor.dtype, tensor.shape) for tensor in rows.values()}
     expected = {(torch.int64, torch.Size([size, rows["input_ids"].shape[-1]]))}
@@ -202,16 +180,9 @@ def batch_of(rows: Mapping[str, Tensor]) -> Batch:
 
 
 def replay_student(folder: str | Path, *, model_name: str | None = None) -> Replay:
-    """Load a run's base, check that it is the same, and replay its post-mortem, as
-    `npt.guard.replay` does. Precision of torch's products and random state are the run's within it
-    only.
-
-    Args:
-        folder: of the post-mortem.
-        model_name: of the base; default the recorded name.
-
-    Raises:
-        BundleError: the post-mortem or its base cannot be used.
+    """Load a run's base, by its recorded name or this one, check that it is the same, and replay
+    the post-mortem, as `npt.guard.replay` does. Precision of torch's products and random state are
+    the run's within it only. BundleError if the post-mortem or its base cannot be used.
     """
     student = read_student(folder)
     with kept_random_state(), fp32_products(student.entry["matmul_precision"]):

@@ -27,9 +27,6 @@ KEPT = 4
 refused as a whole, all.
 """
 
-MOST_CALLS = 64
-"""Calls of the model in a micro-batch that are noted."""
-
 SHARDED = (
     "not traced, as the layers are sharded and this process cannot compute alone; load the model in"
     " one process and call npt.trace(model, batch)"
@@ -42,8 +39,6 @@ class StoredMicroBatch:
 
     Attributes:
         inputs: tensors and plain values, nested; of the model, if the loop did not give them.
-        sample_ids: of its rows.
-        tokens: what it weighs in its window.
         refusal: why it was refused, itself or with its whole window; None if it counted.
         random: the state that it was computed from.
         autocast: by device type, the dtype of an autocast that was on.
@@ -154,9 +149,7 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
 def values_in(
     parameters: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]
 ) -> Iterator[None]:
-    """Give parameters these values, and no gradients, within the context; their own are put back
-    after it.
-    """
+    """Give parameters these values, and no gradients, within the context."""
     chosen = [(parameters[name], value) for name, value in values.items()]
     kept = [(parameter, parameter.detach().clone(), parameter.grad) for parameter, _ in chosen]
     try:
@@ -173,9 +166,7 @@ def values_in(
 
 
 class Hook:
-    """Notes the model's calls in a micro-batch. Copied or unpickled it does nothing, so that a copy
-    of the model has no part of the guard.
-    """
+    """Notes the model's calls; copied or unpickled it does nothing, as a copy of the model must."""
 
     def __init__(self, note: Callable[..., None] | None = None):
         self._note = note
@@ -193,15 +184,12 @@ class Forensics:
 
     Args:
         model: also in DistributedDataParallel.
-        traces: refusals to trace.
+        traces: refusals to trace; `left` says how many still may be.
         keep: micro-batches, for a post-mortem.
         together: the layers are sharded, and processes compute them only together.
 
     Attributes:
-        findings: all so far.
-        left: refusals that may still be traced.
-        refused: the last refused micro-batches; if a step was made since, the next window with a
-            refusal replaces them.
+        refused: the last refused micro-batches; after a step the next refusal replaces them.
         accepted: the last that were stepped on.
     """
 
@@ -234,8 +222,6 @@ class Forensics:
         stored = self._open
         if stored is None or not torch.is_grad_enabled():  # a teacher's, or a generation
             return
-        if len(stored.calls) == MOST_CALLS:  # of one that an error has left open
-            return
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         dtypes = {kind: torch.get_autocast_dtype(kind) for kind in on}
         if not stored.calls:
@@ -253,18 +239,16 @@ class Forensics:
     def trace(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Trace the first of them that were refused, unless before anything was computed."""
         for micro in micro_batches:
-            if micro.finding is not None or not self.left:
+            if micro.finding or not (self.left and micro.refusal and micro.stored):
                 continue
-            if micro.refusal is not None and micro.stored is not None:
-                self.left -= 1
-                micro.stored.refusal = micro.refusal
-                if self._together:  # each of its passes would need all processes
-                    micro.finding = Finding(micro.refusal, None, SHARDED)
-                    self.findings.append(micro.finding)
-                    continue
+            self.left -= 1
+            micro.stored.refusal = micro.refusal
+            if self._together:  # each of its passes would need all processes
+                micro.finding = Finding(micro.refusal, None, SHARDED)
+            else:
                 with unsynchronised(self._parallel):  # the others trace nothing, or their own
                     micro.finding = traced(self._model, micro.stored)
-                self.findings.append(micro.finding)
+            self.findings.append(micro.finding)
 
     def keep(self, outcome: Outcome) -> None:
         """Set micro-batches of a window aside for a post-mortem; forget the others."""

@@ -38,27 +38,18 @@ def asks_all_processes(trainer: Any) -> bool:
 
 
 class Generations:
-    """The generations of a Trainer, and the slices of the open window.
+    """The generations of a Trainer, and the slices of the open window."""
 
-    Attributes:
-        slice: that `_prepare_inputs` must return as it is; None if it may generate.
-        calls: for a forward to see, in place of the Trainer's count of them.
-    """
-
-    slice: Any = None
-    calls: int | None = None
+    slice: Any = None  # that `_prepare_inputs` must return as it is; None if it may generate
+    calls: int | None = None  # for a forward to see, in place of the Trainer's count of them
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._random: dict[int, Mapping[str, Tensor]] = {}  # by place, if a generation came first
 
     def take(self, place: int, inputs: Any, counted: Mapping[str, Any]) -> Any:
-        """Return the slice of a window's next micro-batch, after a generation if one is due.
-
-        Args:
-            place: in the window.
-            inputs: rows that the data loader gave.
-            counted: before the window, with its generations; the metrics of this one are added.
+        """Return the slice of a window's next micro-batch, after a generation if one is due, whose
+        metrics are added to what was `counted` before the window.
         """
         trainer = self._trainer
         trainer.model.train()  # as a training step begins

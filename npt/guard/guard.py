@@ -325,10 +325,6 @@ class Guard:
         """All that were made, of as many refusals as `trace` says."""
         return self.forensics.findings
 
-    def count_findings(self, made: int) -> None:
-        """Count findings that were made before a resume among those that `trace` allows."""
-        self.forensics.left = max(0, self.settings.trace - made)
-
     def first_bad(self) -> str | None:
         """Return the name of a parameter or moment that is not finite, or None."""
         return self.update.first_bad()
@@ -367,7 +363,6 @@ class Guard:
             self.sharding.begin(weight)
 
     def _withdraw(self) -> None:
-        """Undo what a micro-batch has changed."""
         for trace in self._traces:
             trace.settle(None)
         self.window.gradients.withdraw()
@@ -387,7 +382,6 @@ class Guard:
 
     @contextmanager
     def _window_or_nothing(self) -> Iterator[None]:
-        """Leave no trace of the open window if an error ends its step."""
         try:
             yield
         except BaseException:
@@ -426,7 +420,9 @@ class Guard:
             trace.rewind(keep)
 
     def _known(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Account for outcomes; refusals are traced now, in the state of their windows."""
+        """Account for outcomes, whose refusals are traced now, in the state of their windows, and
+        end a run with too many.
+        """
         for outcome in outcomes:
             if outcome.halts:
                 continue
@@ -442,25 +438,19 @@ class Guard:
             computed = [micro for micro in outcome.own if micro.grad_norm is not None]
             self.history += [{"window": outcome.index, **micro.as_dict()} for micro in computed]
             self.forensics.keep(outcome)
-            self._end(outcome)
+            self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
+            self.outcome, report = outcome, None
+            if outcome.longest >= self.settings.max_refused:
+                self.counts.in_a_row = 0  # for a loop that continues
+                report = self._report_too_many(outcome)
+            outcome.update = None  # a copy of all that was stepped, as the snapshot
+            if not self.lists:
+                outcome.snapshot = None
+            if report is not None:
+                raise TooManyRefusalsError(report)
         return outcomes
 
-    def _end(self, outcome: Outcome) -> None:
-        """Remember what was refused, and end a run with too many refusals."""
-        self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
-        self.outcome = outcome
-        report = None
-        if outcome.longest >= self.settings.max_refused:
-            self.counts.in_a_row = 0  # for a loop that continues
-            report = self._report_too_many(outcome)
-        outcome.update = None  # a copy of all that was stepped, as the snapshot
-        if not self.lists:
-            outcome.snapshot = None
-        if report is not None:
-            raise TooManyRefusalsError(report)
-
     def _report_too_many(self, outcome: Outcome) -> str:
-        """Return why the run ends, once the post-mortem is written, if it is asked for."""
         reason = (
             f"{outcome.longest} refusals in a row, the last of {outcome.refused[-1]}; look at"
             f" these samples, or raise max_refused (now {self.settings.max_refused})"
@@ -471,11 +461,10 @@ class Guard:
 
         step = outcome.steps - (outcome.applied and outcome.snapshot is not None)
         try:
-            written = write_postmortem(self.settings.postmortem, self, outcome, reason, step)
+            folder = write_postmortem(self.settings.postmortem, self, outcome, reason, step)
+            written = str(folder)
         except Exception as error:  # the end of the run matters more
-            return (
-                f"{reason}; the post-mortem could not be written: {type(error).__name__}: {error}"
-            )
+            written = f"could not be written: {type(error).__name__}: {error}"
         return f"{reason}; post-mortem: {written}"
 
 

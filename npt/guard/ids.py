@@ -33,13 +33,11 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
 
     Args:
         inputs: the batch; one that is no mapping, or holds no `input_ids`, passes through.
-        model: whose embedding and head have a row per token.
         labels: the loss is the model's own. It is checked for models of transformers only, whose
             losses are known to ignore -100 and nothing else.
 
     Raises:
-        DataError: on entering for a label, within the forward for an id; on leaving if the layers
-            are sharded.
+        DataError: on entering for a label, within the forward for an id; on leaving if sharded.
     """
     ids: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     embedding = _part(model, "get_input_embeddings")
@@ -104,7 +102,6 @@ def _of_transformers(model: Any) -> bool:
 
 
 def _part(model: Any, name: str) -> nn.Module | None:
-    """Return an embedding or head, None if the model has none."""
     try:
         return getattr(model, name)()
     except (AttributeError, NotImplementedError):  # models of no tokens, and of one's own

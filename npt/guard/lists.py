@@ -27,7 +27,7 @@ def keep_(tensors: Sequence[Tensor], flag: Tensor, others: Sequence[Tensor] = ()
     Their bits are whole numbers here, whose sums and products are exact where those of NaN are not:
     (x - y) * flag + y is x or y, also where x - y leaves their range and comes back.
     """
-    bits, instead = _bits(tensors), _bits(others)
+    bits, instead = bits_of(tensors), bits_of(others)
     if instead:
         torch._foreach_sub_(bits, instead)
     torch._foreach_mul_(bits, flag.to(bits[0].device, bits[0].dtype))
@@ -35,8 +35,10 @@ def keep_(tensors: Sequence[Tensor], flag: Tensor, others: Sequence[Tensor] = ()
         torch._foreach_add_(bits, instead)
 
 
-def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.view(_INTEGERS[tensor.element_size()]) for tensor in tensors]
+def bits_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors as whole numbers, which share their memory."""
+    parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    return [part.view(_INTEGERS[part.element_size()]) for part in parts]
 
 
 def norms_of(

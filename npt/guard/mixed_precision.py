@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -13,29 +14,26 @@ from npt.guard.outcome import Outcome, Refusal
 class LossScale:
     """The scale of fp16 losses under a guard.
 
-    A scaler alone drops every window with one overflow and halves its scale. Here micro-batches
-    alone are lost, and a bad one looks the same as a scale that is too high. If most of a window
-    overflows, which bad data seldom does, the scale is too high: it falls at once, and nothing is
-    to blame on the data. A few overflows cost the scale nothing if theirs is the only window within
-    the scaler's `growth_interval`; if they recur, the scale falls as well. It never grows on one.
-    A scale of 1 or less makes no gradient larger: what overflows then counts as any refusal.
+    Micro-batches alone are lost, and a bad one looks the same as a scale that is too high. If most
+    of a window overflows, which bad data seldom does, the scale falls at once, and nothing is to
+    blame on the data. A few overflows cost the scale nothing if theirs is the only window within
+    the scaler's `growth_interval`; if they recur, it falls as well. It never grows on one. A scale
+    of 1 or less makes no gradient larger: what overflows then counts as any refusal.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer):
-        self.scaler, self._optimizer = scaler, optimizer
+    def __init__(self, scaler: Any, optimizer: torch.optim.Optimizer):
+        self.scaler, self._optimizer = scaler, optimizer  # None: there is none
         self._unscaled = False
         self._quiet = math.inf  # windows since the last one with a refused gradient
 
     def unscale(self) -> None:
         """Divide `.grad` by the scale."""
-        assert self.scaler is not None
         self.scaler.unscale_(self._optimizer)
         self._unscaled = True
 
     def forget(self) -> None:
         """Restore the scale from before a window that ended in an error."""
         if self._unscaled:
-            assert self.scaler is not None
             state = self.scaler.state_dict()
             self.scaler.update()  # which lets it unscale again
             self.scaler.load_state_dict(state)
@@ -44,13 +42,11 @@ class LossScale:
     def lost(self, refusals: Sequence[Refusal], micro_batches: int) -> bool:
         """Return whether the scale has cost a window all that was good in it."""
         overflowed = len(refusals) >= micro_batches and any(map(_overflowed, refusals))
-        return overflowed and self.scaler is not None and self.scaler.get_scale() > 1
+        return bool(overflowed and self.scaler is not None and self.scaler.get_scale() > 1)
 
     def update(self, outcome: Outcome) -> bool:
         """Move the scale after a window; if it lost the window, its overflows are no refusals.
-
-        Returns:
-            Whether the window's overflows are the scale's fault, since it falls.
+        Return whether they are the scale's fault, since it falls.
         """
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
@@ -74,7 +70,7 @@ class LossScale:
             for micro in outcome.own:
                 if micro.refusal is not None and _overflowed(micro.refusal):
                     micro.stored = None  # nothing to look at afterwards
-        return falls and state["scale"] > 1
+        return bool(falls and state["scale"] > 1)
 
 
 def _overflowed(refusal: Refusal) -> bool:

@@ -39,14 +39,12 @@ class MicroBatch:
             that are not. With the outcome of its window it is a number, its mean per token.
         tokens: what it weighs.
         report: [n] figures that are wanted with the outcome.
-        sample_ids: of it.
         index: in the window over all processes.
         flag: scalar bool, loss and gradients are finite; None if it was refused before that.
-        norm: of its gradients, a scalar.
-        norms: [P] of the parameters' gradients, to name the bad one.
+        norms: [P] of the parameters' gradients, to name the bad one; `norm` is of all.
         codes: [processes] what is wrong on each, if gradients are summed in each backward; then
             those that were computed together count together.
-        grad_norm: of all of them, with the outcome.
+        grad_norm: of all, a number, with the outcome.
         reached: places of the parameters with a gradient, None for all.
         refusal: why it does not count, as soon as the host knows.
         stored: what it takes to compute it again, if that may be wanted.
@@ -80,7 +78,6 @@ class Outcome:
     `own` and `reports`.
 
     Attributes:
-        index: of the window.
         micro_batches: their number, refused ones included.
         applied: the optimizer and the scheduler stepped; not if no parameter got a gradient, or if
             all overflowed under a loss scale that was too high, which refuses nothing.
@@ -97,7 +94,7 @@ class Outcome:
         limits: of the spike guard when it decided.
         snapshot: the state before the window, if something was refused and the state may have
             changed since.
-        update: of the optimizer, to take it back as long as no later one was made; holds copies.
+        update: to take it back as long as no later one was made; holds copies.
         halts: by process, the code with which it stopped the window, which is then void.
     """
 
@@ -135,14 +132,8 @@ class Outcome:
 
 @dataclass
 class RunCounts:
-    """Counts of a run so far.
-
-    Attributes:
-        windows: with a step and without.
-        steps: applied.
-        refused: micro-batches and windows.
-        in_a_row: refusals since the last micro-batch that counted, without overflows that a loss
-            scale was to blame for.
+    """Counts of a run so far: windows with a step and without, applied steps, refused micro-batches
+    and windows, and refusals in a row, without overflows that a loss scale was to blame for.
     """
 
     windows: int = 0
@@ -174,19 +165,14 @@ class PendingWindow:
     """A window until its outcome is known.
 
     Attributes:
-        own: this process's micro-batches.
-        earlier: those that were refused before it began again.
+        own: this process's micro-batches; `earlier` were refused before it began again.
         closed: there will be no more; the fields below are known then.
         micro_batches: their number over all processes.
-        halt: this process's code.
-        limits: of loss and gradient norm.
         reached: a survivor's backward reached a parameter, as far as that is tracked.
         go: scalar bool, it is to be stepped; None if nothing ran.
         figures: on the device: of its survivors, of each of `ran`, of each process.
-        update: of the optimizer.
         norms: [P] of the window's gradient, if it may be refused or flags are late.
         record: the figures on the host, in parts of `sizes`, valid once `arrived`.
-        landing: for the record, if it comes from a GPU.
     """
 
     own: list[MicroBatch] = field(default_factory=list)
@@ -214,8 +200,7 @@ class PendingWindow:
 
 
 class Landing:
-    """Pinned memory for the record of a window, used again; made before its step, of which nothing
-    may fail once the weights have moved."""
+    """Pinned memory for records, made before a step, since nothing may fail once weights moved."""
 
     def __init__(self, size: int):
         self.memory = torch.empty(size, dtype=torch.float64, pin_memory=True)
@@ -245,13 +230,8 @@ def send_record(window: PendingWindow) -> None:
 def read_record(
     window: PendingWindow, names: Sequence[str], known_steps: int, processes: ProcessGroup
 ) -> Outcome:
-    """Read a window's record, which has arrived; with refusals all processes must call this.
-
-    Args:
-        window: that was committed.
-        names: of the parameters.
-        known_steps: applied before it.
-        processes: that share the window.
+    """Read the record of a committed window, which has arrived, after `known_steps` applied ones;
+    with refusals all processes must call this.
     """
     outcome = Outcome(window.index, window.micro_batches, False, known_steps, limits=window.limits)
     figures: dict[str, list[float]] = {}

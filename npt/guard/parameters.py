@@ -24,15 +24,10 @@ IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
 def guarded_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters that require a gradient now, by name.
+    """Return the optimizer's parameters that require a gradient now, by their names in the model;
+    others follow, named by their places in the optimizer. Tied weights are one.
 
-    Args:
-        model: gives them their names, in its order; others follow, named by their places in the
-            optimizer. Tied weights are one.
-        optimizer: to be guarded.
-
-    Raises:
-        ConfigError: the optimizer or a parameter of it cannot be guarded.
+    ConfigError if the optimizer or a parameter of it cannot be guarded.
     """
     if not IN_BACKWARD.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
         raise ConfigError(
@@ -68,9 +63,8 @@ def stepped_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
 def unwrapped(
     optimizer: Any, divided: bool
 ) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler | None]:
-    """Return torch's optimizer, and the scaler inside one that `Accelerator.prepare` returned.
-
-    divided: the loss is divided for the window already. ConfigError if accelerate would do it.
+    """Return torch's optimizer, and the scaler inside one that `Accelerator.prepare` returned;
+    ConfigError if accelerate would divide the loss for the window, and it is not `divided` already.
     """
     if type(optimizer).__module__.partition(".")[0] != "accelerate":
         return optimizer, None
@@ -107,10 +101,8 @@ def _parallel(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which processes compute apart.
-
-    One process's NaN is not spread over all in a backward, and none waits in its forward, where
-    buffers would be sent, for one whose micro-batch was refused before that.
+    """Return a context in which processes compute apart: no NaN is spread over all in a backward,
+    and none waits in its forward, where buffers would be sent, for one that was refused before.
     """
     wrapped = _parallel(model)
     if wrapped is None:
@@ -120,9 +112,8 @@ def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Send process 0's buffers to all, as DistributedDataParallel does in a window's first forward.
-
-    Every process must call it.
+    """Send process 0's buffers to all, which all must call, as DistributedDataParallel does in a
+    window's first forward.
     """
     wrapped = _parallel(model)
     if wrapped is not None and wrapped.broadcast_buffers and wrapped.modules_buffers:

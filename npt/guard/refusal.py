@@ -71,18 +71,15 @@ class Refusal:
 def check_alike(
     figures: Mapping[str, Sequence[float]], window: int, steps: int, processes: ProcessGroup
 ) -> None:
-    """Raise if processes had different data in a window, or differ after `steps` alike steps.
-
-    With different data they would train on some twice, on some never. A state is 0 if it is not
-    finite.
+    """Raise if processes had different data in a window, of which they would train on some twice,
+    on some never, or differ after `steps` alike steps; a state is 0 if it is not finite.
     """
     data, states = figures["data"], figures.get("states", ())
     other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
     if other is not None:
         message = (
             f"process {other} reads other data than process 0 in window {window + 1} (fingerprints"
-            f" {data[other]:.0f} and {data[0]:.0f}); give every process the same data in the same"
-            " order"
+            f" {data[other]:.0f} and {data[0]:.0f}); give all the same data in the same order"
         )
         raise processes.everywhere(ProcessError(message, DataError.exit_status))
     bad = [process for process, state in enumerate(states) if not state]
@@ -100,10 +97,8 @@ def check_alike(
 def refusal_of(
     micro: MicroBatch, loss: float, names: Sequence[str], process: int
 ) -> Refusal | None:
-    """Return why a micro-batch was refused that ran on this process; its summed loss is given.
-
-    None if that is another process's, whose gradients were summed with it; if only the sum is bad,
-    it is process 0's.
+    """Return why a micro-batch of this summed loss was refused that ran on this process; None if
+    another's was summed with it and is to blame. If only the sum is bad, it is process 0's.
     """
     if micro.codes is not None:
         code = micro.codes[process]

@@ -2,9 +2,8 @@
 
 For Trainers that a guard cannot be put into, such as those of DeepSpeed, and for a first look at
 any other. The host reads one tensor of flags a step, before the optimizer's own step, so that a bad
-batch is traced with the weights that it met. There a Trainer whose `logging_nan_inf_filter` is on,
-as by default, has waited for the loss. What a step made of the weights is read one step late, or
-when the Trainer logs.
+batch is traced with the weights that it met. What a step made of the weights is read one step late,
+or when the Trainer logs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from npt.guard.forensics import Finding, Forensics, Hook, StoredMicroBatch, loss_in
-from npt.guard.lists import norms_of
+from npt.guard.lists import bits_of, norms_of
 from npt.guard.outcome import MicroBatch, Refusal
 from npt.guard.parameters import plain_name, whole
 from npt.guard.sharding import is_of_fsdp1, is_sharded, local
@@ -158,7 +157,6 @@ class Report(TrainerCallback):
         _log.log(logging.WARNING if lost else logging.INFO, "report: %s", text)
 
     def _begin(self) -> None:
-        """Watch the next micro-batch."""
         self._watched.close()
         self._window.append(micro := MicroBatch(None, 1))
         if self._forensics is not None:
@@ -170,7 +168,6 @@ class Report(TrainerCallback):
         self._forensics = None
 
     def _look(self, _arguments: Any, _named: Any, output: Any) -> None:
-        """Note whether a loss of the model is finite, on its device."""
         loss = loss_in(output)
         if loss is not None and self._window and torch.is_grad_enabled():
             micro, good = self._window[-1], loss.detach().isfinite().all()
@@ -181,7 +178,9 @@ class Report(TrainerCallback):
         weights = {name: p.detach() for name, p in _trained(model).items()}
         text = "{0} is not finite ({1} of {2} weights): the model is lost; go back to an earlier"
         self._late.append(_finite("weight", step, weights, text + " checkpoint"))
-        bits = {name: _bits(local(weight)) for name, weight in weights.items()}
+        each = bits_of([local(weight) for weight in weights.values()])
+        # their sums are equal only if nothing changed, but for a rare chance
+        bits = {name: b.sum(dtype=torch.int64) for name, b in zip(weights, each, strict=True)}
         if self._moves and bits and bits.keys() == self._bits.keys():
             home = next(iter(bits.values())).device
             changed = [(now != self._bits[name]).to(home) for name, now in bits.items()]
@@ -191,8 +190,8 @@ class Report(TrainerCallback):
         self._bits = bits
 
     def _read(self, *now: _Look) -> list[list[str]]:
-        """Read flags from the device, and with them the late ones; tell of what is lost. Return the
-        names of what is, for each look that was given.
+        """Read these flags and the late ones; tell of what is lost, and return the names of what is
+        by these.
         """
         looks, self._late = [*self._late, *now], []
         home = next((look.flags.device for look in looks if look.names), None)
@@ -219,8 +218,7 @@ class Report(TrainerCallback):
         window, self._window = self._window, []  # what is computed now is no part of the step
         finding: Finding | None = None
         for micro in suspects:
-            index = next(i for i, each in enumerate(window) if each is micro)
-            micro.refusal = Refusal("report", "not finite", index)
+            micro.refusal = Refusal("report", "not finite", [*map(id, window)].index(id(micro)))
             self._forensics.left = 1
             with torch.no_grad() if of_deepspeed else nullcontext():
                 self._forensics.trace([micro])
@@ -254,15 +252,8 @@ def _finite(kind: str, step: int, tensors: Mapping[str, Tensor], text: str) -> _
     return _Look(kind, step, [*tensors], flags, text)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits: equal only if nothing changed, but for a rare chance."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    kind = integers.get(tensor.element_size(), torch.uint8)
-    return tensor.contiguous().view(kind).sum(dtype=torch.int64)
-
-
 def _cannot_trace(model: nn.Module) -> str:
-    """Return why the batch cannot be computed again by this process alone; empty if it can."""
+    """Return why this process alone cannot compute the batch again; empty if it can."""
     sharded = any(is_sharded(p) or hasattr(p, "ds_id") for p in model.parameters())
     if sharded or is_of_fsdp1(model):
         return "its parameters are sharded over processes"

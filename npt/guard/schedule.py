@@ -6,12 +6,8 @@ import math
 
 
 def rate_table(peak: float, kind: str, warmup_steps: int, total_steps: int | None) -> list[float]:
-    """Return the learning rate of every step of a run; the last holds for all later steps.
-
-    Args:
-        peak: the rate that warm-up reaches.
-        kind, warmup_steps: as for `learning_rate_scale`.
-        total_steps: None for a run of unknown length, whose rate stays constant after warm-up.
+    """Return the learning rate of every step of a run; the last holds for all later steps. That of
+    a run of unknown length stays constant after warm-up.
     """
     if total_steps is None:
         kind = "constant"

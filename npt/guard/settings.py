@@ -14,7 +14,7 @@ Loss = Literal["sum", "mean", "share"]
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """Settings of how a guard divides, clips, decides and stops.
+    """How a guard divides, clips, decides and stops.
 
     Attributes:
         max_grad_norm: to which the window's gradient is clipped.

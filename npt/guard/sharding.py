@@ -56,7 +56,7 @@ def as_gradient(shard: Tensor, parameter: nn.Parameter) -> Tensor:
 
 def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
     """Raise ConfigError if trained parameters are sharded in a way that a guard cannot follow."""
-    if is_of_fsdp1(model) or any(map(_is_flat, names.values())):
+    if is_of_fsdp1(model) or any(getattr(p, "_is_flat_param", False) for p in names.values()):
         raise ConfigError(
             "the model is sharded by FSDP1, whose gradients a guard cannot hold; use FSDP2"
             f" (fully_shard; fsdp_version: 2), DDP or one process, or {UNGUARDED}"
@@ -92,16 +92,11 @@ def _sharded(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     return {name: p for name, p in parameters.items() if is_sharded(p)}
 
 
-def _is_flat(parameter: nn.Parameter) -> bool:
-    return getattr(parameter, "_is_flat_param", False)
-
-
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a model that FSDP2 gathers."""
     module: Any = sys.modules.get(FSDP)
-    return (
-        [] if module is None else [m for m in model.modules() if isinstance(m, module.FSDPModule)]
-    )
+    kinds = () if module is None else (module.FSDPModule,)
+    return [m for m in model.modules() if isinstance(m, kinds)]
 
 
 def sharding_of(
@@ -120,14 +115,10 @@ def sharding_of(
 
 
 class Sharding:
-    """The sharded layers of a guarded model.
-
-    Args:
-        modules: that are gathered.
-        processes: that gather them.
-        trained: the trained parameters are sharded, and so are their gradients.
+    """The sharded layers of a guarded model, which the processes gather.
 
     Attributes:
+        trained: the trained parameters are sharded, and so are their gradients.
         weight: by which gradients are multiplied before they are summed over the processes.
     """
 
@@ -166,14 +157,9 @@ class Sharding:
         self._norms.append(torch.linalg.vector_norm(gradients, dtype=torch.float32))
 
     def judge(self, loss: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
-        """Exchange what each process found in a micro-batch.
-
-        Args:
-            loss: scalar, of this process.
-            norms: [P] of this process's shards of the sums; zeros if it was refused before.
-
-        Returns:
-            What is wrong on each process, a code or 0: [W]; the norms of the whole sums: [P].
+        """Exchange what each process found in a micro-batch: its loss, and the norms [P] of its
+        shards of the sums. Return what is wrong on each, a code or 0: [W]; the norms [P] of the
+        whole sums.
         """
         before = torch.stack([norms.new_zeros(()), *(n.to(norms.device) for n in self._norms)])
         code = torch.where(before.isfinite().all(), 0.0, IN_GRADIENT)
@@ -181,7 +167,7 @@ class Sharding:
         return self.exchange(code, norms)
 
     def exchange(self, code: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
-        """Exchange what is wrong on this process, and sum norms, as `judge` does."""
+        """Exchange what is wrong on this process, and sum norms, zeros if it computed none."""
         codes = torch.zeros(self.processes.size, device=norms.device)
         codes[self.processes.index] = code
         flat = self.processes.sum_(torch.cat([codes, norms.square()]))
@@ -194,8 +180,8 @@ class Sharding:
 
     def end_together(self, error: BaseException, done: bool) -> None:
         """Raise ProcessError in place of refusing an error after which processes would be out of
-        step: one before all passes of the micro-batch were `done`. In one process it is one in a
-        backward, which FSDP2 does not begin anew.
+        step, before all passes were `done`; in one process, in a backward, which FSDP2 does not
+        begin anew.
         """
         alone = self.processes.size == 1
         if _in_backward(error) if alone else not done:

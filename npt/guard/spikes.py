@@ -16,13 +16,9 @@ HISTORY = 128
 MINIMUM = 20
 """Accepted steps before anything is called a spike: a median of fewer says little."""
 
-# For a normal distribution this many median absolute deviations are one standard deviation; it
-# makes k read as sigmas.
-MAD_TO_SIGMA = 1.4826
+MAD_TO_SIGMA = 1.4826  # median absolute deviations of a normal distribution's standard deviation
 
-# Values that repeat exactly have no spread; a hundredth in the logarithm, one per cent, keeps
-# rounding from being a spike.
-SPREAD_FLOOR = 0.01
+SPREAD_FLOOR = 0.01  # of values that repeat exactly: rounding is no spike
 
 
 class SpikeGuard:
@@ -33,11 +29,6 @@ class SpikeGuard:
     over factors: the gradient norms of small windows have a heavy upper tail, which reads as spikes
     on their own scale and not on a logarithmic one.
 
-    Args:
-        k: how many robust standard deviations above the median a step may lie.
-
-    Attributes:
-        limits: of loss and gradient norm, at present.
     """
 
     def __init__(self, k: float = SIGMAS):

@@ -23,9 +23,6 @@ class Draws:
 
     A window that is refused as a whole is rewound to its first micro-batch, unless the loop itself
     drew in between, for its data: those draws are not the guard's to repeat.
-
-    Attributes:
-        before: the state before the micro-batch.
     """
 
     before: Mapping[str, Tensor] = {}
@@ -70,9 +67,6 @@ class Draws:
 class Seeded(Draws):
     """Random numbers of each micro-batch by its name, so that nothing is to be drawn again: they do
     not depend on what was refused before, on the process, or on a resume.
-
-    Args:
-        seed: of the run.
     """
 
     def __init__(self, seed: int):

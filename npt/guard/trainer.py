@@ -61,8 +61,8 @@ class TrainerMixin(Trainer):
     guard_settings: Mapping[str, Any] = {}
     guard: Guard | None = None
 
-    # of the open window: its micro-batches and their names, by identity; the loss to be logged and
-    # TRL's metrics before it; its norm, once it is closed
+    # of the open window: micro-batches, their names by identity, the loss to be logged and TRL's
+    # metrics before it, the norm, once it is closed
     _inputs: list[Any]
     _names: Mapping[int, tuple[object, ...]] = {}
     _logged: Tensor | None = None
@@ -98,14 +98,13 @@ class TrainerMixin(Trainer):
         self._trains, self._epoch = True, None
         self._generations = Generations(self) if generations.generates(self) else None
         with ExitStack() as self._finally:
-            self._finally.callback(self.__dict__.update, _trains=False, _names={})
-            self._finally.callback(self.__dict__.update, _generations=None)
-            self._finally.callback(self._close_guard)
+            self._finally.callback(self._end_training)
             return super()._inner_training_loop(*arguments, **named)
 
-    def _close_guard(self) -> None:
+    def _end_training(self) -> None:
+        self._trains, self._names, self._generations = False, {}, None
         if self.guard is not None:
-            self.guard.close()  # its buffers are twice the gradients
+            self.guard.close()  # its buffers are as large as the gradients
 
     def get_train_dataloader(self) -> Any:
         """Let the loader's sampler note its indices, so that refusals name them."""
@@ -174,7 +173,6 @@ class TrainerMixin(Trainer):
         return taken
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Return what was made before the micro-batch."""
         made = None if self._generations is None else self._generations.slice
         return super()._prepare_inputs(inputs) if made is None else made
 
@@ -210,7 +208,6 @@ class TrainerMixin(Trainer):
             self.__dict__.update(counted)
 
     def _counts(self) -> Mapping[str, Any]:
-        """Return a copy of what TRL has counted so far."""
         return {name: deepcopy(self.__dict__[name]) for name in _COUNTED if name in self.__dict__}
 
     def _compute_again(
@@ -249,10 +246,9 @@ class TrainerMixin(Trainer):
         return losses
 
     def _logged_again(self, losses: list[Tensor]) -> Tensor:
-        """Replace the window's losses in the Trainer's sum; return the last, which it adds.
-
-        A window of which nothing is left adds the mean of the steps since the last entry of the
-        log, as a NaN does that the Trainer filters: the entry divides by all of them.
+        """Replace the window's losses in the Trainer's sum; return the last, which it adds. Of a
+        window of which nothing is left that is the mean of the steps since the last entry of the
+        log, as for a NaN that the Trainer filters: the entry divides by all of them.
         """
         if not hasattr(self, "_tr_loss"):
             return losses[-1] if losses else torch.zeros((), device=self.args.device)
@@ -331,11 +327,8 @@ class TrainerMixin(Trainer):
         guard = self.guard
         bad = None if guard is None else guard.first_bad()
         if guard is not None and any(guard.window.processes.sums([float(bad is not None)])):
-            _log.error(
-                "step %d is not saved: %s is not finite; older checkpoints are kept",
-                self.state.global_step,
-                bad if bad is not None else "a tensor of another process",
-            )
+            text = "step %d is not saved: %s is not finite; older checkpoints are kept"
+            _log.error(text, self.state.global_step, bad or "a tensor of another process")
             return
         super()._save_checkpoint(model, trial)
 
@@ -367,7 +360,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _refuse_unfit(trainer: Any) -> None:
-    """Raise ConfigError for a Trainer whose run a guard cannot make."""
     generating = generations.generates(trainer)
     if hasattr(trainer, "_buffered_inputs") and not generating:
         raise ConfigError(
@@ -415,8 +407,8 @@ def _note_order(loader: Any) -> None:
 def _alone(accelerator: Any) -> Iterator[None]:
     """Let accelerate gather nothing within the context, as TRL does for its metrics.
 
-    A refused micro-batch may end early, and its process computes fewer of them: whoever gathered in
-    one would wait for ever. Metrics are then the main process's own.
+    A refused micro-batch may end early: whoever gathered in one would wait for ever. Metrics are
+    then the main process's own.
     """
     names = _GATHERING if accelerator.num_processes > 1 else ()
     for name in names:
@@ -429,7 +421,6 @@ def _alone(accelerator: Any) -> Iterator[None]:
 
 
 def _blank(inputs: Any) -> Any:
-    """Return a micro-batch of which no label counts."""
     if not isinstance(inputs, Mapping):
         return inputs
     names = [name for name in ("labels", "shift_labels") if name in inputs]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.guard.lists import alike, keep_, norms_of
+from npt.guard.lists import alike, bits_of, keep_, norms_of
 from npt.guard.outcome import Snapshot
 from npt.guard.sharding import is_sharded, local
 from npt.random_state import random_state, set_random_state
@@ -38,10 +38,6 @@ class Holdings:
     Followed are tensors, containers, torch's optimizers and schedulers, and whatever an optimizer
     keeps in its state. Models are not, and parameters without a gradient are not copied: no step
     changes them.
-
-    Args:
-        owners: such as an optimizer.
-        without: objects and tensors that are left out.
     """
 
     def __init__(self, owners: Iterable[Any], without: Iterable[Any] = ()):
@@ -111,12 +107,9 @@ class Update:
 
     Attributes:
         applied: scalar bool on the device.
-        holdings: all that was held before, None if it is held now.
-        snapshot: parameters and moments of it.
-        names: of parameters and moments.
-        finite: their flags.
-        fingerprints: [processes] of the state that the step left on each process, 0 if it is not
-            finite.
+        holdings: all that was held before, None if it is held now; `snapshot` is of its parameters.
+        finite: flags of the parameters and moments of these `names`.
+        fingerprints: [processes] of the state that the step left on each, 0 if it is not finite.
     """
 
     applied: Tensor
@@ -136,8 +129,7 @@ class GuardedUpdate:
     """Steps an optimizer, verifies, and restores.
 
     Args:
-        parameters: the trainable tensors by name.
-        optimizer: over exactly these parameters.
+        parameters: by name, all that the optimizer trains.
         late: never read a flag on the host; by default for a fused Adam or AdamW on CUDA.
     """
 
@@ -171,12 +163,8 @@ class GuardedUpdate:
         """Step if `go`, verify, and restore the old state if the new one is bad.
 
         An error within, or within the context, takes the step back: running out of memory, or an
-        interrupt.
-
-        Args:
-            go: scalar bool on the home device.
-            rate: scalar, the learning rate; None leaves it to the optimizer's groups.
-            processes: all keep the step or none does; none if one is lost.
+        interrupt. All processes keep it or none does. `go` is a scalar bool on the home device, the
+        learning rate a scalar, or None if the optimizer's groups have it.
         """
         update = Update(go)
         try:
@@ -219,7 +207,7 @@ class GuardedUpdate:
         """Return the sum of every bit of parameters and moments, equal on equal processes."""
         total = torch.zeros((), dtype=torch.int64, device=self.home)
         for _, tensor in self._tensors():
-            total += tensor.reshape(-1).view(torch.int32).sum(dtype=torch.int64).to(self.home)
+            total += bits_of([tensor])[0].sum(dtype=torch.int64).to(self.home)
         return int(total)
 
     def make_moments(self) -> None:
@@ -283,7 +271,6 @@ class GuardedUpdate:
             keep_(tensors, good, others)
 
     def _largest(self) -> tuple[list[str], Tensor]:
-        """Return the largest number of each tensor of the state, and the tensors' names."""
         sharded = is_sharded(self.parameters[0])  # then of other processes it may be something
         named = [
             (n, t) for n, t in self._tensors() if t.is_floating_point() and (t.numel() or sharded)
@@ -292,10 +279,8 @@ class GuardedUpdate:
         return [name for name, _ in named], norms_of(tensors, float("inf"), self.home)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Return parameters and their optimizer tensors, by name.
-
-        Moments come first: a broken moment breaks its weight in the same step, and the first
-        tensor found is the one that is reported.
+        """Return parameters and their optimizer tensors, by name: moments first, since a broken one
+        breaks its weight in the same step, and the first tensor found is reported.
         """
         named: list[tuple[str, Tensor]] = []
         for name, parameter in zip(self.names, self.parameters, strict=True):

@@ -69,7 +69,6 @@ class Gradients:
             leave them alone.
 
     Attributes:
-        sum_views: of each parameter, in the sums; `.grad` is a fresh view of the same numbers.
         present: of each parameter that the micro-batch's backward reached, by place.
     """
 
@@ -95,11 +94,13 @@ class Gradients:
             if parameter.grad is None:
                 continue
             gradient, view = local(parameter.grad).detach(), self.sum_views[place]
+            gradient = gradient.to_dense().resolve_conj().resolve_neg()  # as a rule it is itself
             # what changes in place must not be two parameters' at once, or one's many times
             same = gradient.stride() == view.stride() and gradient.dtype == view.dtype
-            if not same or gradient.data_ptr() in taken:
+            memory = gradient.untyped_storage().data_ptr()  # backward may make views of one
+            if not same or memory in taken:
                 gradient = torch.empty_like(view).copy_(gradient)
-            taken.add(gradient.data_ptr())
+            taken.add(memory)
             self.present[place] = gradient
 
     def norms(self) -> Tensor:
@@ -156,11 +157,8 @@ class GradientWindow:
     Args:
         update: the guarded optimizer; the parameters' `.grad` belongs to the window from now on.
         max_grad_norm: global norm to which the window's gradient is clipped.
-        rates: learning rate of each applied step; the last one stays. None leaves rates to the
-            optimizer, and parameters alone that no survivor's backward reached: it reads flags at
-            once.
-        spikes: refuses windows whose loss or norm leaves the range of the accepted ones.
-        processes: share the windows; default this one alone.
+        rates: of each applied step; the last one stays. None leaves rates to the optimizer, and
+            parameters alone that no survivor's backward reached: it reads flags at once.
         divisor: of the window's gradient; default the tokens of its survivors.
         sharding: of the parameters, if they are sharded; each backward sums their gradients.
 
@@ -169,7 +167,7 @@ class GradientWindow:
         committed: windows so far, which is the index of the next one.
         known_steps: applied steps, of the windows whose results were read.
         applied: the last window's step, a scalar bool; None if there was none.
-        unscale: called once `.grad` is the sum of a window's survivors, of which there are some.
+        unscale: called once `.grad` is the sum of a window's survivors, if there are some.
     """
 
     def __init__(
@@ -219,10 +217,8 @@ class GradientWindow:
         self.gradients = Gradients(parameters, track=self._rates is None)
 
     def add(self, micro: MicroBatch) -> Tensor:
-        """Count the micro-batch whose gradients were collected, if it is finite.
-
-        Returns:
-            Whether it counts, a scalar bool; nothing is read from the device.
+        """Count the micro-batch whose gradients were collected, if it is finite; return whether it
+        is, a scalar bool, without reading it.
         """
         norms = self.gradients.norms()
         loss = micro.loss.to(self._home)
@@ -262,10 +258,7 @@ class GradientWindow:
         self._open.own.append(micro)
 
     def halt(self, code: int) -> None:
-        """Make the open window and all later ones void, on every process.
-
-        The code is `FAILED`, or the number of a signal.
-        """
+        """Make this and all later windows void, on every process, for `FAILED` or a signal."""
         assert 0 < code < EXACT
         self._halt = code
 
@@ -294,10 +287,8 @@ class GradientWindow:
         return [micro for micro in self._open.own if micro.refusal is not None]
 
     def close(self, fingerprint: int = 0) -> Tensor | None:
-        """Let `.grad` be the window's gradient, divided, checked and clipped; for `commit`.
-
-        Returns:
-            The norm before clipping, a scalar; None if no micro-batch ran.
+        """Let `.grad` be the window's gradient, divided, checked and clipped, for `commit`; return
+        the norm before clipping, a scalar, None if no micro-batch ran.
         """
         window = self._open
         if window.closed:
@@ -316,17 +307,11 @@ class GradientWindow:
 
     def commit(self, fingerprint: int = 0) -> list[Outcome]:
         """Close the window, unless it is closed: one optimizer step from its survivors, or none.
+        Return the results that have become known, oldest first.
 
         Every process must call this equally often, with micro-batches or without, and with the same
-        fingerprint of the window's data, below `EXACT`.
-
-        Returns:
-            Results that have become known, oldest first: this window's, or with `late` flags those
-            of earlier windows, if any.
-
-        Raises:
-            ProcessError: a process is lost or differs; this window is not applied, nor earlier ones
-                whose result was not known yet.
+        fingerprint of the window's data, below `EXACT`. ProcessError if one is lost or differs:
+        this window is not applied, nor earlier ones whose result was not known yet.
         """
         window = self._open
         self.close(fingerprint)
@@ -386,14 +371,13 @@ class GradientWindow:
             spike = self.spikes.exceeds(loss, norm)
             good = good & ~spike
         window.go = good & allowed if window.reached else torch.zeros_like(good)
-        window.figures |= {"tokens": tokens, "loss": loss, "norm": norm, "spike": spike}
-        window.figures |= {"survivors": survivors, "flags": flags, "losses": losses}
-        window.figures |= {"norms": norms, "reports": reports}
+        scalars = {"tokens": tokens, "loss": loss, "norm": norm, "spike": spike}
+        each_of = {"flags": flags, "losses": losses, "norms": norms, "reports": reports}
+        window.figures |= {**scalars, "survivors": survivors, **each_of}
 
     def _sum_over_processes(self, window: PendingWindow, numbers: list[Tensor]) -> Sequence[Tensor]:
-        """Sum gradients, in place, and scalars over all processes; exchange halts and fingerprints.
-
-        All in one flat fp32 tensor, which holds whole numbers below `EXACT` as they are.
+        """Sum gradients, in place, and scalars over all processes; exchange halts and fingerprints:
+        in one flat fp32 tensor, which holds whole numbers below `EXACT` as they are.
         """
         processes, sums = self.processes, self.gradients.sums
         if self.sharding is not None:
@@ -409,9 +393,8 @@ class GradientWindow:
         return totals.unbind()
 
     def _unreached(self, ran: Sequence[MicroBatch]) -> list[int]:
-        """Return the places of parameters that no survivor's backward reached, on any process.
-
-        Reads flags; every process calls it.
+        """Return the places of parameters that no survivor's backward reached, on any process,
+        every one of which calls this; reads flags.
         """
         reached = torch.zeros(len(self.gradients.parameters))
         for micro in ran:
@@ -436,7 +419,6 @@ class GradientWindow:
         return full(norm).to(self._home, torch.float32)
 
     def _norms(self) -> Tensor:
-        """Return the norms [P] of the window's gradient."""
         norms = norms_of(self.gradients.sum_views)
         return norms if self.sharding is None else self.sharding.norms_of_all(norms)
 
@@ -463,7 +445,6 @@ class GradientWindow:
         self._steps, self.applied = steps, update.applied
 
     def _unread(self) -> int:
-        """Return how many of the newest results to leave unread."""
         if not self.update.late:
             return 0
         if self.spikes is not None or self.processes.size > 1:
@@ -476,7 +457,6 @@ class GradientWindow:
         return min(IN_FLIGHT, len(self._launched) - arrived)
 
     def _read(self, keep: int) -> list[Outcome]:
-        """Return the results of all but the newest `keep` windows."""
         results = []
         while len(self._launched) > keep:
             window = self._launched[0]

@@ -5,8 +5,7 @@ epoch's end; the other is repeated. Which source a sample is of is drawn from th
 sample's number (npt/data/samples.py).
 
 A calibrated start is fitted to the first samples of the first epoch, and training begins after
-them: its first losses would else be those of tokens that were fitted, half of what later ones are.
-If too little would be left, training begins with them all the same.
+them, unless too little would be left: the losses of tokens that were fitted are half of later ones.
 """
 
 from __future__ import annotations
@@ -48,9 +47,6 @@ class Source:
     """A data set of a run.
 
     Attributes:
-        label: in messages.
-        share: of all samples.
-        config: how it is read.
         records: empty until it is opened.
         held_out: records of its own that nobody trains on.
     """
@@ -83,9 +79,7 @@ def check_sources(config: DataConfig) -> None:
 
 
 def open_sources(config: DataConfig, data: Iterable[Record] | None = None) -> list[Source]:
-    """Open the sources of a run, each with columns that it has; `data` are records to take instead
-    of the first.
-    """
+    """Open the sources of a run, each with columns that it has, or take `data` as the first."""
     first, *others = sources_of(config)
     if data is None:
         records = open_source(first.config)
@@ -118,21 +112,14 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
 
 
 class RunData:
-    """The data that a run trains on and is evaluated on.
-
-    Args:
-        setup: of the run.
-        data: records, as the Trainer takes them.
-        eval_data: held-out records, if any are given.
+    """The data that a run trains on and is evaluated on; records as the Trainer takes them.
 
     Attributes:
-        eval_samples: for evaluations.
-        heldout: training leaves all of them out.
+        heldout: training leaves all samples of evaluations out.
         counted_from: the steps made when the size of a window changed last, and the micro-batches
             of the present size that they make.
         start: the position at which training begins.
         start_samples: those of a calibrated start.
-        total_steps: of the run, None if unknown.
     """
 
     def __init__(
@@ -211,7 +198,6 @@ class RunData:
         return self.counted_from["steps"] + math.ceil(left / window)
 
     def _check_stream(self, eval_data: Iterable[Record] | None) -> None:
-        """Refuse to read a generator twice."""
         records, epochs = self.sources[0].records, self._setup.config.num_epochs
         again = epochs > 1 or eval_data is None or makes_start(self._setup.model)
         if again and iter(records) is records:
@@ -259,8 +245,8 @@ class RunData:
         return loader
 
     def _first_samples(self) -> tuple[list[Sample], Position]:
-        """Return the samples of the first epoch that the start is fitted to, and the position after
-        them. They are the same with equal settings and seeds, and none is held out.
+        """Return the samples of the first epoch that the start is fitted to, of which none is held
+        out, and the position after them.
         """
         first: list[Sample] = []
         position, left = Position(), self._setup.config.calibration_tokens

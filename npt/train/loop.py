@@ -40,12 +40,7 @@ PLACEHOLDER = collate([Sample("placeholder", (0, 0))])
 
 
 class Loop:
-    """One run of the training loop.
-
-    Args:
-        run: that it trains.
-        guard: of the student; makes one step from a window.
-        strategy: forward and backward of one micro-batch.
+    """One run of the training loop, with the guard of its student.
 
     Attributes:
         sharded: the base is, so all processes must compute equally often.
@@ -76,10 +71,7 @@ class Loop:
 
     def train(self, windows: Iterable[Window]) -> None:
         """Train until the windows or `max_steps` are used up, or a signal came to any process.
-
-        Raises:
-            TooManyRefusalsError: after the post-mortem was written.
-            ProcessError: another process failed, was lost, or differs from this one.
+        TooManyRefusalsError follows a post-mortem, ProcessError another process.
         """
         run, guard, strategy, config = self.run, self.guard, self.strategy, self.config
         model, splitter = self.setup.model, self.setup.splitter
@@ -129,9 +121,8 @@ class Loop:
         self._account(self.guard.flush())
 
     def _own_batches(self, window: Window | None) -> Iterator[tuple[int, Batch | None]]:
-        """Yield this process's micro-batches of a window, with their places, until a signal.
-
-        On a sharded base all processes go through as many, None where this one has no more.
+        """Yield this process's micro-batches of a window, with their places, until a signal. On a
+        sharded base all processes go through as many, None where this one has no more.
         """
         processes, stop, open_window = self.setup.processes, self.setup.stop, self.guard.window
         batches = () if window is None else window.batches
@@ -172,10 +163,8 @@ class Loop:
                 self.guard.window.halt(FAILED)
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for passes through the base.
-
-        An error amid the layers of a sharded one ends this process at once, since the others are in
-        the next gather already, where they notice.
+        """Return a context for passes through the base. An error amid the layers of a sharded one
+        ends this process at once, since the others notice in the next gather.
         """
         return self.setup.processes.exchanging() if self.sharded else self._stopping_together()
 
@@ -201,7 +190,6 @@ class Loop:
         self.setup.say_lack(f"step {step}", samples, now, message)
 
     def _account(self, outcomes: list[Outcome]) -> None:
-        """Count outcomes, and do what follows each."""
         self._outcomes.extend(outcomes)
         # If one ends the loop, the rest stay known: their steps are in the weights all the same.
         while self._outcomes:
@@ -232,7 +220,6 @@ class Loop:
         return window
 
     def _report_refused(self, window: Window, outcome: Outcome) -> None:
-        """Report what was refused, and what the tracer found of it."""
         event, say = self.run.folder.event, self.setup.say
         step = self.steps + (not outcome.applied)
         for refusal in outcome.refused:
@@ -246,23 +233,16 @@ class Loop:
                 say(f"  {line}")
 
     def _excess(self, longest: int) -> str | None:
-        """Return why the run must stop, or None, after a longest run of refusals in a row."""
-        total, tried, most = (
-            self.refused.total(),
-            self.micro_batches,
-            self.config.max_consecutive_bad,
-        )
-        if longest >= most:
+        total, tried = self.refused.total(), self.micro_batches
+        if longest >= (most := self.config.max_consecutive_bad):
             return f"{longest} refusals in a row (--max_consecutive_bad {most})"
         if tried < SHARE_COUNTS_FROM or total <= REFUSED_SHARE * tried:
             return None
         return f"{total} of {tried} micro-batches refused, over {REFUSED_SHARE:.0%}"
 
     def _give_up(self, window: Window, outcome: Outcome, reason: str) -> None:
-        """Account for every window in flight, then write the post-mortem and raise.
-
-        Later checkpoints bear the step of their weights: that of this window, if it was applied, or
-        of the last one after it.
+        """Account for every window in flight, since later checkpoints bear the step of their
+        weights, then write the post-mortem and raise.
         """
         for later in (*self._outcomes, *self.guard.flush()):
             self._count(later)
@@ -277,17 +257,14 @@ class Loop:
         if self.steps % c.log_steps == 0 or self.steps in (1, run.data.total_steps):
             metrics = self.metrics.line(outcome, self.steps, self.tokens, self.refused)
             with self._stopping_together():
-                self._log(metrics)
+                run.folder.metrics(metrics)
+                run.trackers.log(metrics, self.steps)
             self.setup.say(self.metrics.progress(metrics))
         if self.sharded or self.failure is None:
             with self._computing():
                 self._evaluate_if_due()
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
-
-    def _log(self, metrics: dict[str, Any]) -> None:
-        self.run.folder.metrics(metrics)
-        self.run.trackers.log(metrics, self.steps)
 
     def _evaluate_if_due(self) -> None:
         every, done = self.config.eval_steps, (0, self.run.data.total_steps, self.last_evaluation)
@@ -343,7 +320,7 @@ class Loop:
         self.micro_batches, self.diagnoses = state["micro_batches"], state["diagnoses"]
         self.refused = Counter(state["refused_by_kind"])
         self.guard.counts.in_a_row = state["in_a_row"]
-        self.guard.count_findings(self.diagnoses)
+        self.guard.forensics.left = max(0, self.guard.settings.trace - self.diagnoses)
         self.last_evaluation = state["last_evaluation"]
         # A new folder has no best yet, whatever the old one had.
         if state["best_kl"] is not None and self.run.folder.has_best:
@@ -357,7 +334,6 @@ class Loop:
 
     @property
     def _coming_step(self) -> int:
-        """The step that the open window will be, if it is applied."""
         return self.steps + self.guard.window.in_flight + 1
 
     def _is_boundary(self, step: int) -> bool:

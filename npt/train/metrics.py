@@ -18,14 +18,8 @@ from npt.train.setup import RunSetup
 
 
 class StepMetrics:
-    """Makes the lines of `metrics.jsonl`, and those on the console.
-
-    Args:
-        setup: of the run.
-        total_steps: of the run, None if unknown.
-
-    Attributes:
-        logged_tokens: up to the last line.
+    """Makes the lines of `metrics.jsonl`, and those on the console, of a run of so many steps, None
+    if unknown.
     """
 
     def __init__(self, setup: RunSetup, total_steps: int | None):
@@ -35,9 +29,7 @@ class StepMetrics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what is done in this context, which is not training, out of the time between
-        lines.
-        """
+        """Leave what is done within, which is not training, out of the time between lines."""
         began = time.perf_counter()
         try:
             yield

@@ -46,12 +46,7 @@ class Run:
     """A run: its folder, and the trackers that are told the same.
 
     Attributes:
-        setup: of the run.
-        data: of the run.
-        folder: that it writes.
-        trackers: that are told.
         record: the content of `run.json`.
-        base: the identity of the student's base.
         measure: evaluates the student as it is.
         initial: figures of the student before training.
         recording: of the steps of `--trace_steps`, on the main process.
@@ -164,8 +159,8 @@ class Run:
         return fidelity
 
     def _judge(self, step: int, fidelity: Fidelity) -> None:
-        """Warn once if the student is worse than its floor, which has no adapters, beyond one
-        standard error: the run is ruined although all of its numbers are finite.
+        """Warn once if the student is worse than its floor, without adapters, by over one standard
+        error: the run is ruined although all of its numbers are finite.
         """
         figure = self.setup.config.judged_by
         student, floor = (getattr(f, figure) for f in (fidelity.student, fidelity.floor))
@@ -180,18 +175,10 @@ class Run:
             self.warn(f"step {step}: the run has diverged: {cause}; {advice}")
 
     def save(self, guard: Guard, state: Mapping[str, Any], last: bool = False) -> bool:
-        """Write a checkpoint of all processes' state.
+        """Write a checkpoint of all processes' state. False if it could not be written, an older
+        one exists, and the run continues; at the `last` that is a CheckpointError.
 
         ProcessError if another process is lost, or holds other adapters or moments.
-
-        Args:
-            guard: of the student.
-            state: of the loop.
-            last: the run is over, so nothing would be written later.
-
-        Returns:
-            False if it could not be written, an older one exists, and the run continues; else that
-            is a CheckpointError.
         """
         model, processes = self.setup.model, self.setup.processes
         audit_precision(model, policy_dtype(model))
@@ -262,12 +249,8 @@ class Run:
     ) -> None:
         """Write the post-mortem and raise. Of a card that is lost it has what the host holds.
 
-        Args:
-            guard: of the student.
-            outcome: of the last window with a refusal.
-            reason: of the stop.
-            steps: applied by now.
-            batches: that window's, and those of the last one without a refusal.
+        The outcome is that of the last window with a refusal, batches are its own and those of the
+        last one without, `steps` are applied by now.
         """
         from npt.forensics.bundle import write_postmortem  # few runs end so
         from npt.forensics.student import stored_batches, student_entry
@@ -417,9 +400,7 @@ class Run:
 
 
 def write_report(folder: Path, output: Path | None = None) -> RunRecord:
-    """Read the run folder and write the page about it, by default as `report.html` in the folder;
-    OSError if it cannot be written.
-    """
+    """Read the run folder and write the page about it, by default as `report.html` in it."""
     from npt.report.page import page
     from npt.report.run import RunRecord
 

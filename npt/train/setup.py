@@ -37,12 +37,9 @@ class RunSetup:
     """Model, settings and processes of a run.
 
     Attributes:
-        origin: where it begins.
         settings: all of them, as JSON gives them back.
         changed: settings that the resumed run had otherwise, with both values.
         date: that the chat template writes; None without one.
-        splitter: of micro-batches into parts that fit into memory.
-        stop: set by a signal.
     """
 
     model: PreTrainedModel
@@ -89,7 +86,6 @@ class RunSetup:
         say(self.console, line)
 
     def say_lack(self, act: str, samples: int, now: int, message: str) -> None:
-        """Print that an act has run out of memory and is begun again with fewer samples."""
         lack = f"{act}: out of memory with {samples} samples at once ({message})"
         self.say(f"{lack}; it is begun again with {now}")
 
@@ -121,9 +117,8 @@ def make_setup(
     console: Console,
     further: Mapping[str, Any],
 ) -> RunSetup:
-    """Check model, settings and processes of a run, and find where it begins.
-
-    The adapters get the ranks of the checkpoint that is resumed, the chat template its date.
+    """Check model, settings and processes of a run, and find where it begins. The adapters get the
+    ranks of the checkpoint that is resumed, the chat template its date.
     """
     from npt.data.chat import date_of, fix_date, has_template
 
@@ -159,12 +154,8 @@ def make_setup(
 
 
 def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool = False) -> None:
-    """Refuse combinations that cannot be trained, before a base is loaded.
-
-    Args:
-        config: of the adapters.
-        data: to train on, if the settings name them.
-        own_teacher: the teacher is another model than the student's base.
+    """Refuse combinations that cannot be trained, before a base is loaded; `own_teacher` if the
+    teacher is another model than it.
     """
     if config.residual == "keep" and not own_teacher:
         raise ConfigError(
@@ -182,10 +173,8 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
 def check_model(
     model: PreTrainedModel, config: TrainConfig, data: DataConfig, processes: int
 ) -> None:
-    """Refuse a model that cannot be trained with these settings.
-
-    PrecisionError if a module would compute otherwise than the policy says, as in a 4-bit model
-    that npt.load_base did not load.
+    """Refuse a model that cannot be trained with these settings, or (PrecisionError) whose modules
+    would compute otherwise than the policy says, as if npt.load_base did not load it.
     """
     from npt.adapters.consolidate import consolidated
 
@@ -208,9 +197,7 @@ def check_model(
 
 
 def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> dict[str, Any]:
-    """Return the entries of `run.json` about a separate teacher; refuse one that is quantised, has
-    adapters or has other shapes than the student.
-    """
+    """Return the entries of `run.json` about a separate teacher; refuse one that cannot teach."""
     if teacher is None:
         return {"teacher_precision": None, "teacher_attention": None, "teacher": None}
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
@@ -235,7 +222,6 @@ def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> d
 
 
 def _name_of(dtype: torch.dtype) -> str | None:
-    """Return what a setting calls a dtype that is computed in."""
     from npt.base.load import COMPUTE
 
     return next((name for name, computed in COMPUTE.items() if computed == dtype), None)

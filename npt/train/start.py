@@ -46,15 +46,8 @@ rounding."""
 def fitting(
     model: PreTrainedModel, act: Callable[[], T], splitter: MicroBatchSplitter, batch: Batch
 ) -> T:
-    """Return the result of an act, begun again with fewer samples at once until it fits.
-
-    NoMemoryError if one sample is too much.
-
-    Args:
-        model: that computes.
-        act: computes in parts of `splitter`, which is shrunk.
-        splitter: of this act.
-        batch: the largest that is computed.
+    """Return the result of an act, begun again with fewer samples at once until it fits: `splitter`
+    is shrunk, from the largest batch. NoMemoryError if one sample is too much.
     """
     while True:
         try:
@@ -69,9 +62,8 @@ def fitting(
 
 
 def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
-    """Solve the adapters' start, all processes together.
-
-    None if the adapters were loaded or calibrated before; they are left as they are.
+    """Solve the adapters' start, all processes together; None if they were loaded or calibrated
+    before, and are left as they are.
     """
     config, model, processes = setup.config, setup.model, setup.processes
     if not makes_start(model):
@@ -100,15 +92,13 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
     first = next(batches(data.start_samples, size), None) or data.first_batch()
     calibration = fitting(model, solve, splitter, first)
     print_calibration(calibration, setup.console)
-    if data.start.begun:
-        setup.say(
-            f"training begins after the {data.start.begun} samples that the start was fitted to"
-        )
-    else:
-        setup.say(
+    line = f"training begins after the {data.start.begun} samples that the start was fitted to"
+    if not data.start.begun:
+        line = (
             "there are too few samples to leave out those that the start was fitted to, so the"
             " first losses are of tokens that it has seen"
         )
+    setup.say(line)
     return calibration
 
 

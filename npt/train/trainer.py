@@ -198,7 +198,6 @@ class Trainer:
         return base
 
     def _prepare(self) -> Fidelity:
-        """Make smoke test, start and first evaluation, before the run has a folder."""
         setup, data, resumed = self.setup, self.data, self.setup.origin.checkpoint
         if resumed is not None:
             # it has passed the smoke test, and may next meet a batch that it will refuse
@@ -215,7 +214,6 @@ class Trainer:
         return self.evaluate()
 
     def _restore(self, loop: Loop) -> None:
-        """Put the loop in the state that is resumed, if any."""
         state, checkpoint, splitter = self._state, self.setup.origin.checkpoint, self.setup.splitter
         if state is None or checkpoint is None:
             return
@@ -223,15 +221,13 @@ class Trainer:
         state.restore(loop.guard.window)
         loop.load_state(checkpoint.record)
         index = self.setup.processes.index
-        at_once = dict(enumerate(checkpoint.record.get("samples_at_once", [])))
-        samples = at_once.get(index)
+        samples = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(index)
         if samples is not None and not is_sharded(self.setup.model):  # whose parts must be alike
             splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
         states = state.random_states  # earlier versions wrote one for each process
         set_random_state(states.get(index, states[0]))
 
     def _train(self, run: Run) -> TrainResult:
-        """Run the loop, save, and evaluate."""
         setup, c, folder = self.setup, self.setup.config, run.folder
         rates = rate_table(c.learning_rate, c.scheduler_type, c.warmup_steps, run.data.total_steps)
         # closed, it leaves the model as it was found, to be evaluated without its buffers
@@ -287,7 +283,6 @@ class Trainer:
         )
 
     def _refuse_empty(self, loop: Loop) -> None:
-        """End a run without one applied step."""
         folder = loop.run.folder
         folder.event("stopped", step=0, reason="no step was applied")
         error = no_sample(self.data.loader.samples.counts)

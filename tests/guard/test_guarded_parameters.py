@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -166,3 +170,46 @@ def test_an_optimizer_that_steps_in_backward_is_refused(name: str) -> None:
         said = f"^{own.__name__} steps inside backward, before .* or AdamW, or train unguarded"
         with pytest.raises(ConfigError, match=said):
             Guard(model, own(model.parameters(), lr=0.1))
+
+
+def of_rows() -> tuple[nn.Module, Any]:
+    model = nn.Embedding(6, 4, sparse=True, dtype=torch.float64)
+    return model, lambda: model(torch.tensor([1, 2, 1])).square().sum()
+
+
+def of_complex_numbers(dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    model = nn.ParameterList([torch.tensor([1 + 2j, 3 - 1j], dtype=dtype)])
+    return model, lambda: (model[0].conj() * torch.tensor([2 - 1j, 1j], dtype=dtype)).real.sum()
+
+
+def of_one_memory() -> tuple[nn.Module, Any]:
+    model = nn.ParameterList([torch.ones(8), torch.ones(2, 2), torch.ones(2, 2)]).double()
+
+    def loss() -> Tensor:
+        joined = torch.cat([*model][1:])  # backward gives all three views of one gradient
+        return ((joined + model[0].view(4, 2)) * torch.arange(8.0).view(4, 2)).sum()
+
+    return model, loss
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        of_rows,
+        of_one_memory,
+        *(partial(of_complex_numbers, dtype) for dtype in (torch.complex64, torch.complex128)),
+    ],
+    ids=["sparse", "views", "complex64", "complex128"],
+)
+def test_gradients_of_any_form_are_summed(make) -> None:
+    model, loss = make()
+    loss().backward()
+    plain = [p.grad.to_dense().clone() for p in model.parameters()]
+    with Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), loss="mean") as guard:
+        for factor in (1, math.nan, 1):
+            with guard.micro_batch(tokens=2) as micro:
+                micro.loss = loss() * factor
+                micro.loss.backward()
+        guard.close_window()
+        for parameter, gradient in zip(model.parameters(), plain, strict=True):
+            assert torch.equal(parameter.grad, gradient)
