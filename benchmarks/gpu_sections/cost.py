@@ -244,9 +244,7 @@ def _judge_speed(findings: Findings, name: str, figures: dict[str, Any]) -> None
     if ours is None:
         findings.target(f"{name}: local", False, "it does not fit")
         return
-    arithmetic = ours["floor_flops_per_token"] * ours["tokens_per_second"]
-    share = arithmetic / figures["roofline"]["flops_per_second"]
-    findings.figures[f"{name}: share of the roofline at the floor's arithmetic"] = share
+    share = ours["roofline_share"]
     peak = shown(ours["peak_bytes"])
     note = f"{name}: {ours['tokens_per_second']:,.0f} tokens/s, {peak}, {share:.0%} of the roofline"
     wanted = f"at least 60% of the measured {'bf16' if name.endswith('bf16') else 'TF32'} products"
