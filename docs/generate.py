@@ -78,7 +78,6 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
             "npt.from_pretrained",
             "npt.push_to_hub",
             "npt.export",
-            "npt.register_peft",
         ),
     ),
     "Editing": (

@@ -13,7 +13,6 @@ from npt.adapters.files.adapter_files import from_pretrained as from_pretrained
 from npt.adapters.files.adapter_files import load_adapter as load_adapter
 from npt.adapters.files.adapter_files import save_adapter as save_adapter
 from npt.adapters.files.export import export as export
-from npt.adapters.files.peft_shim import register_peft as register_peft
 from npt.adapters.files.push import push_to_hub as push_to_hub
 from npt.adapters.token_modulation import modulation_of as modulation_of
 from npt.base.gguf.convert import Conversion as Conversion

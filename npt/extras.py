@@ -12,9 +12,7 @@ from npt.errors import ConfigError
 EXTRAS = {
     "datasets": "hub",
     "gguf": "gguf",
-    "lm_eval": "eval",
     "optuna": "sweep",
-    "peft": "peft",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }

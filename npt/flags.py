@@ -43,7 +43,8 @@ RETIRED = {
         ("optimizer_type", "the optimizer is AdamW, whose moments stay in fp32"),
         ("modulation_scale", "see --additive_scale and --mult_bound"),
         ("log_file", "a run writes metrics.jsonl and events.jsonl into --output_dir"),
-        ("behaviour", "npt evaluate --divergence_prompts and --lm_eval measure it"),
+        ("behaviour", "npt evaluate --divergence_prompts measures it"),
+        ("lm_eval lm_eval_tasks_path lm_eval_limit", "give lm_eval npt.student_view(model)"),
         ("context_length", "--max_length says how many tokens npt evaluate reads at once"),
         ("assisted draft_tokens", "give generate npt.student_view(model) as assistant_model"),
         ("compile", "leave it out: compiling what a converted layer computes gained nothing"),
@@ -68,6 +69,10 @@ RETIRED = {
         ("trace_every", "--trace_steps /100 records every hundredth step"),
         ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
         ("base_precision", "nothing is rounded; a loaded folder's model.dequantize() unpacks it"),
+        (
+            "sharded",
+            "npt pretrain --shard_base compares the shares with the whole base as it starts",
+        ),
         ("fidelity message", "the card of a pushed adapter is the one that it was saved with"),
         ("attribution", "npt.evaluate(..., unquantized=base) says what quantisation costs"),
         ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
@@ -182,12 +187,8 @@ def add_settings(
 def read_yaml(
     path: str, classes: Iterable[type], extra: Mapping[str, type] | None = None
 ) -> dict[str, Any]:
-    """Return settings from a YAML mapping of flag names, without dashes, to values.
-
-    Args:
-        path: the file, or the name of a preset (npt/presets).
-        classes: whose flags are allowed.
-        extra: further flags with their types.
+    """Return settings from a YAML mapping of flag names, without dashes, to values: a file's, or
+    that of a preset (npt/presets). Allowed are the flags of `classes`, and `extra` ones by type.
     """
     where, file = f"--config {path}", settings_file(path)
     if not file.exists():

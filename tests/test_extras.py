@@ -140,24 +140,10 @@ def a_study(folder: Path) -> None:
     sweep({"spec": str(study), "parent": None, "json": True, "dry_run": False})
 
 
-def tasks_of_lm_eval(folder: Path) -> None:
-    from npt.evaluation.harness import find_tasks
-
-    find_tasks(["task"])
-
-
-def registering(folder: Path) -> None:
-    from npt.adapters.files.peft_shim import register_peft
-
-    register_peft()
-
-
 @pytest.mark.parametrize(
     ("feature", "package", "named"),
     [
         (a_study, "optuna", "a study needs optuna"),
-        (tasks_of_lm_eval, "lm_eval", "--lm_eval needs lm_eval"),
-        (registering, "peft", "needs peft"),
         (lambda _: require("wandb", "this"), "wandb", "this needs wandb"),
     ],
 )

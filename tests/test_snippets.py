@@ -66,6 +66,7 @@ NOT_RUN = {
     r"python benchmarks/speed\.py": "tests/benchmarks/test_speed.py",
     r"python benchmarks/guards\.py": "tests/benchmarks/test_guards.py",
     r"python benchmarks/compile_kernels\.py": "tests/adapters/test_kernels.py",
+    r"python benchmarks/step_cost\.py": "tests/benchmarks/test_step_cost.py",
     r"python benchmarks/fill\.py": "tests/benchmarks/test_fill.py",
     r"python notebooks/execute\.py": "tests/notebooks/test_notebooks.py",
     r"python docs/generate\.py": "tests/test_site.py",

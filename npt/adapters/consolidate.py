@@ -58,7 +58,6 @@ def update_from(
     modulation: TokenModulation,
     alpha: float,
     *,
-    layers: Collection[int] | None = None,
     targets: Collection[str] | None = None,
     record: dict[str, Any] | None = None,
 ) -> Consolidation:
@@ -67,21 +66,22 @@ def update_from(
     Args:
         modulation: of `modulation_of`.
         alpha: above 0; at 1 every token is modulated as that one was.
-        layers: of the modulation; default all.
-        targets: likewise.
+        targets: of the modulation; default all.
         record: kept in the history together with the token, alpha and the layers.
 
     Raises:
-        ConfigError: alpha out of range, or layers or targets that the modulation does not have.
+        ConfigError: alpha out of range, or targets that the modulation does not have.
     """
     if not 0 < alpha <= 1:
         raise ConfigError(f"--alpha is {alpha}; it must lie above 0 and be at most 1")
     present = {target for terms in modulation.terms.values() for target in terms}
-    layers = _chosen("layers", layers, set(modulation.terms))
-    targets = _chosen("targets", targets, present)
+    targets = present if targets is None else set(targets)
+    if not targets or not targets <= present:
+        first, second = (", ".join(sorted(names)) or "none" for names in (targets, present))
+        raise ConfigError(f"--targets is {first}; the adapter modulates {second}")
     rows: dict[Product, Rows] = {}
-    for index in sorted(layers):
-        for target, (m, s) in modulation.terms[index].items():
+    for index, terms in sorted(modulation.terms.items()):
+        for target, (m, s) in terms.items():
             if target not in targets:
                 continue
             like = m if m is not None else s
@@ -93,17 +93,10 @@ def update_from(
         "token": modulation.token,
         "token_id": modulation.token_id,
         "alpha": alpha,
-        "layers": format_layers(tuple(sorted(layers))),
+        "layers": format_layers(tuple(sorted(modulation.terms))),
         "targets": [target for target in TARGETS if target in targets],
     }
     return Consolidation(rows, {**(record or {}), **origin})
-
-
-def _chosen(flag: str, asked: Collection[Any] | None, present: set[Any]) -> set[Any]:
-    if asked is not None and (not asked or not set(asked) <= present):
-        first, second = (", ".join(map(str, sorted(v))) or "none" for v in (asked, present))
-        raise ConfigError(f"--{flag} is {first}; the adapter modulates {second}")
-    return present if asked is None else set(asked)
 
 
 def consolidate(model: PreTrainedModel, update: Consolidation) -> None:

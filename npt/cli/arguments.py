@@ -66,10 +66,8 @@ def add_adapter(parser: Any, help: str = "a saved adapter", **how: Any) -> None:
 def add_student(
     parser: Any, *, data: bool = False, leave_out: Iterable[str] = (), **adapter: Any
 ) -> None:
-    """Add the flags by which a verb loads an adapter on its base, and with `data` a data set.
-
-    Args:
-        adapter: passed to `add_adapter`.
+    """Add the flags by which a verb loads an adapter on its base, and with `data` a data set;
+    `adapter` goes to `add_adapter`.
     """
     add_adapter(parser, **adapter)
     text = "accept another base whose shapes fit; a warning and the result name the differences"

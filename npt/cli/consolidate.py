@@ -19,7 +19,6 @@ def consolidate(flags: dict[str, Any]) -> int:
     import npt
     from npt.adapters.consolidate import update_from
     from npt.adapters.files.adapter_files import adapter_hash, check_replaceable
-    from npt.adapters.fit import resolve_layers
     from npt.adapters.token_modulation import modulation_of
     from npt.tools.editing.edit_metrics import Baseline, encode_fact, largest_alpha, print_retention
 
@@ -29,13 +28,12 @@ def consolidate(flags: dict[str, Any]) -> int:
     fact = encode_fact(tokenizer, flags["text"], flags["context"])
     ids = fact.in_context if flags["context"] else fact.alone
     config = task.flags["adapter"].config
-    layers = resolve_layers(config.layers, model.config.num_hidden_layers)
     # At the same cost the additions to the residual stream alone recall most.
     targets = ("down",) if "down" in config.targets else config.targets
     record = {name: flags[name] for name in ("text", "context")}
     record |= {"adapter_hash": adapter_hash(model), **student.other}
     modulation = modulation_of(model, ids, flags["token"])
-    make = partial(update_from, modulation, layers=layers, targets=targets, record=record)
+    make = partial(update_from, modulation, targets=targets, record=record)
     max_alpha, max_kl, batch_size = flags["alpha"], flags["max_kl"], flags["batch_size"]
     make(max_alpha)  # refuse what cannot work before measuring
     samples, heldout = task.heldout_samples(model, tokenizer)

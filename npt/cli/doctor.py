@@ -18,26 +18,19 @@ from npt.cli.arguments import (
     print_table,
 )
 from npt.cli.defaults import SETTINGS, add_config, with_config
-from npt.config import BaseConfig, DataConfig, NPTConfig, flag_of
-from npt.console import make_console, silent_console
+from npt.config import BaseConfig, DataConfig, flag_of
+from npt.console import make_console
 from npt.errors import ConfigError, DataError
 from npt.flags import add_settings, build, with_safe_mode
 
 
 def doctor(flags: dict[str, Any]) -> int:
     """Look at what a run would be made of, before it: --data for counts, ids and samples of a data
-    set, --plan for memory, --sharded for whether a base survives being shared out."""
-    if flags["data"] is None and not flags["plan"] and not flags["sharded"]:
-        raise ConfigError(
-            "give --data [NAME] to look at the data, --plan to predict the memory, or --sharded,"
-            " under torchrun, to compare a sharded base with the whole one"
-        )
-    if flags["sharded"] and (flags["plan"] or flags["data"] is not None):
-        raise ConfigError("--sharded looks at the base alone; ask for --data or --plan without it")
-    needing = {"shape", "device", "measure", "processes"}
-    if not flags["sharded"]:
-        names = (flag_of(f) for cls in SETTINGS if cls is not DataConfig for f in fields(cls))
-        needing |= {*names, "safe_mode"} - {"model_name"}
+    set, --plan for memory."""
+    if flags["data"] is None and not flags["plan"]:
+        raise ConfigError("give --data [NAME] to look at the data, or --plan to predict the memory")
+    names = (flag_of(f) for cls in SETTINGS if cls is not DataConfig for f in fields(cls))
+    needing = {*names, "safe_mode", "shape", "device", "measure", "processes"} - {"model_name"}
     check_partners(flags, dict.fromkeys(sorted(needing), "plan"))
     check_partners(flags, {"processes": "shard_base"})
     flags = with_config(flags, ignored=() if flags["shape"] is None else ("model_name",))
@@ -54,39 +47,9 @@ def doctor(flags: dict[str, Any]) -> int:
     if flags["plan"]:
         figures["plan"] = _plan(flags, console)
         sound &= figures["plan"]["fits"]
-    main = True
-    if flags["sharded"]:
-        main, figures["sharded"] = _sharded(flags, console)
-    if flags["json"] and main:
+    if flags["json"]:
         print_json(figures)
     return 0 if sound else 2
-
-
-def _sharded(flags: Mapping[str, Any], console: Any) -> tuple[bool, dict[str, Any]]:
-    """Share a base out over the processes, which compares its bytes and what its layers compute;
-    return whether this is the main process, and what was compared."""
-    import npt
-    from npt.distributed.join import join_processes
-
-    base, adapter = build(BaseConfig, flags), build(NPTConfig, flags)
-    processes = join_processes()
-    console = console if processes.main else silent_console()
-    if processes.size == 1:
-        raise ConfigError("--sharded needs several processes; start them with torchrun")
-    try:
-        with processes.member():
-            model, _ = load(base, console, processes.device, layers_later=True)
-            npt.attach(model, adapter)
-            npt.shard_base(model, processes)
-            processes.wait()
-    finally:
-        processes.close()
-    layers = model.config.num_hidden_layers
-    console.say(
-        f"{layers} layers shared out over {processes.size} processes: every byte of the weights is"
-        " as before, and so is what each layer computes from a few tokens"
-    )
-    return processes.main, {"processes": processes.size, "layers": layers, "equal": True}
 
 
 def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
@@ -223,10 +186,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--data", nargs="?", const=True, metavar="NAME", help=text)
     add_number(parser, "max_records", "look at the first records only (default: all)")
     add_switch(parser, "plan", "predict the memory of a training by formula; no weights are read")
-    text = (
-        "under torchrun: share the base out, and compare its bytes and outputs with the whole one"
-    )
-    add_switch(parser, "sharded", text)
     text = "with --plan --shard_base: processes that share the base, one on each device"
     add_number(parser, "processes", text)
     add("--shape", metavar="NAME", help="plan for a named shape, in place of --model_name")

@@ -43,11 +43,8 @@ class DataReport:
         heldout: samples; None if the source has held-out records of its own.
         complete: False if `max_records` ended the pass.
         broken: the first NAMED faults, in words.
-        broken_total: the number of all.
-        shortest: tokens of the shortest sample.
         targets: tokens that are learnt.
-        outside: ids and labels outside the vocabulary.
-        outside_first: the first sample with one.
+        outside: ids and labels outside the vocabulary; `outside_first` is the sample of the first.
     """
 
     name: str

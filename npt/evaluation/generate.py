@@ -24,9 +24,7 @@ class Written:
     """A continuation.
 
     Attributes:
-        ids: the new tokens.
-        text: theirs after the prompt, without special tokens.
-        seconds: of wall-clock time.
+        text: of the new tokens after the prompt, without special tokens.
         ended: whether an end token ended it, not the limit.
     """
 

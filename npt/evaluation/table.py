@@ -17,7 +17,6 @@ from rich.text import Text
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, NO_ERROR
 from npt.evaluation.greedy import Divergence
-from npt.evaluation.harness import Results
 from npt.evaluation.metrics import Figures
 
 _ROWS = ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
@@ -49,26 +48,12 @@ def print_fidelity(
 
 def divergence_line(d: Divergence) -> str:
     """Return a line about where greedy texts part."""
+    known = math.isfinite(d.agreed_se) and d.agreed_se >= NO_ERROR
+    error = f" ± {d.agreed_se:.1f}" if known else ""
     return (
         f"Greedy texts of student and teacher after {d.prompts} prompts, up to {d.max_new_tokens}"
-        f" tokens: {d.parted} part; {_plus_minus(d.agreed, d.agreed_se, 1)} tokens agree before"
-        " that, on average."
+        f" tokens: {d.parted} part; {d.agreed:.1f}{error} tokens agree before that, on average."
     )
-
-
-def print_scores(scores: Results, console: Console) -> None:
-    """Print lm-evaluation-harness' table: a metric of a task is a row, a model a column."""
-    title = "lm-evaluation-harness (± standard error)"
-    table = _table(title, ["task", "metric", "samples"], scores)
-    first = next(iter(scores.values()), {})
-    for task, values in first.items():
-        for metric in [name for name in values if name != "samples" and not name.endswith("_se")]:
-            cells = [
-                _plus_minus(of[task][metric], of[task].get(f"{metric}_se", math.nan), 4)
-                for of in scores.values()
-            ]
-            table.add_row(task, metric, f"{values.get('samples', math.nan):.0f}", *cells)
-    console.print(table)
 
 
 def _table(title: str, names: Sequence[str | Column], numbers: Iterable[str]) -> Table:
@@ -116,8 +101,3 @@ def _layers_table(fidelity: Fidelity) -> Table:
         cells = (f"{values[key]:.5f}" if key in values else "" for key in columns)
         table.add_row(str(index), *cells)
     return table
-
-
-def _plus_minus(value: float, error: float, digits: int) -> str:
-    tail = "" if math.isnan(error) or error < NO_ERROR else f" ± {error:.{digits}f}"
-    return f"{value:.{digits}f}{tail}"

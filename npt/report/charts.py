@@ -41,7 +41,6 @@ class Chart:
     """A chart, WIDTH by HEIGHT CSS pixels.
 
     Attributes:
-        figure: matplotlib's.
         label: what it shows, for readers who do not see it.
         svg: its file.
     """
@@ -102,15 +101,8 @@ def lines(
     marks: Sequence[float] = (),
 ) -> Chart:  # fmt: skip
     """Return a chart of lines, described by what its first one does. The user's settings of
-    matplotlib neither count nor change.
-
-    Args:
-        heading: what is drawn.
-        unit: of the values.
-        series: at least one line; their names make a legend if there are several.
-        log: as for `scale`.
-        x: what is from left to right, whole numbers.
-        marks: refusals, red along the bottom.
+    matplotlib neither count nor change. `log` is as for `scale`, `x` names the whole numbers from
+    left to right, `marks` are refusals, red along the bottom.
     """
     import matplotlib
     from matplotlib.figure import Figure

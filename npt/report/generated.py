@@ -26,14 +26,7 @@ the first that another text does not have, if there are such.
 
 
 def page(words: str, facts: Facts, recipe: Facts, passages: Passages) -> str:
-    """Return the page, which needs nothing else.
-
-    Args:
-        words: a sentence on what was written.
-        facts: names and numbers.
-        recipe: names and words, of the adapter and the settings.
-        passages: the texts.
-    """
+    """Return the page, which opens with the sentence `words`; `recipe` is adapter and settings."""
     return render(
         "generated.html.j2", title="Modulation, token by token", view=token_view(passages),
         sections={"text": "Text and modulation"}, words=words, facts=facts, recipe=recipe,

@@ -70,7 +70,7 @@ def test_a_shift_of_the_stream_becomes_part_of_every_attention_output(load_model
     norm.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
     with npt.adapters_disabled(model):
         logits(model)
-        npt.consolidate(model, npt.update_from(found, 1.0, layers=[1], targets=["stream"]))
+        npt.consolidate(model, npt.update_from(found, 1.0, targets=["stream"]))
         logits(model)
     # differences of fp32 numbers of order 1
     assert_close(streams[1] - streams[0], shift.expand_as(streams[0]), rtol=1e-4, atol=1e-5)
@@ -178,8 +178,6 @@ class TestRefused:
         ("what", "message"),
         [
             *(({"alpha": alpha}, "--alpha is") for alpha in (0.0, -0.5, 1.01, float("nan"))),
-            ({"layers": (0,)}, "--layers is 0; the adapter modulates 1, 2"),
-            ({"layers": ()}, "--layers is none"),
             ({"targets": ("sideways",)}, "--targets is sideways; the adapter modulates down, gate"),
             ({"targets": ()}, "--targets is none"),
         ],
@@ -276,7 +274,7 @@ class TestFiles:
     def made(self, load_model):
         model = student(load_model)
         npt.consolidate(model, first(model, 0.5, record={"text": "one"}))
-        npt.consolidate(model, first(model, 0.3, 1, layers=(2,), record={"text": "two"}))
+        npt.consolidate(model, first(model, 0.3, 1, targets=("down",), record={"text": "two"}))
         return model
 
     def test_an_adapter_is_saved_with_its_updates_and_loads_with_them(

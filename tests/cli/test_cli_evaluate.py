@@ -50,4 +50,4 @@ def test_the_tables_show_it(adapter, capsys) -> None:
 def test_nothing_more_is_measured_than_is_asked_for(adapter, capsys) -> None:
     assert call(adapter, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert not found.keys() & {"divergence", "attribution", "lm_eval"}
+    assert not found.keys() & {"divergence", "attribution"}

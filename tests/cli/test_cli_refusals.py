@@ -43,10 +43,8 @@ pretrain --seed NUMBER => seed | NUMBER
 pretrain --logit_temperature 2 => there is no flag --logit_temperature | temperature 1
 pretrain --logit_kl_weight 1 => logit_kl_weight | end_to_end
 evaluate @ --attribution => --attribution | unquantized=base
-evaluate @ --lm_eval_tasks_path x => --lm_eval_tasks_path | --lm_eval
-evaluate @ --lm_eval a --lm_eval_tasks_path /no/such => /no/such
-evaluate @ --lm_eval , => --lm_eval | no task
-evaluate @ --behaviour => --behaviour | --divergence_prompts | --lm_eval
+evaluate @ --lm_eval a => --lm_eval | npt.student_view
+evaluate @ --behaviour => --behaviour | --divergence_prompts
 evaluate @ --divergence_prompts -1 => -1
 evaluate @ --max_new_tokens 8 => --max_new_tokens 8 has no effect | --divergence_prompts
 evaluate @ --use_quantization --divergence_prompts 2 --max_new_tokens 1024 => max_new_tokens | 1024

@@ -18,7 +18,6 @@ from shard_work import (
     assert_equal,
     attempted,
     computed,
-    doctored,
     lost_in_an_evaluation,
     measured,
     run,
@@ -72,15 +71,6 @@ def test_what_a_sharded_base_cannot_do_is_refused(base: str) -> None:
             == "layer 1 has become a FSDPNPTLlamaDecoderLayer and cannot be given back; load the"
             " base again"
         )
-
-
-def test_doctor_compares_a_sharded_base_with_the_whole_one(base: str) -> None:
-    said, nothing = values(several(2, doctored, base))
-    assert nothing == ""
-    assert " ".join(said.split()).endswith(
-        "4 layers shared out over 2 processes: every byte of the weights is as before, and so is"
-        " what each layer computes from a few tokens"
-    )
 
 
 def test_an_older_torch_is_refused(load_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,13 +122,6 @@ def attempted(processes: ProcessGroup, base: str) -> dict[str, str]:
     return errors
 
 
-def doctored(processes: ProcessGroup, base: str) -> str:
-    """Return what `npt doctor --sharded` prints on a process."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert main(["doctor", "--sharded", "--model_name", base, "--use_quantization"]) == 0
-    return said.getvalue()
-
-
 def measured(processes: ProcessGroup, quantization: str | None) -> tuple[int, int, int, int]:
     """The bytes of a process's share of the embedded base, measured and planned, and those of the
     highest moment of a window.

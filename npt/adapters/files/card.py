@@ -34,12 +34,9 @@ def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -
     rows = {"base": name, "base hash": record["base_hash"]}
     for key, value in record["npt"].items():
         rows[key] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-    loading = "BASE, quantization=..."
-    if recipe is not None:
-        loading = ", ".join([repr(name), *(f"{k}={v!r}" for k, v in recipe.arguments.items())])
-    base = f"model, tokenizer = npt.load_base({loading})"
     load = 'model, tokenizer = npt.from_pretrained(".")'
     if recipe is None:
+        base = "model, tokenizer = npt.load_base(BASE, quantization=...)"
         load = f'{base}\nnpt.load_adapter(model, ".")'
     return f"""---
 {_base_line(str(name))}library_name: npt
@@ -58,17 +55,6 @@ Load it with
 import npt
 
 {load}
-```
-
-or, in code that uses PEFT, with
-
-```python
-import npt
-import peft
-
-npt.register_peft()
-{base}
-model = peft.PeftModel.from_pretrained(model, ".")
 ```
 """
 

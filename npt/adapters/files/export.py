@@ -30,14 +30,7 @@ _FORM = ("multiplicative", "additive", "mult_form", "mult_bound", "additive_scal
 
 @dataclass(frozen=True)
 class Exported:
-    """A written folder.
-
-    Attributes:
-        folder: its path.
-        packed: whether the base's weights are in 4 bit.
-        files: number of files of weights.
-        size: bytes of all weights.
-    """
+    """A written folder: whether the base is in 4 bit, the files of weights, and their bytes."""
 
     folder: Path
     packed: bool

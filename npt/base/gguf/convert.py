@@ -32,8 +32,6 @@ class Conversion:
     """A written folder.
 
     Attributes:
-        file: the path of the GGUF file.
-        folder: its path.
         quantization: that the file was quantised to.
         dtype: of the weights: bf16 if the file is BF16, else fp16.
         parameters: tied ones once.

@@ -36,16 +36,11 @@ _KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "accep
 
 @dataclass(frozen=True)
 class CollectResult:
-    """A collection.
+    """A collection: means per token of the teacher's continuations after all `prompts` compared.
 
     Attributes:
-        output: the file of the records.
-        prompts: how many were compared.
-        disagreements: those at which the student differs, which are the records.
-        tokens: of the teacher's continuations.
-        top1: mean top-1 agreement per token of them.
-        kl: mean KL(teacher, student).
-        acceptance: mean share of drafts that speculative sampling would accept.
+        disagreements: prompts at which the student differs, which are the records.
+        tokens: of the continuations.
         signal: the one that ended the collection early.
     """
 

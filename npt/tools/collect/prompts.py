@@ -12,7 +12,7 @@ from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import COMPLETION, PROMPT, Encoder, filled, prompt_column
 from npt.data.samples import Samples
-from npt.data.source import Record
+from npt.data.source import Record, Repeatable, is_sequence
 from npt.errors import DataError
 
 _AS_PROMPT = DataConfig(prompt_column=PROMPT, completion_column=COMPLETION)
@@ -30,9 +30,12 @@ def read_prompts(
     labels the leading tokens without a label are the prompt, of a conversation everything before
     its last answer. End tokens are left out.
     """
-    prompts: Iterable[Record] = _Stream(records, tokenizer, config, length)
-    if hasattr(records, "__len__") and hasattr(records, "__getitem__"):
-        prompts = _Sequence(records, tokenizer, config, length)
+    how = (tokenizer, config, length)
+    prompts: Iterable[Record] = Repeatable(
+        lambda: (prompt_record(number, record, *how) for number, record in enumerate(records))
+    )
+    if is_sequence(records):
+        prompts = _Sequence(records, *how)
     as_samples = DataConfig(max_length=length)
     return Samples(prompts, tokenizer, as_samples, seed=seed, hold_out=False).epoch(0)
 
@@ -85,14 +88,3 @@ class _Sequence(Sequence[Record]):
 
     def __getitem__(self, index: Any) -> Any:
         return prompt_record(index, self._records[index], *self._how)
-
-
-class _Stream:
-    """The prompts of a stream of records."""
-
-    def __init__(self, records: Iterable[Record], *how: Any):
-        self._records, self._how = records, how
-
-    def __iter__(self) -> Iterator[Record]:
-        records = enumerate(self._records)
-        return (prompt_record(number, record, *self._how) for number, record in records)

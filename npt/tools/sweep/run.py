@@ -38,11 +38,7 @@ Base = tuple[PreTrainedModel, Any, PreTrainedModel | None]
 
 
 class Bases:
-    """The base of the trials of one process: loaded once for those in a row that share it.
-
-    Args:
-        device: of the base; default the first GPU, else the CPU.
-    """
+    """The base of the trials of one process: loaded once for those in a row that share it."""
 
     def __init__(self, device: Any = None):
         self._device = device
@@ -70,10 +66,7 @@ class Bases:
 
 def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: None) -> Row:
     """Run a trial: once, or if it seeks a limit as often as that takes; the row is then of the
-    largest value that trained, with the bracket.
-
-    Args:
-        between: called before every run; what it raises ends the trial.
+    largest value that trained, with the bracket. What `between` raises before a run ends the trial.
     """
     between()
     if trial.bisect is None:

@@ -99,13 +99,7 @@ class Bisection:
 
 @dataclass(frozen=True)
 class TrialOrigin:
-    """The part, arm and point of a specification that a trial is of.
-
-    Attributes:
-        part: its name.
-        arm: its name, or "".
-        point: of the part's grid, or what was drawn.
-    """
+    """The part, arm (or "") and point, of the grid or drawn, that a trial is of."""
 
     part: str
     arm: str
@@ -146,12 +140,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Design:
-    """All trials of a study, in the order of the specification.
-
-    Attributes:
-        parts: their names.
-        varied: settings that differ.
-    """
+    """All trials of a study, in the order of the specification; `varied` settings differ."""
 
     name: str
     parts: tuple[str, ...]
@@ -169,10 +158,8 @@ def read_design(path: str) -> Design:
 
 
 def design_of(content: Any, where: str) -> Design:
-    """Return the design of a specification's content, every trial's settings checked.
-
-    Args:
-        where: its file, for messages; its stem is the default name.
+    """Return the design of a specification's content, every trial's settings checked; the stem of
+    its file, `where`, is the default name.
 
     Raises:
         ConfigError: an unknown name, or settings of a trial that cannot work; the trial is named.

@@ -28,11 +28,7 @@ Row = dict[str, Any]
 
 
 def rows_of(design: Design, figures: Mapping[str, Row]) -> list[Row]:
-    """Return the rows of a design, finished or not.
-
-    Args:
-        figures: the outcomes, by key.
-    """
+    """Return the rows of a design, finished or not; `figures` are the outcomes, by key."""
     rows = []
     for trial in design.trials:
         values, outcome = trial.settings.values(), figures.get(trial.key, {})

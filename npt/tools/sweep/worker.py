@@ -24,14 +24,8 @@ def work(
     design: Design, storage: Storage, bases: Bases, say: Callable[[str], None],
     parent: int | None = None,
 ) -> Progress:  # fmt: skip
-    """Run trials until all have ended, here or elsewhere.
-
-    Args:
-        say: told of every trial that has ended.
-        parent: the process that this one ends with, if it has one.
-
-    Raises:
-        StoppedError: a signal came, or the parent has ended; the trial in flight waits again.
+    """Run trials until all have ended, here or elsewhere, and `say` each that has. StoppedError: a
+    signal came, or the process `parent` has ended; the trial in flight waits again.
     """
     trials = design.by_key
     with StopOnSignal() as stop:

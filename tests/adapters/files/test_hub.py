@@ -70,7 +70,7 @@ def test_what_is_pushed_loads_again_by_its_name(hub: Hub, folder, load_model):
         for name in THREE - {CARD_NAME}
     )
     card = hub.files["me/adapter"][CARD_NAME].decode()
-    assert card.count('"me/adapter"') == 2 and '"."' not in card
+    assert card.count('"me/adapter"') == 1 and '"."' not in card
     assert card.replace("me/adapter", ".") == (folder / CARD_NAME).read_text()
     model = load_model()
     npt.load_adapter(model, "me/adapter")
