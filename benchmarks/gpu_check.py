@@ -3,7 +3,7 @@ Markdown for docs/results/gpu-check.md.
 
     python benchmarks/gpu_check.py --output FOLDER --part 1     whether it computes what it should
     python benchmarks/gpu_check.py --output FOLDER --part 2     how fast it is
-    python benchmarks/gpu_check.py --output FOLDER --part 3     tests/gpu, checkpoints, FSDP2
+    python benchmarks/gpu_check.py --output FOLDER --part 3     tests/gpu, a checkpoint
     python benchmarks/gpu_check.py --output FOLDER --only 3,4   some sections; other results stay
     python benchmarks/gpu_check.py --output FOLDER --small      tiny shapes, without a GPU too
 

@@ -1,7 +1,8 @@
 """What the guards cost: a training step through the transaction over the same step without any
 guard.
 
-    python benchmarks/guards.py [--json]
+    python benchmarks/guards.py [--json]          NPT's own step
+    python benchmarks/guards.py --lora [--json]   npt.guard around a LoRA step in a plain loop
 
 Both loops run in one process on the same model, the same batches and the same strategy, windows
 interleaved (guarded, plain, plain, guarded, ...), so that a slow moment of the machine hits both.
@@ -11,7 +12,7 @@ verification and restore. `ratio` is the median over pairs of guarded time / pla
 
 `added_synchronisations` counts, per step, how often the guarded loop makes the host wait for the
 device and the plain one does not, as `host_waits` sees it. The guarded loop is then the one
-that runs on a GPU, flags one window late, on a CPU too.
+that runs on a GPU, flags one window late, on a CPU too. With --lora nothing is counted.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.local import local
 from npt.distill.step import student_guard, summed
+from npt.guard import Guard
 
 
 class Bench:
@@ -107,6 +109,49 @@ class Bench:
             parameter.grad = None
 
 
+class LoraBench(Bench):
+    """LoRA on the embedded model in NF4; each loop has a copy of its own."""
+
+    def __init__(self, rows: int, length: int, accumulation: int):
+        self.device, self.parameters = torch.device("cpu"), {}
+        ids = torch.randint(0, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
+        self.windows: list[Any] = [[ids] * accumulation]
+
+    def adapted(self) -> tuple[Any, torch.optim.Optimizer]:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(0)
+        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+        model: Any = get_peft_model(npt.load_base("tiny", device="cpu")[0], config).train()
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+
+    def guarded(self, late: bool | None = None, check: bool = True) -> Callable[[Any], None]:
+        model, optimizer = self.adapted()
+        guard = Guard(model, optimizer, max_grad_norm=1.0, loss="mean")
+
+        def step(window: Any) -> None:
+            for ids in window:
+                with guard.micro_batch() as micro:
+                    micro.loss = loss = model(input_ids=ids, labels=ids).loss
+                    loss.backward()
+            assert guard.step().applied
+
+        return step
+
+    def plain(self) -> Callable[[Any], None]:
+        model, optimizer = self.adapted()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+
+        def step(window: Any) -> None:
+            for ids in window:
+                (model(input_ids=ids, labels=ids).loss / len(window)).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+
 def builtin_bench(
     model_name: str, batch_size: int, length: int, accumulation: int, windows: int = 8
 ) -> Bench:
@@ -149,7 +194,9 @@ def measure(bench: Bench, pairs: int) -> dict[str, Any]:
         plain_times.append(times[plain])
     # The check of a batch reads tensors that are on the host anyway; on a CPU that cannot be told
     # from a wait, so it is left out.
-    added = bench.waits(bench.guarded(late=True, check=False)) - bench.waits(bench.plain())
+    added = None
+    if not isinstance(bench, LoraBench):
+        added = bench.waits(bench.guarded(late=True, check=False)) - bench.waits(bench.plain())
     quartiles = statistics.quantiles(ratios, n=4)
     return {
         "ratio": round(statistics.median(ratios), 4),
@@ -165,6 +212,7 @@ def measure(bench: Bench, pairs: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", action="store_true", help="print the figures in one line")
+    parser.add_argument("--lora", action="store_true", help="a LoRA step in place of NPT's")
     parser.add_argument("--model_name", default="tiny")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--max_length", type=int, default=256)
@@ -172,7 +220,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40, help="timed pairs of windows")
     args = parser.parse_args()
     sizes = args.batch_size, args.max_length, args.gradient_accumulation_steps
-    figures = measure(builtin_bench(args.model_name, *sizes), args.pairs)
+    bench = LoraBench(*sizes) if args.lora else builtin_bench(args.model_name, *sizes)
+    figures = measure(bench, args.pairs)
     print(json.dumps(figures, indent=None if args.json else 2))
 
 

@@ -46,7 +46,6 @@ from npt.errors import ConfigError, NPTError
 from npt.evaluation.evaluate import Fidelity, reference_outputs
 from npt.files import finite_or_null, to_json, write_json
 from real_text import Text, read_text
-from rounded_products import round_operands
 from tables import real as markdown
 from this_machine import code_hash, machine
 
@@ -256,10 +255,7 @@ def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
         NPTError: no such model, or too little text.
     """
     name = args.model if args.model is not None else str(fetched())
-    compute = "bf16" if args.products == "bf16" else "fp32"
-    model, tokenizer = npt.load_base(name, quantization=QUANTIZATION, compute_dtype=compute)
-    if args.products == "rounded":
-        round_operands(model)
+    model, tokenizer = npt.load_base(name, quantization=QUANTIZATION, compute_dtype=args.products)
     config = model.config
     text = read_text(
         args.text,
@@ -338,8 +334,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--products",
         default="fp32",
-        choices=["fp32", "bf16", "rounded"],
-        help="of 4-bit layers: bf16 is --compute_dtype bf16, rounded the same with results in fp32",
+        choices=["fp32", "bf16"],
+        help="of 4-bit layers, as --compute_dtype",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("outputs/real.json"))

@@ -14,9 +14,7 @@ machine hits all of them and none always follows the same other.
     peak_bytes          what the run holds before the step (its own models, adapters, moments,
                         tokens) and how far live memory rises in the step: what it would take alone
     memory_ratio        peak_bytes over those of two_model
-    flops_per_token     counted, not calculated; floor_flops_per_token is the least that our
-                        arithmetic needs (flop_formulas.py), low-rank products included,
-                        formula_flops_per_token the same without them
+    flops_per_token     counted, not calculated
     roofline_share      flops_per_token * tokens_per_second over the speed of plain square products,
                         measured before and after the rounds
 
@@ -44,7 +42,6 @@ from typing import Any
 import torch
 
 from flop_count import count_flops, matmul_roofline
-from flop_formulas import adapter_flops, floor_flops
 from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device, wait_for
 from npt.base.load import COMPUTE
@@ -52,7 +49,7 @@ from npt.data.batch import Batch
 from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 from npt.errors import ConfigError, NPTError
 from npt.files import write_text
-from speed_runs import OURS, RUNS, SHAPES, Run, Setting, make_batch, make_runs
+from speed_runs import RUNS, SHAPES, Run, Setting, make_batch, make_runs
 from tables import speed as markdown
 from this_machine import machine
 
@@ -104,19 +101,6 @@ def instrumented(run: Run, batch: Batch, note: Callable[[str], None]) -> dict[st
     }
 
 
-def floors(setting: Setting, name: str) -> dict[str, float]:
-    """The least arithmetic of one of our runs, per token."""
-    shape = SHAPES[setting.shape]
-    scored = (setting.length - 1) / setting.length if name == "end_to_end_kl" else 0.0
-    converted = resolve_layers(setting.layers, shape.layers)
-    local = name == "local"
-    formula = floor_flops(shape, setting.length, converted, local=local, logits=scored)
-    return {
-        "floor_flops_per_token": formula + adapter_flops(shape, setting.form, local=local),
-        "formula_flops_per_token": formula,
-    }
-
-
 def measure(
     setting: Setting, names: tuple[str, ...], rounds: int, note: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -127,8 +111,7 @@ def measure(
     rows: dict[str, dict[str, Any]] = {}
     for run in runs:
         try:
-            floor = floors(setting, run.name) if run.name in OURS else {}
-            rows[run.name] = {"name": run.name, **instrumented(run, batch, note), **floor}
+            rows[run.name] = {"name": run.name, **instrumented(run, batch, note)}
         except torch.OutOfMemoryError:
             run.forget()
             missing[run.name] = "it does not fit into memory next to the other runs' bases"

@@ -13,17 +13,14 @@ one backward, and no value read back from the device.
     two_model               two models; the student runs through transformers' own forward with
                             `output_hidden_states`; NMSE of every layer and KL(teacher, student) on
                             the logits
-    two_model_hidden        the same without a loss on the logits, which are computed all the same:
-                            no gradient crosses lm_head
-    two_model_checkpointed  two_model with gradient checkpointing of the student
     peft_lora_distill       PEFT LoRA on gate, up and down of the same layers, teacher by
                             `disable_adapter`, KL on the logits
     peft_lora_ce            the same adapters on next-token cross-entropy, without a teacher
 
-Of transformers' hidden states the last comes after the final norm, so the two-model runs compare
-the last layer there. LoRA is on the modules that NPT modulates without the target stream, at the
+Of transformers' hidden states the last comes after the final norm, so `two_model` compares the
+last layer there. LoRA is on the modules that NPT modulates without the target stream, at the
 same rank, and starts at random: at its usual start the student is its teacher, and the gradient is
-zero. Three bases with the same weights are in memory: the teacher of the two-model runs; one with
+zero. Three bases with the same weights are in memory: the teacher of `two_model`; one with
 NPT adapters, which is their student and the only base of ours; and one inside PEFT. Each kind of
 step has an optimizer of its own; steps on the same adapters train them in turn.
 """
@@ -51,9 +48,8 @@ from npt.extras import install_command
 from random_base import random_base
 
 OURS = ("local", "end_to_end", "end_to_end_kl")
-TWO_MODELS = ("two_model", "two_model_hidden", "two_model_checkpointed")
 PEFT = ("peft_lora_distill", "peft_lora_ce")
-RUNS = (*OURS, *TWO_MODELS, *PEFT)
+RUNS = (*OURS, "two_model", *PEFT)
 
 LEARNING_RATE = 1e-5
 MAX_GRAD_NORM = 0.5
@@ -131,7 +127,7 @@ class Student:
 
     Args:
         setting: of all runs.
-        teacher: a second base, without adapters; needed by the two-model runs.
+        teacher: a second base, without adapters; needed by `two_model`.
         base: to put adapters on, in the place of any that it has; default a fresh one.
     """
 
@@ -143,16 +139,14 @@ class Student:
         self.converted = [index for index, _ in npt_layers(self.model)]
 
     def run(self, name: str) -> Run:
-        """One of OURS or TWO_MODELS."""
+        """One of OURS, or two_model."""
         optimizer = _optimizer(self.parameters)
         if name in OURS:
             return Run(
                 name, self._strategy_step(name, optimizer), (self.model, optimizer), self.parameters
             )
-        step = self._two_model_step(optimizer, kl=name != "two_model_hidden")
-        if name == "two_model_checkpointed":
-            step = self._checkpointed(step)
-        return Run(name, step, (self.model, self.teacher, optimizer), self.parameters)
+        holds = self.model, self.teacher, optimizer
+        return Run(name, self._two_model_step(optimizer), holds, self.parameters)
 
     def _strategy_step(self, name: str, optimizer: AdamW) -> Callable[[Batch], Tensor]:
         strategy, weight = ("local" if name == "local" else "end_to_end"), float(name[-2:] == "kl")
@@ -166,7 +160,7 @@ class Student:
 
         return step
 
-    def _two_model_step(self, optimizer: AdamW, kl: bool) -> Callable[[Batch], Tensor]:
+    def _two_model_step(self, optimizer: AdamW) -> Callable[[Batch], Tensor]:
         def step(batch: Batch) -> Tensor:
             wanted = {"use_cache": False, "output_hidden_states": True}
             with torch.no_grad():
@@ -176,30 +170,11 @@ class Student:
             for i in self.converted:
                 pair = (each.hidden_states[i + 1].flatten(0, 1) for each in (learnt, taught))
                 losses.append(nmse_per_token(*pair).sum() / batch.tokens)
-            loss = torch.stack(losses).mean()
-            if kl:
-                loss = loss + _kl(learnt.logits, taught.logits)
+            loss = torch.stack(losses).mean() + _kl(learnt.logits, taught.logits)
             loss.backward()
             return _finish(loss.detach(), self.parameters, optimizer)
 
         return step
-
-    def _checkpointed(self, step: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """Return the step with checkpointing, which transformers does in training mode only."""
-        # transformers 5.17 knows the second name alone; newer versions call it deprecated.
-        newer = hasattr(self.model, "activation_checkpointing_enable")
-        name = f"{'activation' if newer else 'gradient'}_checkpointing"
-
-        def checkpointed(batch: Batch) -> Tensor:
-            getattr(self.model, f"{name}_enable")({"use_reentrant": False})
-            self.model.train()
-            try:
-                return step(batch)
-            finally:
-                self.model.eval()
-                getattr(self.model, f"{name}_disable")()
-
-        return checkpointed
 
 
 def lora_runs(setting: Setting, converted: list[int]) -> dict[str, Run]:
@@ -243,7 +218,7 @@ def lora_runs(setting: Setting, converted: list[int]) -> dict[str, Run]:
 
 def make_runs(setting: Setting, names: tuple[str, ...] = RUNS) -> tuple[list[Run], dict[str, str]]:
     """Return the runs of these names in their order, and of those that cannot be made, why not."""
-    student = Student(setting, make_base(setting) if set(names) & set(TWO_MODELS) else None)
+    student = Student(setting, make_base(setting) if "two_model" in names else None)
     runs = {name: student.run(name) for name in names if name not in PEFT}
     missing: dict[str, str] = {}
     if wanted := [name for name in names if name in PEFT]:

@@ -12,8 +12,8 @@ fp32 takes on CUDA with TF32 allowed. The rule:
 
 The model of the time gives each launch the longer of its arithmetic, at the speed that such a
 product reached on an H100 (`SPEEDS`), and its bytes at 3 TB/s; all of them together take no less
-than 2.5 us each. The share of the roofline is the time of the least arithmetic (flop_formulas.py)
-over that of the step.
+than 2.5 us each. The share of the roofline is the time of the arithmetic alone over that of the
+step.
 
     python benchmarks/step_cost.py --json benchmarks/results/step_cost.json --name "what changed"
 """
@@ -49,7 +49,6 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 import npt
 import npt.base.attention
 from flop_count import formulas
-from flop_formulas import adapter_flops, floor_flops
 from npt.adapters import trained
 from npt.base.attention import implementation_of
 from npt.base.linear import quantized_linears
@@ -278,18 +277,15 @@ def step_cost(strategy: str, setting: Setting = SETTING) -> Cost:
 
 def figures(strategy: str, setting: Setting = SETTING) -> dict[str, Any]:
     """Return the counts of a step, and the model of its time."""
-    cost, shape = step_cost(strategy, setting), SHAPES[setting.shape]
-    local, launches = strategy == "local", cost.launches.total()
+    cost = step_cost(strategy, setting)
+    launches = cost.launches.total()
     seconds = max(cost.seconds, launches * LAUNCH)
-    layers = shape.converted(setting.form)
-    least = floor_flops(shape, setting.length, layers, local=local)
-    least += adapter_flops(shape, setting.form, local=local)
     return {
         "launches": launches,
         "gigabytes": round(cost.moved.total() / 1e9, 1),
         "teraflops": round(cost.flops / 1e12, 2),
         "milliseconds": round(1e3 * seconds, 1),
-        "roofline_share": round(least * setting.tokens / SPEEDS["product"] / seconds, 3),
+        "roofline_share": round(cost.flops / SPEEDS["product"] / seconds, 3),
     }
 
 

@@ -6,7 +6,6 @@ A table is its columns: by heading the format of a cell (`{kl:.4f}`), or a funct
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -89,47 +88,16 @@ def embedded(figures: Json) -> str:
     return table(columns, ({"name": name, "bits": figures[key]} for name, key in rows))
 
 
-def forms(figures: Json) -> str:
-    """Return what `forms.py` wrote: KL, top-1 and parameters by form and rank, means of seeds."""
-    rows = figures["rows"]
-    divisors = sorted({row["divisor"] for row in rows}, reverse=True)
-
-    def cell(divisor: int, form: Json) -> str:
-        here = [r for r in rows if (r["form"], r["divisor"]) == (form["name"], divisor)]
-        if not here:
-            return "–"
-        kl, error, top1 = (
-            statistics.fmean(row["figures"][key] for row in here) for key in ("kl", "kl_se", "top1")
-        )
-        kls = [row["figures"]["kl"] for row in here]
-        seeds = f" (of {len(here)} seeds, {max(kls) - min(kls):.1g} apart)" if here[1:] else ""
-        size = here[0]["parameters"] / 1e6
-        return f"{kl:.3g} ± {error:.1g}{seeds}, {100 * top1:.1f}%, {size:.2g} M"
-
-    columns: dict[str, Cell] = {"form": "{name}"}
-    columns |= {f"D/{divisor}": partial(cell, divisor) for divisor in divisors}
-    names = dict.fromkeys(row["form"] for row in rows)
-    length = (
-        f"{figures['minutes']:g} minutes" if "minutes" in figures else f"{figures['steps']} steps"
-    )
-    return (
-        f"{table(columns, ({'name': name} for name in names))}\n"
-        f"{figures['model']}, {figures['layers']}: KL in nats, top-1, trainable parameters."
-        f" {length} of training; starts from {figures['tokens']:,} tokens;"
-        f" measured on {figures['heldout_tokens']:,} tokens of {figures['text']}.\n"
-    )
-
-
 def guards(npt_step: Json, lora: Json) -> str:
-    """Return what `guards.py --json` and `guard_lora.py --json` print."""
+    """Return what `guards.py --json` prints, and `guards.py --lora --json`."""
     columns = {
         "step": "{step}",
         "guarded over plain": "{ratio:.3f}",
-        "quartiles": "{quartiles[0]:.2f} to {quartiles[1]:.2f}",
+        "quartiles": "{ratio_quartiles[0]:.2f} to {ratio_quartiles[1]:.2f}",
         "waits of the host added": "{added_synchronisations}",
     }
     rows = [
-        {**npt_step, "step": "NPT on the embedded model", "quartiles": npt_step["ratio_quartiles"]},
+        {**npt_step, "step": "NPT on the embedded model"},
         {**lora, "step": "`npt.guard` around a LoRA step", "added_synchronisations": "–"},
     ]
     return table(columns, rows)
@@ -274,10 +242,6 @@ def speed(figures: Json) -> str:
     device = figures["machine"]["device"]
     count, in_bf16 = setting["batch_size"], setting.get("compute_dtype") == "bf16"
 
-    def of_floor(run: Json) -> str:
-        floor = run.get("floor_flops_per_token")
-        return "-" if floor is None else f"{run['flops_per_token'] / floor:.3f}"
-
     def ratio(run: Json) -> str:
         if "speed_ratio" not in run:
             return "-"
@@ -292,7 +256,6 @@ def speed(figures: Json) -> str:
         "of which held": lambda run: f"{run['held_bytes'] / MIB:,.0f}",
         "x two_model ": optional("memory_ratio", ".2f", missing="-"),
         "MFLOP/token": lambda run: f"{run['flops_per_token'] / 1e6:,.0f}",
-        "x floor": of_floor,
         "of roofline": lambda run: f"{100 * run['roofline_share']:.0f}%",
         "trained": "{trainable_parameters:,}",
     }

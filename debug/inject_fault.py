@@ -24,11 +24,12 @@ from typing import Any
 import torch
 
 from faults import row_runs
-from faults.campaign import Judged, every_case, judged, print_scorecard, summary
+from faults.campaign import every_case, judged, print_scorecard, summary
 from faults.patterns import Case
 from faults.row_cases import RowCase, cases_of
 from faults.row_pairs import judged_by_processes
 from faults.row_trainers import TRAINERS
+from faults.verdict import Line
 from npt.console import make_console
 from npt.files import to_json
 
@@ -76,7 +77,7 @@ def main() -> int:
     return 0 if figures["passed"] == figures["total"] else 1
 
 
-def of_ours(cases: Sequence[Case]) -> Iterator[Judged]:
+def of_ours(cases: Sequence[Case]) -> Iterator[Line]:
     """Judge cases of NPT's own training, and show progress on a terminal."""
     progress = make_console(stderr=True)
     for case in cases:
@@ -86,7 +87,7 @@ def of_ours(cases: Sequence[Case]) -> Iterator[Judged]:
         yield line
 
 
-def of_rows(cases: Sequence[RowCase], trainer: str) -> Iterator[Judged]:
+def of_rows(cases: Sequence[RowCase], trainer: str) -> Iterator[Line]:
     """Judge cases of other people's trainers, those of several processes last."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
     yield from (row_runs.judged(case, trainer) for case in cases if case.processes == 1)

@@ -2,7 +2,7 @@
 first.
 """
 
-from gpu_sections.cost import CALIBRATION, GENERATION, GUARDS, MEMORY, SPEED
+from gpu_sections.cost import GENERATION, GUARDS, MEMORY, SPEED
 from gpu_sections.files import FILES
 from gpu_sections.fp16 import FP16
 from gpu_sections.layer import LAYER
@@ -12,4 +12,4 @@ from gpu_sections.steps import BITS
 from gpu_sections.tests import TESTS
 
 SECTIONS: tuple[Section, ...] = (MACHINE, GRADIENTS, BITS, FP16, LAYER, PRODUCTS, ATTENTION)
-SECTIONS += (MEMORY, GUARDS, SPEED, GENERATION, CALIBRATION, FILES, TESTS)
+SECTIONS += (MEMORY, GUARDS, SPEED, GENERATION, FILES, TESTS)

@@ -1,6 +1,4 @@
-"""Sections 8 to 12: memory against its plan, the guards' cost, speed, and the time of calibration,
-evaluation and generation.
-"""
+"""Sections 8 to 12: memory against its plan, the guards' cost, speed, evaluation, generation."""
 
 from __future__ import annotations
 
@@ -244,9 +242,7 @@ def _judge_speed(findings: Findings, name: str, figures: dict[str, Any]) -> None
     if ours is None:
         findings.target(f"{name}: local", False, "it does not fit")
         return
-    arithmetic = ours["floor_flops_per_token"] * ours["tokens_per_second"]
-    share = arithmetic / figures["roofline"]["flops_per_second"]
-    findings.figures[f"{name}: share of the roofline at the floor's arithmetic"] = share
+    share = ours["roofline_share"]
     peak = shown(ours["peak_bytes"])
     note = f"{name}: {ours['tokens_per_second']:,.0f} tokens/s, {peak}, {share:.0%} of the roofline"
     wanted = f"at least 60% of the measured {'bf16' if name.endswith('bf16') else 'TF32'} products"
@@ -265,35 +261,6 @@ def _judge_speed(findings: Findings, name: str, figures: dict[str, Any]) -> None
     if name in ("llama-3.1-8b, high", "llama-3.1-8b, bf16"):
         for target in targets:
             findings.target(*target)
-
-
-def measure_calibration(bench: Bench, findings: Findings) -> None:
-    """The start of a base of one layer, of D = 4,096 unless all is small."""
-    length, tokens = 256, bench.pick(2048, 16384)
-    model = base_of(bench, "llama-3.1-8b", length, layers=1, vocab=512)
-    rank = model.config.hidden_size // 4
-    npt.attach(model, npt.NPTConfig(rank=rank, layers="0", init="calibrated"))
-    ids = torch.randint(512, (tokens // length, length), generator=torch.Generator().manual_seed(0))
-    samples = [Sample(str(i), tuple(row)) for i, row in enumerate(ids.tolist())]
-    if bench.cuda:
-        torch.cuda.reset_peak_memory_stats(bench.device)
-        before = torch.cuda.memory_allocated(bench.device)
-    calibration = npt.calibrate(model, None, samples, tokens)
-    (layer,) = calibration.layers.values()
-    # random tokens use every direction, so a cut to a quarter of them loses something
-    findings.check("a part of attention is kept", 0 < layer.nmse < 1, f"NMSE {layer.nmse:.3g}")
-    findings.figures |= {
-        "rank": layer.rank,
-        "tokens": calibration.tokens,
-        "nmse": layer.nmse,
-        "seconds": calibration.seconds,
-    }
-    if bench.cuda:
-        peak = torch.cuda.max_memory_allocated(bench.device) - before
-        findings.figures |= {"peak_bytes": peak}
-    findings.notes.append(
-        f"rank {layer.rank}, {calibration.tokens:,} tokens: {calibration.seconds:.1f} s"
-    )
 
 
 def measure_generation(bench: Bench, findings: Findings) -> None:
@@ -340,5 +307,4 @@ def measure_generation(bench: Bench, findings: Findings) -> None:
 MEMORY = Section(8, "memory: plan, and too little of it", check_memory)
 GUARDS = Section(9, "what the guards cost", measure_guards)
 SPEED = Section(10, "speed and memory of a step", measure_speed)
-CALIBRATION = Section(11, "the start of one layer", measure_calibration)
 GENERATION = Section(12, "evaluate and generate", measure_generation)

@@ -1,19 +1,14 @@
-"""Section 14: a checkpoint of a real size, read whole and layer by layer; FSDP2 over NCCL."""
+"""Section 14: a checkpoint of a real size, read whole and layer by layer."""
 
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM
 
 import npt
@@ -23,7 +18,6 @@ from npt.base.layers import real_layers
 from npt.base.load import load_tokenizer
 from npt.doctor.plan import shown
 from npt.doctor.shape import SHAPES, llama_config
-from npt.guard import Guard
 
 
 class HostPeak(AbstractContextManager["HostPeak"]):
@@ -100,42 +94,6 @@ def check_file(bench: Bench, findings: Findings) -> None:
         del model
     findings.check("the same bytes", identities[0] == identities[1])
     findings.notes.insert(0, f"a file of {shown(size)}")
-    _check_sharded(bench, findings)
 
 
-def _check_sharded(bench: Bench, findings: Findings) -> None:
-    """A model that FSDP2 shards over the only process trains under a guard as a whole one does, a
-    refused micro-batch included.
-    """
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        findings.notes.append(f"FSDP2 needs torch 2.13, and this is {torch.__version__}")
-        return
-    backend = "nccl" if bench.cuda else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        whole, sharded = (_guarded_steps(bench.device, shards) for shards in (False, True))
-    finally:
-        dist.destroy_process_group()
-    equal = all(torch.equal(a, b) for a, b in zip(whole, sharded, strict=True))
-    findings.check(f"FSDP2 over {backend}, guarded: the bits of a whole model", equal)
-
-
-def _guarded_steps(device: torch.device, shards: bool) -> list[Tensor]:
-    """Return the weights after three windows of two micro-batches, one of which is bad."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)).to(device)
-    rows = torch.randn(3, 2, 16, 64).to(device)
-    rows[1, 0, 0, 0] = math.nan
-    if shards:
-        fully_shard(model, mesh=init_device_mesh(device.type, (1,)))
-    guard = Guard(model, torch.optim.AdamW(model.parameters()), loss="mean")
-    for window in rows:
-        for part in window:
-            with guard.micro_batch() as micro:
-                micro.loss = loss = model(part).square().mean()
-                loss.backward()
-        assert guard.step().applied
-    return [p.full_tensor() if shards else p.detach() for p in model.parameters()]  # type: ignore[attr-defined]
-
-
-FILES = Section(14, "a checkpoint's load, and FSDP2", check_file)
+FILES = Section(14, "a checkpoint's load", check_file)

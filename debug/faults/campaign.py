@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,38 +14,9 @@ from rich.text import Text
 from faults import scenarios
 from faults.cases import LONG, all_cases
 from faults.patterns import Case
-from faults.verdict import Verdict, together
+from faults.verdict import Line, Verdict, together
 
 CLEAN_STEPS = 1000
-
-
-class Judged(Protocol):
-    """A line of a scorecard, of whatever was judged. remark: its last column."""
-
-    @property
-    def case(self) -> Any: ...
-    @property
-    def verdict(self) -> Verdict: ...
-    @property
-    def remark(self) -> str: ...
-    def as_dict(self) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class Line:
-    """A judged case."""
-
-    case: Case
-    verdict: Verdict
-    seconds: float
-
-    @property
-    def remark(self) -> str:
-        return f"{self.seconds:.1f} s"
-
-    def as_dict(self) -> dict[str, Any]:
-        of_case = {key: getattr(self.case, key) for key in ("id", "name", "group", "truth")}
-        return {**of_case, **asdict(self.verdict), "seconds": round(self.seconds, 2)}
 
 
 def judged(case: Case) -> Line:
@@ -74,7 +45,7 @@ def every_case() -> list[Case]:
     return [*all_cases(), clean_steps()]
 
 
-def summary(lines: Sequence[Judged]) -> dict[str, Any]:
+def summary(lines: Sequence[Line]) -> dict[str, Any]:
     """Return the campaign as JSON. A survived case that is wrongly located has not passed."""
     return {
         "cases": [line.as_dict() for line in lines],
@@ -85,7 +56,7 @@ def summary(lines: Sequence[Judged]) -> dict[str, Any]:
 
 
 def print_scorecard(
-    console: Console, lines: Sequence[Judged], title: str = "fault campaign", remark: str = "time"
+    console: Console, lines: Sequence[Line], title: str = "fault campaign", remark: str = "time"
 ) -> None:
     """Print the lines, the details of the verdicts that have some, and how many cases passed.
     remark: heading of the last column.
@@ -97,7 +68,13 @@ def print_scorecard(
         v = line.verdict
         verdict = _coloured(v.verdict if v.passed else f"FAILED: {v.verdict}", v.passed)
         located = _coloured("exactly" if v.located else "no", v.located)
-        table.add_row(line.case.id, line.case.name, verdict, located, line.remark)
+        table.add_row(
+            line.case.id,
+            line.case.name,
+            verdict,
+            located,
+            line.unguarded or f"{line.seconds:.1f} s",
+        )
     console.print(table)
     for line in lines:
         if line.verdict.detail:

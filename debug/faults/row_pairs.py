@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from faults.row_cases import RowCase
-from faults.row_runs import Compared, RowLine, compared, line_of
-from faults.verdict import Verdict
+from faults.row_runs import Compared, compared, line_of
+from faults.verdict import Line, Verdict
 
 TIMEOUT = 60.0
 """Seconds that a process waits for the other one."""
 
 
-def judged_by_processes(cases: Sequence[RowCase], trainer: str) -> Iterator[RowLine]:
+def judged_by_processes(cases: Sequence[RowCase], trainer: str) -> Iterator[Line]:
     """Yield a line for each case of several processes. After one that ends in an error all later
     ones have crashed too: the processes are no longer at the same place.
     """
@@ -49,7 +49,7 @@ def judged_by_processes(cases: Sequence[RowCase], trainer: str) -> Iterator[RowL
                 error = error or next((each for each in results if isinstance(each, str)), "")
                 seconds = time.perf_counter() - begun
                 if error:
-                    yield RowLine(case, Verdict("crashed", False, False, detail=error), "", seconds)
+                    yield Line(case, Verdict("crashed", False, False, detail=error), seconds, "")
                 else:
                     yield line_of(case, [c for c in results if isinstance(c, Compared)], seconds)
         finally:

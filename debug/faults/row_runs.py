@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,28 +14,8 @@ from torch import Tensor
 from faults.bench import difference
 from faults.row_cases import TENSOR, RowCase
 from faults.row_trainers import TRAINERS
-from faults.verdict import Verdict, verdict_of
+from faults.verdict import Line, verdict_of
 from npt.guard import Refusal
-
-
-@dataclass(frozen=True)
-class RowLine:
-    """A judged case. unguarded: the fate of the same trainer without a guard."""
-
-    case: RowCase
-    verdict: Verdict
-    unguarded: str
-    seconds: float
-
-    @property
-    def remark(self) -> str:
-        return self.unguarded
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        of_case = {key: getattr(self.case, key) for key in ("id", "name", "truth")}
-        fate = {"unguarded": self.unguarded, "seconds": round(self.seconds, 2)}
-        return {**of_case, **asdict(self.verdict), **fate}
 
 
 @dataclass(frozen=True)
@@ -49,7 +29,7 @@ class Compared:
     marks: tuple[str, ...] = ()
 
 
-def judged(case: RowCase, trainer: str) -> RowLine:
+def judged(case: RowCase, trainer: str) -> Line:
     """Train three times in this process, and compare."""
     started = time.perf_counter()
     return line_of(case, [compared(case, trainer)], time.perf_counter() - started)
@@ -85,7 +65,7 @@ def compared(case: RowCase, trainer: str) -> Compared:
     return Compared(fate, tuple(complaints), located, strangers, marks)
 
 
-def line_of(case: RowCase, found: Sequence[Compared], seconds: float) -> RowLine:
+def line_of(case: RowCase, found: Sequence[Compared], seconds: float) -> Line:
     """Judge a case by what each of its processes found."""
     complaints = list(dict.fromkeys(text for one in found for text in one.complaints))
     if any(one.marks != found[0].marks for one in found):
@@ -96,7 +76,7 @@ def line_of(case: RowCase, found: Sequence[Compared], seconds: float) -> RowLine
     located = all(one.located for one in found)
     strangers = max(one.strangers for one in found)
     verdict = verdict_of("survived", complaints, located, strangers)
-    return RowLine(case, verdict, ", ".join(fates), seconds)
+    return Line(case, verdict, seconds, ", ".join(fates))
 
 
 def digest(state: Any) -> str:

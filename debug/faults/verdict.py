@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,23 @@ class Verdict:
     passed: bool
     false_alarms: int = 0
     detail: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A judged case. unguarded: the fate of somebody else's trainer without a guard."""
+
+    case: Any
+    verdict: Verdict
+    seconds: float
+    unguarded: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        names = ("id", "name", "group", "truth")
+        of_case = {key: getattr(self.case, key) for key in names if hasattr(self.case, key)}
+        fate = {} if self.unguarded is None else {"unguarded": self.unguarded}
+        return {**of_case, **asdict(self.verdict), **fate, "seconds": round(self.seconds, 2)}
 
 
 def verdict_of(

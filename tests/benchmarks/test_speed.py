@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import speed
+import speed_runs
 from flop_count import count_flops, matmul_roofline
 from npt.doctor.measure import storage_bytes, tensors_of
 from npt.doctor.shape import SHAPES, Shape
@@ -57,7 +58,7 @@ def test_a_run_of_the_benchmark_gives_every_figure(tmp_path, capsys):
     base = storage_bytes(tensors_of(make_base(SETTING)))
     # two copies, and one of ours
     assert rows["two_model"]["held_bytes"] - rows["local"]["held_bytes"] == base
-    peaks = [rows[name]["peak_bytes"] for name in ("two_model", "two_model_checkpointed", "local")]
+    peaks = [rows[name]["peak_bytes"] for name in ("two_model", "local")]
     assert peaks == sorted(peaks, reverse=True)
 
 
@@ -65,10 +66,11 @@ def test_only_our_arithmetic_is_near_its_floor():
     batch = make_batch(SETTING)
     made, _ = make_runs(SETTING, ("local", "two_model"))
     ours, theirs = (count_flops(partial(run.step, batch)) / batch.tokens for run in made)
-    floor = speed.floors(SETTING, "local")
-    # Of the matrix products the formula leaves out the low-rank ones, and both leave out those of
-    # the rotary embedding.
-    assert floor["formula_flops_per_token"] < ours < 1.03 * floor["floor_flops_per_token"]
+    # every layer and its causal attention, the student's MLP, and the product of `down` backwards
+    layer = 2 * SMALL.layer_weights + 2 * SETTING.length * SMALL.query_width
+    floor = 4 * (layer + 2 * SMALL.mlp_weights + 2 * SMALL.hidden * SMALL.ffn)
+    # low-rank products, and those of the rotary embedding
+    assert floor < ours < 1.2 * floor
     assert theirs > 1.2 * ours
 
 
@@ -89,13 +91,10 @@ def test_every_run_has_a_finite_loss_and_moves_its_adapters_alone():
         ], run.name
 
 
-def test_checkpointing_changes_the_memory_and_not_the_loss():
-    torch.testing.assert_close(*losses(SETTING, "two_model", "two_model_checkpointed"))
-
-
-def test_all_loops_see_the_same_loss_of_the_first_layer():
+def test_all_loops_see_the_same_loss_of_the_first_layer(monkeypatch):
     """Its input is the embedding for every student, so all kinds of run have the same task."""
-    local, *others = losses(replace(SETTING, layers="0"), "local", "end_to_end", "two_model_hidden")
+    monkeypatch.setattr(speed_runs, "_kl", lambda *_: 0.0)
+    local, *others = losses(replace(SETTING, layers="0"), "local", "end_to_end", "two_model")
     for other in others:
         torch.testing.assert_close(local, other)
 

@@ -14,8 +14,9 @@ from several import several, values
 import inject_fault
 from faults.row_cases import PAIR_CASES, RowCase, cases_of
 from faults.row_faults import row
-from faults.row_runs import Compared, RowLine, compared, line_of
+from faults.row_runs import Compared, compared, line_of
 from faults.row_trainers import student
+from faults.verdict import Line
 from npt.guard import guard, sharding
 from random_base import shard
 
@@ -24,7 +25,7 @@ def compared_here(_processes: Any, case: RowCase, trainer: str) -> Compared:
     return compared(case, trainer)
 
 
-def judged(case: RowCase, trainer: str) -> RowLine:
+def judged(case: RowCase, trainer: str) -> Line:
     return line_of(case, values(several(2, compared_here, case, trainer)), 0.0)
 
 

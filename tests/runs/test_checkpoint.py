@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.step import student_guard
 from npt.errors import AdapterFileError, CheckpointError, NPTError
+from npt.forensics.student import read_student
 from npt.guard.window import GradientWindow
 from npt.manifest import verify_checkpoint, write_manifest
 from npt.runs.checkpoint import OPTIMIZER_TENSORS, newest_good, read_checkpoint, write_checkpoint
@@ -378,6 +380,71 @@ ADAPTERS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "a tensor of another shape": (lambda t: t.update({A: torch.zeros(3, 64)}), "[3, 64]"),
     "a NaN": (lambda t: t[A].fill_(math.nan), "non-finite"),
 }
+
+
+ODD = (
+    None,
+    True,
+    -1,
+    2**63,
+    1e308,
+    "",
+    "a\nb",
+    "../../x",
+    "\ud800",
+    [],
+    {},
+    [[2**40, 2**40]],
+    "F64",
+)
+
+
+def changed(value: Any, source: random.Random) -> Any:
+    """With one value somewhere in it replaced, or left out."""
+    if not value or not isinstance(value, dict | list) or source.random() < 0.1:
+        return source.choice(ODD)
+    made = value.copy()
+    key = source.choice(list(made) if isinstance(made, dict) else range(len(made)))
+    if source.random() < 0.1:
+        del made[key]
+    else:
+        made[key] = changed(made[key], source)
+    return made
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "bundle"])
+def test_files_changed_at_random_are_read_or_refused_in_one_line(what, request, model) -> None:
+    """In their bytes, their JSON and the headers of their tensors, the sums made right again."""
+    folder = request.getfixturevalue("folder" if what == "checkpoint" else "bundle")
+    base, outcomes, source = npt.base_identity(model), set(), random.Random(0)
+    before = [p.detach().clone() for p in adapter_parameters(model).values()]
+    originals = {p: p.read_bytes() for p in folder.rglob("*.*") if p.suffix != ".md"}
+    for path in source.choices(sorted(originals), k=100):
+        content = originals[path]
+        way, skip = source.random(), 8 if path.suffix == ".safetensors" else 0
+        if way < 0.3:
+            at, size = source.randrange(len(content)), source.choice((0, 1, 8, len(content)))
+            content = content[:at] + source.randbytes(size) + content[at + source.choice((0, 8)) :]
+        else:
+            end = skip + int.from_bytes(content[:8], "little") if skip else len(content)
+            made = json.dumps(changed(json.loads(content[skip:end]), source)).encode()
+            content = (len(made).to_bytes(8, "little") if skip else b"") + made + content[end:]
+        path.write_bytes(content)
+        if what == "checkpoint" and path.name != MANIFEST:
+            write_manifest(folder)
+        try:
+            if what == "checkpoint":
+                read_checkpoint(folder).state(model, base)
+            else:
+                read_student(folder)
+            outcomes.add("read")
+        except NPTError as error:
+            outcomes.add("refused")
+            assert str(error).isprintable(), (path, content)
+        for each, original in originals.items():
+            each.write_bytes(original)
+    assert outcomes == {"read", "refused"}
+    assert all(map(torch.equal, adapter_parameters(model).values(), before))
 
 
 @pytest.mark.parametrize("case", ADAPTERS)
