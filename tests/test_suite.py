@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from forked import Forked
-from tiers import listed, slow
+from tiers import listed
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
@@ -84,26 +84,6 @@ def test_the_tests_on_a_gpu_start_without_plugins(tmp_path) -> None:
 
 
 class TestTiers:
-    def test_a_listed_file_class_or_function_is_slow(self) -> None:
-        ids = [
-            "tests/a.py::test_x",
-            "tests/a.py::test_xy",
-            "tests/a.py::C::test_x[1]",
-            "tests/a.py::C::test_y",
-            "tests/b.py::test_x",
-        ]
-        assert slow(ids, []) == set()
-        assert slow(ids, ["tests/b.py", "tests/a.py::test_x"]) == {ids[0], ids[4]}
-        assert slow(ids, ["tests/a.py::C"]) == {ids[2], ids[3]}
-        assert slow(ids, ["tests/a.py::C::test_x"]) == {ids[2]}
-
-    @pytest.mark.parametrize(
-        ("count", "kept"), [(1, [0]), (3, [0, 1, 2]), (4, [0, 2, 3]), (100, [0, 50, 99])]
-    )
-    def test_of_many_cases_the_first_the_middle_and_the_last_are_fast(self, count, kept) -> None:
-        ids = [f"tests/a.py::test_x[{i}]" for i in range(count)]
-        assert [i for i, each in enumerate(ids) if each not in slow(ids, [])] == kept
-
     def test_every_entry_of_the_list_names_what_there_is(self) -> None:
         parsed: dict[str, list[ast.stmt]] = {}
         for entry in listed():

@@ -22,7 +22,10 @@ def trace(flags: dict[str, Any]) -> int:
     task, against = begin(flags), flags["against"]
     if against is not None and (flags["batches"] > 1 or math.isfinite(flags["limit"])):
         raise ConfigError("--against compares all of one batch: remove --batches and --limit")
+    import torch
+
     import npt
+    from npt.base.device import check_card
     from npt.data.batch import batches
     from npt.data.encoding import no_sample
     from npt.data.samples import Samples
@@ -30,20 +33,22 @@ def trace(flags: dict[str, Any]) -> int:
     from npt.distill.step import forward_backward
     from npt.distill.strategies import drive
 
-    student, training, traced = task.load(), None, "the model's own pass"
+    student, step, traced = task.load(), None, "the model's own pass"
     if flags["adapter"] is not None:
         training = TrainConfig(strategy=flags["strategy"] or TrainConfig.strategy)
         traced = f"a training step ({training.strategy})"
     # a copy: packed there anew, 4-bit statistics would differ in a few codes
-    moved = against in ("cpu", "cuda")
-    reference = copy.deepcopy(student.model).to(against) if moved else against
-    written = not moved and against is not None and not Path(against).exists()
+    reference, written = against, False
+    if against in ("cpu", "cuda"):
+        check_card(torch.device(against))
+        reference = copy.deepcopy(student.model).to(against)
+    elif against is not None:
+        written = not Path(against).exists()
     data = open_source(task.data)
     samples = Samples(data, student.tokenizer, task.data, seed=0, hold_out=False)
     verdict, count = None, 0
     for batch in islice(batches(samples.epoch(0), flags["batch_size"]), flags["batches"]):
-        step = None
-        if training is not None:
+        if flags["adapter"] is not None:
 
             def step(model: Any = student.model, batch: Any = batch) -> Any:
                 return forward_backward(model, drive, batch, training)
@@ -54,15 +59,16 @@ def trace(flags: dict[str, Any]) -> int:
             break
     if not count:
         raise no_sample(samples.counts)
-    lines, fault = [f"no fault in {count} batch{'es' if count > 1 else ''} of {traced}"], None
-    if against is not None:
-        traced = f"{traced} against {against}"
-        lines = [f"nothing parts beyond rounding in {traced}"]
-    if written:
-        lines = [f"{against}: written as a reference; trace against it again after a change"]
+    traced = traced if against is None else f"{traced} against {against}"
     if verdict is not None:
         lines = [f"batch {count - 1} of {traced}:", *str(verdict).split("\n")]
-        fault = verdict.as_dict()
+    elif written:
+        lines = [f"{against}: written as a reference; trace against it again after a change"]
+    elif against is not None:
+        lines = [f"nothing parts beyond rounding in {traced}"]
+    else:
+        lines = [f"no fault in {count} batch{'es' if count > 1 else ''} of {traced}"]
+    fault = verdict and verdict.as_dict()
     figures = {"fault": fault, "batches": count, "traced": traced, **student.other}
     tell(flags, figures, *lines)
     return 0 if verdict is None else 1

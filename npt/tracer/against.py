@@ -1,13 +1,11 @@
 """`trace(against=)`: the first operation at which two passes of a batch part beyond rounding.
 
-A reference's results are recorded, operation by operation. In the pass in question each result is
-compared with its record, then replaced by it, so every operation is given what the reference's was
-given: a difference is its own, none is inherited. What rounding explains of it is measured: the
-pass runs once more, held in the same way, while what its operations read is moved at random by as
-much as rounding moves it. An operation without a partner (a cast, a fused kernel, one of another
-version) runs free, and counts towards the next that has one.
-
-TTrace (arXiv 2506.09280) takes tolerances from such perturbations too, of a whole program's inputs.
+A reference's results are recorded. In the pass in question each result is compared with its
+record, then replaced by it, so a difference is an operation's own, none is inherited. What rounding
+explains of it is measured: the pass runs once more, held in the same way, while what its operations
+read is moved at random by as much as rounding moves it (as TTrace, arXiv 2506.09280, moves the
+inputs of a program). An operation without a partner (a cast, a fused kernel) runs free, and counts
+towards the next that has one.
 """
 
 from __future__ import annotations
@@ -22,20 +20,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from npt.base.linear import dense_weight, quantized_linears
-from npt.data.batch import Batch
 from npt.errors import ConfigError
 from npt.files import write_bytes
 from npt.stored import opened
-from npt.tracer.operations import ATTENTION, BLANK, TorchCall, call_of, names
+from npt.tracer.operations import BLANK, Observer, TorchCall, names
 from npt.tracer.passes import default_run, ready, sinks_of, untouched
 from npt.tracer.source_location import Place, Tokens, layer_of, read_stack
 from npt.tracer.tensors import dtype_name
@@ -43,23 +40,21 @@ from npt.tracer.verdict import Phase, Verdict
 
 MARGIN = 12.0
 """What rounding explains, in sizes of the answer to a random perturbation. Of all equal passes that
-were tried the gradients of attention, eager against fused and fp16 against fp32, need most: 6 to 8.
+were tried, gradients of attention (eager against fused, fp16 against fp32) need most: 6 to 8.
 """
 
+# The least share of a pass's results that are of a dtype which it is meant to compute in.
 _MEANT = 0.1
-"""The least share of a pass's results that are of a dtype which it is meant to compute in."""
-
+# The least length of rows that are judged one by one.
 _ROW = 32
-"""The least length of rows that are judged one by one."""
-
+# Copies and casts, of which another dtype, device or version has others.
 _UNSEEN = BLANK | names("_to_copy copy_ clone detach alias lift_fresh _unsafe_view")
-"""Copies and casts, of which another dtype, device or version has others."""
-
+_NONE: Mapping[Any, Any] = MappingProxyType({})
 _FORMATS = {2.0**-11: "float16 or TF32", 2.0**-8: "bfloat16"}
 
 
 class Step(NamedTuple):
-    """A result of an operation by what both passes know it by: the `nth` of its kind."""
+    """A result's name in both passes: it is the `nth` of its kind."""
 
     module: str
     phase: Phase
@@ -83,23 +78,26 @@ def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
 
 
-def _compare(record: Tensor, found: Tensor, valid: Tensor | None = None) -> Difference:
+def _compare(record: Tensor, found: Tensor, tokens: Tokens | None = None) -> Difference:
     """Compare a result with its record, of valid tokens. Both masked, or NaN in both, is no
     difference; an integer that differs counts 1.
     """
     if record.dtype == found.dtype and torch.equal(record, found):
         return Difference(torch.zeros(1), torch.zeros(1), (), 0.0)
     if record.is_floating_point() and found.is_floating_point():
-        low = [t <= torch.finfo(t.dtype).min / 2 for t in (record, found)]
-        same = (record == found) | (record.isnan() & found.isnan()) | (low[0] & low[1])
-        wide = torch.promote_types(torch.promote_types(record.dtype, found.dtype), torch.float32)
-        gap = (found.to(wide) - record.to(wide)).abs().nan_to_num(math.inf).masked_fill(same, 0.0)
-        size = record.to(wide).masked_fill(low[0] | ~record.isfinite(), 0.0)
+        # 8-bit floats have no promotion
+        wide = torch.float64 if torch.float64 in (record.dtype, found.dtype) else torch.float32
+        a, b = record.to(wide), found.to(wide)
+        masked = a <= torch.finfo(record.dtype).min / 2
+        both = masked & (b <= torch.finfo(found.dtype).min / 2)
+        gap = (b - a).abs().nan_to_num(math.inf)
+        gap = gap.masked_fill((a == b) | (a.isnan() & b.isnan()) | both, 0.0)
+        size = a.masked_fill(masked | ~a.isfinite(), 0.0)
     else:
         gap = (record != found).to(torch.float32)
         size = torch.ones_like(gap)
-    if valid is not None and gap.shape[:2] == valid.shape:
-        gap[~valid.to(gap.device)] = 0.0
+    if tokens is not None:
+        gap, size = map(tokens.without_padding, (gap, size))
     index = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
     row = gap.shape[-1] if gap.ndim > 1 and gap.shape[-1] >= _ROW else gap.numel()
     norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
@@ -109,10 +107,8 @@ def _compare(record: Tensor, found: Tensor, valid: Tensor | None = None) -> Diff
 
 @dataclass
 class PassRecord:
-    """The steps of a pass in order, with their lines and, if kept, results on the host.
-
-    Attributes:
-        end: the loss, or the mean of the first output.
+    """The steps of a pass in order, with their lines and, if kept, results on the host; `end` is
+    the loss, or the mean of the first output.
     """
 
     dtypes: dict[Step, torch.dtype] = field(default_factory=dict)
@@ -158,44 +154,36 @@ class PassRecord:
         return record
 
 
-class HeldPass(TorchDispatchMode):
-    """A pass whose results are recorded, and held to an earlier record.
+class HeldPass(Observer):
+    """A pass whose results are recorded, and `compared`, then replaced by those `held`. With
+    `boundaries` results are what modules return, since a compiled graph shows no operation.
 
     Args:
-        held: what results are replaced by.
-        compared: what they are compared with.
+        keep: record the values too.
         units: by operation, the relative size of the perturbations.
         unit: that of others; 0 for no perturbation.
-        boundaries: results are what modules return, since a compiled graph shows no operation.
-        keep: record the values too.
     """
 
     def __init__(
-        self, model: nn.Module, valid: Tensor | None, boundaries: bool, *, keep: bool = False,
-        held: Mapping[Step, Tensor] | None = None, compared: Mapping[Step, Tensor] | None = None,
-        units: Any = None, unit: float = 0.0,
+        self, model: nn.Module, tokens: Tokens, boundaries: bool, *, keep: bool = False,
+        held: Mapping[Step, Tensor] = _NONE, compared: Mapping[Step, Tensor] = _NONE,
+        units: Mapping[Any, float] = _NONE, unit: float = 0.0,
     ):  # fmt: skip
-        super().__init__()
-        self.supports_higher_order_operators = True
+        super().__init__({id(m): _plain(name) for name, m in model.named_modules()})
         self.record, self.found = PassRecord(), dict[Step, Difference]()
-        self._valid, self._boundaries, self._keep = valid, boundaries, keep
-        self._held, self._compared = held or {}, compared or held or {}
-        self._units, self._unit = units or {}, unit
-        self._names = {id(m): n.replace("_orig_mod.", "") for n, m in model.named_modules()}
-        self._places: dict[int, Place] = {}
+        self._tokens, self._boundaries, self._keep = tokens, boundaries, keep
+        self._held, self._compared, self._units, self._unit = held, compared or held, units, unit
+        self._places: dict[Any, Place] = {}
         self._counts: Counter[Any] = Counter()
         self._draws = torch.Generator().manual_seed(0)
+        self._taking = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented
-        kwargs, call = kwargs or {}, call_of(0, func, args, kwargs or {})
+    def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
         name = call.name.rstrip("_")
         # autograd sums gradients in the order in which they come
         summed = call.node is not None and name == "add"
-        if call.is_view or call.name in _UNSEEN or "dequantize" in name or summed:
+        unseen = call.is_view or call.name in _UNSEEN or "dequantize" in name or summed
+        if unseen or self._taking:
             return func(*args, **kwargs)
         phase, place = self._where(call)
         unit = self._units.get((place.module, phase, name), self._unit)
@@ -209,7 +197,7 @@ class HeldPass(TorchDispatchMode):
             )
         out = func(*args, **kwargs)
         results = [] if self._boundaries else call.results(out)
-        for i, result in enumerate(results[:1] if name.startswith(ATTENTION) else results):
+        for i, result in enumerate(call.judged(results)):
             self._take((place.module, phase, name, i), result, place.source, unit)
         return out
 
@@ -219,8 +207,10 @@ class HeldPass(TorchDispatchMode):
 
         @torch.compiler.disable
         def hook(module: nn.Module, _: Any, output: Any) -> None:
+            self._taking = True
             if isinstance(output, Tensor):
-                self._take((self._names[id(module)], "forward", "output", 0), output.data)
+                self._take((self.modules[id(module)], "forward", "output", 0), output.data)
+            self._taking = False
 
         torch.compiler.reset()
         with ExitStack() as hooks:
@@ -231,11 +221,11 @@ class HeldPass(TorchDispatchMode):
 
     def _where(self, call: TorchCall) -> tuple[Phase, Place]:
         """Return phase and place of an operation, in backward those of its forward."""
-        stack, now = read_stack(sys._getframe(), self._names), torch._C._autograd._get_sequence_nr()
+        stack, (away, now) = read_stack(sys._getframe(), self.modules), self.clock()
         if call.node is None or stack.recomputing:
-            self._places.setdefault(now - 1, stack.place)
+            self._places.setdefault((away, now - 1), stack.place)
             return "forward" if call.node is None else "recomputation", stack.place
-        return "backward", self._places.get(call.node._sequence_nr(), stack.place)
+        return "backward", self._places.get(self.sequence(call.node, stack.nested), stack.place)
 
     def _take(self, operation: Any, result: Tensor, source: str = "", unit: float = 0.0) -> None:
         if result.layout != torch.strided or result.is_complex() or not result.numel():
@@ -248,17 +238,18 @@ class HeldPass(TorchDispatchMode):
             self.record.values[step] = result.to("cpu", copy=True)
         if step in self._held:
             compared = self._compared[step].to(result.device)
-            self.found[step] = _compare(compared, result, self._valid)
+            self.found[step] = _compare(compared, result, self._tokens)
             held = self._held[step].to(result.device, result.dtype)
             result.copy_(self._moved(held, unit))
 
     def _moved(self, tensor: Tensor, unit: float) -> Tensor:
         """Return the numbers moved at random, by up to `unit` of each."""
-        if not tensor.is_floating_point() or not unit:
+        if not (unit and tensor.is_floating_point() and tensor.layout == torch.strided):
             return tensor
-        wide = torch.promote_types(tensor.dtype, torch.float32)
+        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         draws = torch.empty(tensor.shape, dtype=wide).uniform_(-unit, unit, generator=self._draws)
-        moved = tensor + tensor * draws.to(tensor.device)
+        # not 1 + draws, which would round them
+        moved = torch.addcmul(tensor.to(wide), tensor.to(wide), draws.to(tensor.device))
         inside = moved.abs() < torch.finfo(tensor.dtype).max / 2  # masks are not moved
         return torch.where(inside, moved.to(tensor.dtype), tensor)
 
@@ -268,32 +259,31 @@ class PassComparison:
 
     def __init__(self, model: nn.Module, batch: Any, run: Any, against: Any):
         self.model, self.batch, self._run, self._against = model, batch, run, against
-        self.other = against if isinstance(against, nn.Module) else None
+        self.other = against if isinstance(against, nn.Module) else model
         self._boundaries = _is_compiled(model) or _is_compiled(self.other)
-        mask = batch.attention_mask if isinstance(batch, Batch) else None
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else mask
-        self.valid = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        self.tokens = Tokens(batch, {tuple(p.shape) for p in model.parameters()})
 
     def verdict(self) -> Verdict | None:
         """Return the first result that rounding does not explain; write a file that is missing."""
-        if self.other is None and Path(self._against).exists():
-            return self._parting(PassRecord.load(Path(self._against)))
-        record = self._pass(self.model if self.other is None else self.other, keep=True).record
-        if self.other is not None:
+        file = None if isinstance(self._against, nn.Module) else Path(self._against)
+        if file is not None and file.exists():
+            return self._parting(PassRecord.load(file))
+        record = self._pass(self.other, keep=True).record
+        if file is None:
             return self._parting(record)
-        record.save(Path(self._against))
+        record.save(file)
         return None
 
-    def _pass(self, model: nn.Module, **how: Any) -> HeldPass:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        with torch.inference_mode(False):
-            batch = ready(self.batch, device)
+    def _pass(self, model: nn.Module, *, eager: bool = False, **how: Any) -> HeldPass:
+        """Run one; if `eager`, perturbed even where only what modules return is compared."""
+        batch = ready(model, self.batch)
         run = default_run(model, batch) if self._run is None else partial(self._run, model)
-        held = HeldPass(model, self.valid, self._boundaries, **how)
+        held = HeldPass(model, self.tokens, self._boundaries, **how)
         with untouched(model, batch), ExitStack() as stack:
             if self._boundaries:
                 stack.enter_context(held.hooked(model))
-            if not _is_compiled(model):
+            if eager or not self._boundaries:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(held)
             end = sinks_of(model, batch, run())[0]
         held.record.end = f"{end.label} {float(end.tensor.double().mean()):.7g}"
@@ -303,7 +293,7 @@ class PassComparison:
         plain = self._pass(self.model).record
         ours, theirs = (Counter(step[:-1] for step in r.dtypes) for r in (plain, record))
         held = {s: v for s, v in record.values.items() if ours[s[:-1]] == theirs[s[:-1]]}
-        if 2 * len(held) < len(record.values):
+        if 2 * len(held) <= len(record.values):
             raise ConfigError(
                 f"only {len(held)} of the reference's {len(record.values)} results have a partner"
                 " in this pass: compare one model with itself, on one batch"
@@ -315,17 +305,17 @@ class PassComparison:
         for step in run.found:  # of an operation that gives integers, the rounding of what it reads
             unit = max(_unit(run.record.dtypes[step]), _unit(record.dtypes[step])) or coarsest
             operations[step[:3]] = max(min(unit, coarsest), operations.get(step[:3], 0.0))
-        noisy, compared = self.model, run.record.values
-        if _is_compiled(noisy):  # it shows no operation
-            noisy, compared = self.other or noisy, record.values
-        how: Any = {"held": held, "compared": compared, "units": operations, "unit": coarsest}
-        noise = self._pass(noisy, **how).found
+        shown = run  # a compiled pass shows no operation to be moved
+        if _is_compiled(self.model):
+            shown = self._pass(self.model, eager=True, held=held, keep=True)
+        how: Any = {"held": held, "compared": shown.record.values, "units": operations}
+        noise = self._pass(self.model, eager=True, unit=coarsest, **how).found
         for step, found in run.found.items():
             if step not in noise:
                 continue  # a shape that depends on values, such as an expert's share of the tokens
             unit = operations[step[:3]] if record.dtypes[step].is_floating_point else 0.0
-            rounding = noise[step].error + noise[step].error.mean()
-            explained = MARGIN * (rounding + unit * (found.size + found.size.mean()))
+            rounding = noise[step].error + unit * found.size
+            explained = MARGIN * (rounding + rounding.mean())
             row = int((found.error / explained.clamp(min=1e-300)).argmax())
             error, size = float(found.error[row]), float(found.size[row]) or 1.0
             if error <= explained[row]:
@@ -338,13 +328,22 @@ class PassComparison:
             for whose, other in (("this pass", plain), ("the reference", record)):
                 alone = other.alone(step, held)
                 text += f"; just before it {whose} alone ran {alone}" if alone else ""
-            return self._verdict(step, run, text + self._states(step.module), plain, record)
+            module, phase, operation, _, shape, _ = step
+            dtype, source = dtype_name(run.record.dtypes[step]), run.record.sources[step]
+            return Verdict(
+                cause="beyond rounding", phase=phase, layer=layer_of(module), module=module,
+                operation=operation, source=source,
+                tensor=f"output of {operation} {[*shape]} {dtype}", index=found.at,
+                value=found.value, reached=f"{plain.end}; the reference {record.end}",
+                explanation=text + self._states(module),
+                **self.tokens.locate(shape, found.at)._asdict(),
+            )  # fmt: skip
         return None
 
     def _states(self, module: str) -> str:
         """Say which weights and buffers of a module differ."""
-        text, theirs = "", {} if self.other is None else _state(self.other, module)
-        for name, tensor in _state(self.model, module).items() if theirs else ():
+        text, theirs = "", _state(self.other, module)
+        for name, tensor in _state(self.model, module).items():
             other = theirs.get(name, tensor)
             difference = _compare(other.cpu(), tensor.cpu())
             apart = float(difference.error.norm() / difference.size.norm())
@@ -354,41 +353,21 @@ class PassComparison:
                 text += f"; {name} differs by {apart:.2g} of its norm"
         return text
 
-    def _verdict(
-        self, step: Step, run: HeldPass, explanation: str, plain: PassRecord, record: PassRecord
-    ) -> Verdict:
-        found, dtype = run.found[step], dtype_name(run.record.dtypes[step])
-        shapes = {tuple(p.shape) for p in self.model.parameters()}
-        row, token, sample = Tokens(self.batch, shapes).locate(step.shape, found.at)
-        return Verdict(
-            cause="beyond rounding",
-            phase=step.phase,
-            layer=layer_of(step.module),
-            module=step.module,
-            operation=step.operation,
-            source=run.record.sources[step],
-            tensor=f"output of {step.operation} {[*step.shape]} {dtype}",
-            index=found.at,
-            value=found.value,
-            reached=f"{plain.end}; the reference {record.end}",
-            explanation=explanation,
-            row=row,
-            token=token,
-            sample=sample,
-        )
-
 
 def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
     """Return a module's floating-point parameters and buffers, and its dequantised weight."""
     tensors = chain(model.named_parameters(), model.named_buffers())
-    own = ((n.replace("_orig_mod.", ""), t.detach()) for n, t in tensors if t.is_floating_point())
+    own = ((_plain(n), t.detach()) for n, t in tensors if t.is_floating_point())
     state = {name: tensor for name, tensor in own if name.startswith(f"{module}.")}
     packed = (linear for name, linear in quantized_linears(model) if name == module)
     return state | {f"{module}.weight": dense_weight(linear) for linear in packed}
 
 
-def _is_compiled(model: nn.Module | None) -> bool:
-    return model is not None and any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
+def _plain(name: str) -> str:
+    """Return the name of a module, parameter or buffer without that of a compiled wrapper."""
+    return name.replace("_orig_mod.", "")
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    marks = "_orig_mod", "_compiled_call_impl"
+    return any(getattr(m, mark, None) is not None for m in model.modules() for mark in marks)

@@ -1,9 +1,8 @@
 """Check of the attention masks of a pass: does one leave a valid token without keys?
 
 Softmax over a row without a key has no answer, so each kernel makes one up: NaN (eager, with -Inf),
-zeros (SDPA's CPU kernels, with bool and -Inf) or an even mixture of masked keys (any of them, with
-a finite mask). The last two are finite and wrong and reach no loss as NaN, so the masks themselves
-are checked, as modules are given them.
+zeros (SDPA's CPU kernels, with bool and -Inf) or an even mixture of masked keys (with a finite
+mask). The last two are wrong and reach no loss as NaN, so the masks themselves are checked.
 
 Shapes: B batch, T queries, S keys, H heads.
 """
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from npt.base.hooks import only_looks
-from npt.data.batch import Batch
 from npt.tracer.source_location import Tokens, layer_of
 from npt.tracer.tensors import dtype_name
 from npt.tracer.verdict import Verdict
@@ -28,8 +26,7 @@ from npt.tracer.watchdogs import BadNumber
 
 MASKED = -1e3
 """An additive entry that low is masked. It lies between biases, of which every row has one near 0
-(ALiBi, T5), and the numbers used for minus infinity: -Inf, finfo.min of any dtype, or -1e9 and -1e4
-(in bf16 -9984) in older code."""
+(ALiBi, T5), and stand-ins for minus infinity: finfo.min of any dtype, -1e9, -1e4 (bf16 -9984)."""
 
 
 def mask_fault(mask: Tensor, valid: Tensor) -> BadNumber | None:
@@ -75,10 +72,9 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
     verdicts: list[Verdict] = []
     seen: list[weakref.ref[Tensor]] = []
     tokens = Tokens(batch)
-    padding = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    padding = batch.attention_mask if isinstance(batch, Batch) else padding
-    valid = padding.bool() if isinstance(padding, Tensor) and padding.ndim == 2 else None
-    if unpadded and padding is None and tokens.shape is not None:
+    valid = tokens.valid
+    said = isinstance(batch, Mapping) and batch.get("attention_mask") is not None
+    if unpadded and valid is None and not said and tokens.shape is not None:
         valid = torch.ones(tokens.shape, dtype=torch.bool)
 
     def check(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from npt.tracer.source_location import Place
 from npt.tracer.tensors import Badness, extent, numbers, tensors_in
@@ -34,22 +37,16 @@ REPLACING = names(
     "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_"
 )
 # Outputs after the first are bookkeeping, -Inf for a row without a key.
-ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 
 Sequence = tuple[bool, int]
-"""The forward operation that a node of the graph belongs to: whether a thread of backward ran it,
-and its number there.
-"""
+"""A forward operation: whether a thread of backward ran it, and the number of its node there."""
 
 
 @dataclass(frozen=True)
 class External:
-    """A tensor from before the pass.
-
-    Attributes:
-        kind: `state` (parameter, buffer, quantisation statistic), `data`, or `outside` if code that
-            torch does not see made it.
-        trained: a parameter or statistic, in which -Inf is no mask.
+    """A tensor from before the pass: `state` (parameter, buffer, quantisation statistic), `data`,
+    or from `outside`, made by code that torch does not see. In a `trained` one -Inf is no mask.
     """
 
     name: str
@@ -65,35 +62,33 @@ class External:
 
 @dataclass(eq=False)
 class Origin:
-    """The begin of badness: an operation, or a tensor that was bad before anything was computed.
+    """The begin of badness: an operation, or a tensor that was bad before the pass.
 
     Attributes:
         number, output: of the operation in the pass, and which of its results.
         operation: its name in torch; of an external tensor, the operation that read it first.
-        node: of the graph, in backward.
-        sequence: of the forward operation whose backward this is.
-        shape, dtype, index, value: of the bad result (or external tensor) and its first bad
-            element.
+        index, value: of the first bad element of the bad result (or external tensor).
         through: of an external tensor, shape and index at which it came through.
+        node, sequence: of the graph, in backward, and of the forward operation that it is of.
         meant: a mask's -Inf, or a constant.
         hard: more than what may be a mask.
         hid: the forward operation gave a bad number too, and something hid it.
-        inputs, constants, externals: arguments as they went in, and those that are from before the
-            pass, if the ledger was told to keep them.
+        inputs, constants, externals: arguments as they went in, and those from before the pass, if
+            the ledger was told to keep them.
     """
 
     number: int
     output: int
     operation: str
-    node: str
-    sequence: Sequence | None
-    phase: Phase
-    place: Place
     shape: tuple[int, ...]
     dtype: torch.dtype
     index: tuple[int, ...]
     value: float
     through: tuple[tuple[int, ...], tuple[int, ...]]
+    phase: Phase
+    place: Place
+    node: str
+    sequence: Sequence | None
     external: External | None = None
     pointwise: bool = False
     meant: bool = False
@@ -109,13 +104,8 @@ class Origin:
 
 @dataclass
 class TorchCall:
-    """One dispatched operation.
-
-    Attributes:
-        read: the tensors that it reads, by the names of its arguments.
-        written: the tensors that it writes to, which it may read too.
-        replaced: how bad those were that it reads and writes over.
-        kept: copies of `read`.
+    """One dispatched operation: the tensors that it reads, by the names of its arguments, and those
+    that it writes to; how bad those were that it reads and writes over.
     """
 
     number: int
@@ -127,7 +117,6 @@ class TorchCall:
     written: list[Tensor] = field(default_factory=list)
     constants: dict[str, float] = field(default_factory=dict)
     replaced: dict[int, Badness] = field(default_factory=dict)
-    kept: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def writes(self, tensor: Tensor) -> bool:
         return any(tensor is written for written in self.written)
@@ -136,6 +125,10 @@ class TorchCall:
         """Return what it wrote to, and the other tensors of its output."""
         return [*self.written, *(t for _, t in tensors_in(out) if not self.writes(t))]
 
+    def judged(self, results: list[Tensor]) -> list[Tensor]:
+        """Return the results that are numbers of the program."""
+        return results[:1] if self.name.startswith(_ATTENTION) else results
+
     @property
     def made_of_masks(self) -> bool:
         """Tell if its -Inf is of numbers at the dtype's end: a mask that was added to a mask, or
@@ -143,12 +136,11 @@ class TorchCall:
         """
         if self.name not in ("add", "add_", "sub", "_to_copy", "to", "mul"):
             return False
-        candidates = (
-            (t, values)
+        return any(
+            extent(values)[0] <= 0.5 * torch.finfo(t.dtype).min
             for _, t in self.read
             if (values := numbers(t)) is not None and t.dtype.itemsize > 1 and not t.is_complex()
         )
-        return any(extent(values)[0] <= 0.5 * torch.finfo(t.dtype).min for t, values in candidates)
 
 
 def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchCall:
@@ -173,3 +165,46 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         call.read += [] if only else tensors
         call.written += [t for _, t in tensors] if writes else []
     return call
+
+
+class Observer(TorchDispatchMode):
+    """Sees the operations of a pass, and which of forward one of backward belongs to; `modules` are
+    dotted names by identity.
+    """
+
+    def __init__(self, modules: Mapping[int, str]):
+        super().__init__()
+        self.supports_higher_order_operators = True
+        self.modules, self.count = modules, 0
+        self._home = threading.get_ident()
+        self._starts = {self._home: torch._C._autograd._get_sequence_nr()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # a tensor made of tensors is taken apart first, and comes back as those
+            return NotImplemented
+        call = call_of(self.count, func, args, kwargs or {})
+        self.count += 1
+        return self.run(call, func, args, kwargs or {})
+
+    def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the call `func(*args, **kwargs)`, and return what it returns."""
+        raise NotImplementedError
+
+    def clock(self) -> Sequence:
+        """Return whether this is a thread of backward, as on a GPU, and how many nodes the graph
+        has got in it since the pass began.
+        """
+        thread, now = threading.get_ident(), torch._C._autograd._get_sequence_nr()
+        return thread != self._home, now - self._starts.setdefault(thread, now)
+
+    def sequence(self, node: Any, nested: bool) -> Sequence | None:
+        """Return the forward operation that a node belongs to; None for one that has none, such as
+        the end of a leaf's gradient.
+        """
+        thread = threading.get_ident()
+        away = thread != self._home and nested
+        number = node._sequence_nr() - self._starts.get(thread if away else self._home, 0)
+        return (away, number) if 0 <= number < 2**62 else None

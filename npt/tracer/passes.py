@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
@@ -27,9 +28,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Sink:
-    """A result of the pass that may not be bad: a loss, a gradient, or an output, which may be
-    masked.
-    """
+    """A result that may not be bad: a loss, a gradient, or an output, which may be masked."""
 
     label: str
     tensor: Tensor
@@ -54,7 +53,9 @@ def default_run(model: nn.Module, batch: Any) -> Run:
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if "labels" not in arguments and isinstance(ids, Tensor) and _is_language_model(model):
             if isinstance(mask, Tensor) and mask.shape == ids.shape:
-                ids = ids.masked_fill(~mask.bool(), IGNORE_INDEX)
+                # nor is the first token after padding predicted from it
+                before = F.pad(mask.bool()[..., :-1], (1, 0), value=True)
+                ids = ids.masked_fill(~(mask.bool() & before), IGNORE_INDEX)
             arguments["labels"] = ids
         return lambda: model(**arguments)
     positional = batch if isinstance(batch, tuple | list) else (batch,)
@@ -63,13 +64,16 @@ def default_run(model: nn.Module, batch: Any) -> Run:
 
 def _is_language_model(model: nn.Module) -> bool:
     """Tell if labels are token ids: transformers' models with a head over their vocabulary."""
-    head: Any = getattr(model, "get_output_embeddings", None)
-    has_head = head is not None and head() is not None
-    return has_head and "labels" in inspect.signature(model.forward).parameters
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return head is not None and "labels" in inspect.signature(model.forward).parameters
 
 
-def ready(batch: Any, device: torch.device) -> Any:
-    """Return the batch on a device, fit for backward, which tensors of inference mode are not."""
+@torch.inference_mode(False)
+def ready(model: nn.Module, batch: Any) -> Any:
+    """Return the batch on the model's device, fit for backward, which tensors of inference mode
+    are not.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if isinstance(batch, Batch):
         return batch.to(device)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
@@ -97,10 +101,8 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
         if leaf.grad is not None:
             sinks += [Sink(*named) for named in tensors_in(leaf.grad, f"gradient of {name}")]
     if not sinks:
-        raise ConfigError(
-            f"run gave {kind_of(result)} and no gradients: it must return a loss or outputs, or"
-            " run backward"
-        )
+        gave = f"run gave {kind_of(result)} and no gradients"
+        raise ConfigError(f"{gave}: it must return a loss or outputs, or run backward")
     return sinks
 
 
@@ -114,17 +116,15 @@ def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
 def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
     """Start without gradients and without a mode of the caller's that hinders a backward pass.
 
-    Afterwards gradients, buffers, the modules' modes and random state are as before.
+    Afterwards gradients, buffers, the modules' modes and random state are as before; a pass that
+    wrote to a weight is refused (ConfigError).
     """
+    writes = _writes(model)
     modes = [(module, module.training) for module in model.modules()]
     inputs = (t for _, t in tensors_in(batch) if t.is_leaf and t.requires_grad)
     gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
-    buffers = [
-        (module._buffers, name, b, b.detach().clone())
-        for module in model.modules()
-        for name, b in module._buffers.items()
-        if b is not None
-    ]
+    held_by = ((m._buffers, *item) for m in model.modules() for item in m._buffers.items())
+    buffers = [(held, name, b, b.detach().clone()) for held, name, b in held_by if b is not None]
     states = random.getstate(), numpy.random.get_state()
     # casts of the weights from before this pass would come out of nowhere in it
     torch.clear_autocast_cache()
@@ -151,12 +151,15 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
                 held[name] = buffer
                 if not torch.equal(buffer, copy):
                     buffer.copy_(copy)
+    for name, count in _writes(model).items():
+        if writes.get(name, count) != count:
+            raise ConfigError(
+                f"run wrote to {name}: give trace a run that computes loss and gradients, and takes"
+                " no optimizer step"
+            )
 
 
-def versions(model: nn.Module) -> dict[str, int]:
+def _writes(model: nn.Module) -> dict[str, int]:
     """Return how often each parameter was written to."""
-    return {
-        name: parameter._version
-        for name, parameter in model.named_parameters()
-        if not (is_lazy(parameter) or parameter.is_inference())
-    }
+    counted = ((n, p) for n, p in model.named_parameters() if not (is_lazy(p) or p.is_inference()))
+    return {name: parameter._version for name, parameter in counted}

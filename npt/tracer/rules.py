@@ -1,8 +1,7 @@
 """From the operation that made a bad number to the reason why.
 
-A rule looks at the operation's name and at its inputs, nothing else, and the first one that fits
-names the cause. A fault that none of them knows stays `unknown`, with its operands on show: a guess
-would cost more time than it saves.
+A rule looks at the operation's name and its inputs, and the first one that fits names the cause. A
+fault that none of them knows stays `unknown`: a guess would cost more time than it saves.
 """
 
 from __future__ import annotations
@@ -71,9 +70,7 @@ def explain(origin: Origin) -> Reason:
 
 
 def hidden(reason: Reason) -> Reason:
-    """Return the cause of a number that forward hid from the loss, as a `where` does, and that
-    spoilt the gradients all the same.
-    """
+    """Return the cause of a number that forward hid from the loss but not from gradients."""
     hideable = ("invalid argument", "division by zero", "vanishing norm", "exponential overflow")
     if reason.cause not in hideable:
         return reason
@@ -91,9 +88,8 @@ def _external(origin: Origin, external: External) -> Reason:
 
 
 def _corrupt(external: External) -> str:
-    if external.kind == "data":
-        return "corrupt input"
-    return "corrupt absmax" if ": " in external.name else "corrupt weight"
+    state = "corrupt absmax" if ": " in external.name else "corrupt weight"
+    return "corrupt input" if external.kind == "data" else state
 
 
 def element_at(tensor: Tensor, shape: tuple[int, ...], index: tuple[int, ...]) -> float | None:
@@ -116,11 +112,8 @@ def _at(origin: Origin, tensor: Tensor | None) -> float | None:
 
 
 def _floats(origin: Origin) -> dict[str, Tensor]:
-    return {
-        label: t
-        for label, t in origin.inputs
-        if (t.is_floating_point() or t.is_complex()) and t.numel()
-    }
+    floats = ((n, t) for n, t in origin.inputs if t.is_floating_point() or t.is_complex())
+    return {name: t for name, t in floats if t.numel()}
 
 
 def _largest(origin: Origin) -> float:
@@ -128,9 +121,7 @@ def _largest(origin: Origin) -> float:
 
 
 def _given(origin: Origin, at: float | None = None) -> str:
-    """Return the inputs for a sentence: the very element if it is known, else the largest; and
-    numbers of the program.
-    """
+    """Return the inputs for a sentence: the very element or the largest, and constants."""
     numbers = f"{at:g}" if at is not None else f"numbers up to {_largest(origin):g}"
     constants = (value for name, value in origin.constants.items() if name in CONSTANTS)
     return numbers + "".join(f" and the constant {value:g}" for value in constants)
@@ -155,9 +146,7 @@ def _constant(origin: Origin) -> Reason | None:
 
 def _labels(origin: Origin) -> Reason | None:
     target, logs = _input(origin, "target"), _input(origin, "self")
-    if "nll_loss" not in origin.operation or origin.phase == "backward":
-        return None
-    if target is None or target.is_floating_point():
+    if "nll_loss" not in origin.operation or origin.phase == "backward" or target is None:
         return None
     ignored = int(origin.constants.get("ignore_index", IGNORE_INDEX))
     if bool((target == ignored).all()):
@@ -197,9 +186,8 @@ def _mask(origin: Origin) -> Reason | None:
 def _written(origin: Origin) -> Reason | None:
     if origin.phase == "backward" and not origin.place.source:
         return None
-    wrote = f"{origin.operation} wrote"
-    if origin.operation == "lift_fresh":
-        wrote = "a tensor made of Python's or numpy's numbers holds"
+    fresh = "a tensor made of Python's or numpy's numbers holds"
+    wrote = fresh if origin.operation == "lift_fresh" else f"{origin.operation} wrote"
     return Reason("written constant", f"{wrote} {origin.value:g}")
 
 
@@ -214,8 +202,8 @@ def _slope(origin: Origin) -> Reason | None:
     name = function.lower()
     gave = f"{origin.operation} in its backward gave {origin.value:g}"
     if origin.hid:
-        hid = f"{name} itself gave no finite number, which something hid from the loss"
-        return Reason("masked gradient", f"{hid}, and {gave}")
+        hid = f"{name} itself gave no finite number, which something hid from the loss, and"
+        return Reason("masked gradient", f"{hid} {gave}")
     if math.isnan(origin.value) and len(zeros) > 1:
         came = f"a gradient of 0 came in and the derivative of {name} is infinite"
         return Reason("masked gradient", f"{came}: 0 times infinity is NaN")

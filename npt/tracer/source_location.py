@@ -12,11 +12,10 @@ import linecache
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from dis import Positions
 from itertools import islice
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import bitsandbytes
 import torch
@@ -34,7 +33,6 @@ _OBSERVERS = tuple(
     f"{_HERE}{name}.py"
     for name in ("against", "ledger", "operations", "tensors", "source_location")
 )
-# Frames above the trace say nothing about what runs in it.
 _TRACER = (f"{_HERE}trace.py", f"{_HERE}passes.py")
 _LIBRARIES = tuple(_folder(str(package.__file__)) for package in (torch, bitsandbytes))
 # Between an operation and the mode that sees it.
@@ -51,8 +49,7 @@ above only started it.
 _TEXT_MAX = 160
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A line of Python and the dotted name of the module that it worked for, empty if unknown."""
 
     module: str = ""
@@ -65,12 +62,11 @@ def layer_of(name: str) -> int | None:
     return int(number[1]) if number else None
 
 
-@dataclass(frozen=True)
-class Stack:
-    """The Python frames that an operation runs in.
+class Stack(NamedTuple):
+    """The Python frames that an operation runs in: of the first line that is not a library's, and
+    the first module.
 
     Attributes:
-        place: the first line that is not a library's, and the first module.
         user_code: there is such a line before the engine: in backward a hook or custom function.
         recomputing: a checkpoint runs its forward again.
         nested: the engine was entered from Python on this thread.
@@ -106,11 +102,9 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
 
 
 def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
-    """Return the module that a frame works for: its `self`, or the function's first argument, as in
-    a hook or an attention function.
-
-    If that is the whole model, the variable of a loop around the line says more. No other local
-    does: after a loop over layers the last one is still among the locals.
+    """Return the module that a frame works for: its `self`, or the function's first argument. If
+    that is the whole model, the variable of a loop around the line says more. No other local does:
+    after a loop over layers the last one is still among the locals.
     """
     code, line, variables = frame.f_code, frame.f_lineno, frame.f_locals
     first = ("self", *code.co_varnames[: min(code.co_argcount, 1)])
@@ -154,6 +148,14 @@ def _line(code: CodeType, instruction: int) -> str:
     return f"{name}:{line} in {code.co_qualname}: {text}"
 
 
+class Owner(NamedTuple):
+    """Row, token and sample of an element; None for what is not known."""
+
+    row: int | None = None
+    token: int | None = None
+    sample: str | None = None
+
+
 class Tokens:
     """Tells which token of which sample an element of a tensor belongs to, from the tensor's shape.
 
@@ -161,6 +163,9 @@ class Tokens:
 
     Args:
         others: shapes of tensors that are of no token, such as weights and their gradients.
+
+    Attributes:
+        valid: [B, T] bool, the tokens that are no padding, if the batch says.
     """
 
     def __init__(self, batch: Any = None, others: Collection[tuple[int, ...]] = ()):
@@ -169,6 +174,9 @@ class Tokens:
         self.scored: list[int] = []
         self.samples: tuple[str, ...] = ()
         self.others = {*others, *(tuple(reversed(shape)) for shape in others)}
+        mask = batch.attention_mask if isinstance(batch, Batch) else None
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else mask
+        self.valid = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
         if isinstance(batch, Batch):
             shape = batch.input_ids.shape
             self.shape = (shape[0], shape[1]) if len(shape) == 2 else None
@@ -177,24 +185,35 @@ class Tokens:
             if all(shape == part.shape for part in parts):
                 self.scored = batch.scored_index.tolist()
         elif isinstance(batch, Mapping):
-            for name, states in (("input_ids", 2), ("inputs_embeds", 3)):
+            for name, states in (("inputs_embeds", 3), ("input_ids", 2)):
                 value = batch.get(name)
                 if isinstance(value, Tensor) and value.ndim == states:
                     self.shape = (value.shape[0], value.shape[1])
-                    break
 
-    def locate(
-        self, shape: tuple[int, ...], index: tuple[int, ...]
-    ) -> tuple[int | None, int | None, str | None]:
-        """Return (row, token, sample) of an element; None for what the shape does not tell.
+    def without_padding(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with 0 at padded tokens, in the first four shapes of `locate`."""
+        shape = tuple(tensor.shape)
+        if self.valid is None or shape in self.others or not shape:
+            return tensor
+        b, t = self.valid.shape
+        of_heads = len(shape) == 4 and shape[::2] == (b, t)
+        stacked = len(shape) == 3 and shape[0] % b == 0 and shape[1] == t
+        if not (shape[:2] == (b, t) or shape[0] == b * t or of_heads or stacked):
+            return tensor
+        heads = shape[1] if of_heads else shape[0] // b if stacked else 1
+        padded = ~self.valid.to(tensor.device)[:, None, :, None]
+        return tensor.reshape(b, heads, t, -1).masked_fill(padded, 0.0).reshape(shape)
+
+    def locate(self, shape: tuple[int, ...], index: tuple[int, ...]) -> Owner:
+        """Return the owner of an element, as far as the shape tells it.
 
         Known are [B, T, ...], attention's [B, heads, T, ...] and [B * heads, T, ...], flattened
         [B * T, ...] and, of a batch that gathers them, the valid tokens' rows [N, ...], teacher's
-        and student's rows stacked [2N, ...], or the rows [S, ...] of the positions whose next token
-        is predicted. Of [B, ...] the row is known.
+        and student's stacked [2N, ...], or the rows [S, ...] of the positions whose next token is
+        predicted. Of [B, ...] the row is known.
         """
         if self.shape is None or not index or shape in self.others:
-            return None, None, None
+            return Owner()
         readings = set(self._readings(shape, index))
         rows, tokens = {row for row, _ in readings}, {token for _, token in readings}
         if not readings and shape[0] == self.shape[0] != self.shape[1]:
@@ -202,7 +221,7 @@ class Tokens:
         row = rows.pop() if len(rows) == 1 else None
         token = tokens.pop() if len(tokens) == 1 and row is not None else None
         sample = self.samples[row] if row is not None and row < len(self.samples) else None
-        return row, token, sample
+        return Owner(row, token, sample)
 
     def _readings(
         self, shape: tuple[int, ...], index: tuple[int, ...]

@@ -1,17 +1,16 @@
 """Tensors among other values, how bad their numbers are, and notes on the memory that they lie in.
 
-One storage may hold several tensors: rows of a buffer, all weights of a recurrent network. So a
-note holds for a stretch of a storage, every view of it finds the note, and it ends when the stretch
-is overwritten or freed.
+One storage may hold several tensors, such as rows of a buffer. So a note holds for a stretch of a
+storage, every view of it finds the note, and it ends when the stretch is overwritten or freed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import IntEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,11 +48,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Badness(IntEnum):
-    """The degree to which a tensor is bad.
-
-    Attributes:
-        SOFT: it has -Inf or numbers below the limit, perhaps as a mask.
-        HARD: it has NaN, +Inf or numbers above the limit.
+    """The badness of a tensor: SOFT with -Inf or numbers below the limit, perhaps as a mask, HARD
+    with NaN, +Inf or numbers above the limit.
     """
 
     FINE = 0
@@ -137,9 +133,7 @@ def count(tensor: Tensor) -> tuple[int, int]:
 
 
 def looks_like_a_mask(tensor: Tensor) -> bool:
-    """Tell if the lowest number is one that masks are written with: -Inf, the end of a dtype, or
-    the only one except 0.
-    """
+    """Tell if the lowest number is a mask's: -Inf, a dtype's end, or the only one except 0."""
     values = numbers(tensor)
     if values is None:
         return False
@@ -160,30 +154,21 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor.detach()._values() if tensor.layout == torch.sparse_coo else tensor
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """The bytes of a storage from a tensor's first element to the end of its last.
-
-    Attributes:
-        key: identity of the storage.
-        layout: first byte, shape and strides.
-        dense: the tensor fills all of the bytes.
+class Stretch(NamedTuple):
+    """The bytes of a storage, whose identity is `key`, from a tensor's first element to the end of
+    its last, with its shape and strides; if `dense` it fills all of them.
     """
 
     key: int
     start: int
     end: int
-    layout: tuple[int, ...]
+    layout: tuple[tuple[int, int], ...]
     dense: bool
-
-    def overlaps(self, other: Stretch) -> bool:
-        """Tell if another one of the same storage shares bytes."""
-        return self.start < other.end and other.start < self.end
 
     def covers(self, other: Stretch) -> bool:
         """Tell if writing here leaves nothing of another one of the same storage."""
         inside = self.dense and self.start <= other.start and other.end <= self.end
-        return inside or self.layout == other.layout
+        return inside or (self.start, self.layout) == (other.start, other.layout)
 
 
 def stretch_of(tensor: Tensor) -> Stretch | None:
@@ -195,17 +180,16 @@ def stretch_of(tensor: Tensor) -> Stretch | None:
         return None
     if tensor.numel() == 0:
         return None
-    size = tensor.dtype.itemsize
-    shape, strides = tuple(tensor.shape), [int(stride) for stride in tensor.stride()]
+    size, layout = tensor.dtype.itemsize, (*zip(tensor.shape, tensor.stride(), strict=True),)
     start = int(tensor.storage_offset()) * size
-    end = start + (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * size
-    return Stretch(key, start, end, (start, *shape, *strides), tensor.numel() * size == end - start)
+    end = start + (1 + sum((n - 1) * stride for n, stride in layout)) * size
+    return Stretch(key, start, end, layout, tensor.numel() * size == end - start)
 
 
 def storage_key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage; 0 if it has no memory."""
     stretch = stretch_of(tensor)
-    return 0 if stretch is None else stretch.key
+    return stretch.key if stretch else 0
 
 
 class Memory(Generic[N]):
@@ -218,10 +202,10 @@ class Memory(Generic[N]):
 
     def of(self, tensor: Tensor) -> list[N]:
         """Return the notes on memory that the tensor shares, the oldest first."""
-        here = stretch_of(tensor)
-        if here is None:
+        if (here := stretch_of(tensor)) is None:
             return []
-        return [note for _, stretch, note in self._live(here.key) if stretch.overlaps(here)]
+        notes = self._live(here.key)
+        return [n for _, there, n in notes if there.start < here.end and here.start < there.end]
 
     def add(self, tensor: Tensor, note: N) -> None:
         here = stretch_of(tensor)

@@ -1,9 +1,9 @@
 """`trace`: from "loss is NaN" to the operation that did it.
 
-The pass is run once as it is; good loss and gradients end the matter. Otherwise it is run again,
-from the same random state, under a ledger of its operations, and once more for a close-up: the
-inputs of the guilty operation, and the line of the forward operation whose backward failed. Of
-numbers that overflowed two further passes tell where they had begun to grow.
+Good loss and gradients of a plain pass end the matter. Otherwise it is run again, from the same
+random state, under a ledger of its operations, and once more for a close-up: the inputs of the
+guilty operation, and the line of the forward operation whose backward failed. Of numbers that
+overflowed two further passes tell where they had begun to grow.
 """
 
 from __future__ import annotations
@@ -25,16 +25,7 @@ from npt.tracer.against import PassComparison
 from npt.tracer.ledger import Ledger
 from npt.tracer.mask_check import mask_check
 from npt.tracer.operations import External, Origin
-from npt.tracer.passes import (
-    Run,
-    Sink,
-    default_run,
-    named_inputs,
-    ready,
-    sinks_of,
-    untouched,
-    versions,
-)
+from npt.tracer.passes import Run, Sink, default_run, named_inputs, ready, sinks_of, untouched
 from npt.tracer.source_location import Place, Tokens, layer_of
 from npt.tracer.tensors import absmax, count, dtype_name, element, first_bad
 from npt.tracer.verdict import OUTSIDE, Operand, Phase, Verdict
@@ -45,14 +36,8 @@ OPERANDS_SHOWN = 6
 EXPLOSION = 1e18
 """A size whose square leaves fp32: traced if no number was non-finite but a sum of squares."""
 
-_OVERFLOWS = (
-    "exploding product",
-    "exploding gradient",
-    "cast overflow",
-    "low-precision overflow",
-    "exponential overflow",
-    "corrupt absmax",
-)
+_OVERFLOWS = {"exploding product", "exploding gradient", "cast overflow", "corrupt absmax"}
+_OVERFLOWS |= {"low-precision overflow", "exponential overflow"}
 
 
 @unfused()  # single operations are looked at
@@ -80,9 +65,9 @@ def trace(
         limit: find the first number larger than this as well: an explosion before it overflows.
         against: a reference, to find the first operation whose result parts from the reference's by
             more than rounding explains, and nothing else: a model with the same names of modules
-            (in another dtype, on another device, compiled), or the file of an earlier trace. A file
-            that does not exist is written, from this pass. `run` is given the model to run. The
-            results of all operations are held in the host's memory.
+            (in another dtype, on another device, compiled, but not with `fullgraph`), or the file
+            of an earlier trace, which is written, from this pass, if it does not exist. `run` is
+            given the model to run. The results of all operations are held in the host's memory.
 
     Returns:
         The operation that first made the number that spoilt loss or gradients. A mask that leaves a
@@ -101,27 +86,19 @@ def trace(
         return PassComparison(model, batch, run, against).verdict()
     unpadded = run is None
     if run is None:
-        with torch.inference_mode(False):
-            batch = ready(batch, next((p.device for p in model.parameters()), torch.device("cpu")))
+        batch = ready(model, batch)
         run = default_run(model, batch)
-    versions_before = versions(model)
     with untouched(model, batch):
         with mask_check(model, batch, unpadded) as masks:
             sinks = sinks_of(model, batch, run())
         bad = [sink.label for sink in sinks if sink.bad]
         unsure = any(sink.unsure for sink in sinks)
         del sinks
-    for name, version in versions(model).items():
-        if versions_before.get(name, version) != version:
-            raise ConfigError(
-                f"run wrote to {name}: give trace a run that computes loss and gradients, and takes"
-                " no optimizer step"
-            )
     if bad or unsure or math.isfinite(limit):
         verdict = _Tracer(model, batch, run, limit).verdict()
     if verdict is None and bad:
         once = f"{bad[0]} was not finite once, and finite when everything was run again"
-        return _without_operation("not repeatable", bad[0], math.nan, once)
+        return _without_operation("not repeatable", bad[0], once)
     return verdict or next(iter(masks), None)
 
 
@@ -132,9 +109,7 @@ def first_fault(model: nn.Module, batch: Any, run: Run, *, exploded: bool) -> Ve
     large to be squared is traced, since a norm overflows before its elements do.
     """
     verdict = trace(model, batch, run=run)
-    if verdict is None and exploded:
-        return trace(model, batch, run=run, limit=EXPLOSION)
-    return verdict
+    return trace(model, batch, run=run, limit=EXPLOSION) if exploded and not verdict else verdict
 
 
 class _Tracer:
@@ -149,21 +124,16 @@ class _Tracer:
     def verdict(self) -> Verdict | None:
         """Return the first fault, or None if this pass was good."""
         ledger, sinks = self._pass(limit=self.limit)
-        origins = []
-        for sink in sinks:
-            origin = ledger.origin_of(sink.tensor) if sink.bad or sink.unsure else None
-            # a mask that an output still shows is no fault
-            if origin is not None and not (origin.meant and sink.unsure):
-                origins.append((origin, sink.label))
+        suspects = [(ledger.origin_of(s.tensor), s) for s in sinks if s.bad or s.unsure]
+        # a mask that an output still shows is no fault
+        origins = [(o, s.label) for o, s in suspects if o and not (o.meant and s.unsure)]
         reached = [label for _, label in origins]
         if math.isfinite(self.limit) and ledger.first is not None:
             origins.append((ledger.first, f"more than {self.limit:g}"))
         if not origins:
             for sink in (sink for sink in sinks if sink.bad):
-                index = first_bad(sink.tensor)
                 made = f"{sink.label} is not finite, and no operation made it so"
-                value = element(sink.tensor, index)
-                return _without_operation("outside of torch", sink.label, value, made, index)
+                return _without_operation("outside of torch", sink.label, made, sink.tensor)
             return None
         del sinks, ledger  # the gradients of one pass are not held during the next
         origin, label = min(origins, key=lambda pair: pair[0].number)
@@ -192,9 +162,7 @@ class _Tracer:
             return ledger, sinks_of(self.model, self.batch, self.run())
 
     def _close_up(self, origin: Origin, limit: float) -> Origin | None:
-        """Return the same origin with its inputs and its forward's line, which take a second look;
-        None if it did not recur.
-        """
+        """Return the origin with its inputs and its forward's line; None if it did not recur."""
         if origin.external is not None:
             return origin
         keep = origin.number, origin.output
@@ -214,12 +182,10 @@ class _Tracer:
         return close
 
     def _with_growth(self, verdict: Verdict, origin: Origin) -> Verdict:
-        """Add where the numbers that overflowed had become large: half of the way there, in orders
-        of magnitude.
-        """
+        """Add where the numbers had become large: half of the way, in orders of magnitude."""
         sizes = {label: absmax(t) for label, t in origin.inputs if t.is_floating_point()}
-        label = max(sizes, key=lambda name: sizes[name], default=None)
-        if label is None or sizes[label] <= rules.HUGE:
+        label = max(sizes, key=lambda name: sizes[name], default="")
+        if sizes.get(label, 0.0) <= rules.HUGE:
             return verdict
         limit = math.sqrt(sizes[label])
         start = self._pass(limit=limit, asked=origin.number)[0].read_origins.get(label)
@@ -230,61 +196,40 @@ class _Tracer:
         at = f"{list(start.index)}" if start.index else ""
         if start.external is not None:
             was = f"{start.external.name}{at} was {start.value:g} before anything was computed"
-            if start.external.kind == "outside" or abs(start.value) <= rules.HUGE:
-                return replace(verdict, grew=was)
-            return replace(verdict, grew=was, cause=rules.explain(start).cause)
+            corrupt = start.external.kind != "outside" and abs(start.value) > rules.HUGE
+            cause = rules.explain(start).cause if corrupt else verdict.cause
+            return replace(verdict, grew=was, cause=cause)
         where = f"first past {limit:g} in {start} in {start.place.module or OUTSIDE}"
         at = f" at {at} of {list(start.shape)}" if start.shape else ""
         source = f", {start.place.source}" if start.place.source else ""
         return replace(verdict, grew=f"{where}{at}: {start.value:g}{source}")
 
     def _verdict_on(self, origin: Origin, reason: rules.Reason, reached: str) -> Verdict:
-        external = origin.external
-        module, name = origin.place.module, f"output of {origin.operation}"
-        phase: Phase = origin.phase
-        if external is not None:
-            name = external.name
-            phase = phase if external.kind == "outside" else external.kind
-            module = external.module if external.kind == "state" else module
-        located = self.tokens.locate(origin.shape, origin.index)
-        if located[0] is None:
-            located = self.tokens.locate(*origin.through)
-        row, token, sample = located
+        external, module, phase = origin.external, origin.place.module, origin.phase
+        name = f"output of {origin.operation}" if external is None else external.name
+        if external is not None and external.kind != "outside":
+            phase = external.kind
+            module = external.module if phase == "state" else module
+        owner = self.tokens.locate(origin.shape, origin.index)
+        owner = self.tokens.locate(*origin.through) if owner.row is None else owner
         return Verdict(
-            cause=reason.cause,
-            phase=phase,
-            layer=layer_of(module),
-            module=module,
-            operation=str(origin),
-            source=origin.place.source,
-            tensor=f"{name} {list(origin.shape)} {dtype_name(origin.dtype)}",
-            index=origin.index,
-            value=origin.value,
-            reached=reached,
-            explanation=reason.explanation,
-            operands=_operands(origin),
-            row=row,
-            token=token,
-            sample=sample,
-        )
+            cause=reason.cause, phase=phase, layer=layer_of(module), module=module,
+            operation=str(origin), source=origin.place.source,
+            tensor=f"{name} {list(origin.shape)} {dtype_name(origin.dtype)}", index=origin.index,
+            value=origin.value, reached=reached, explanation=reason.explanation,
+            operands=_operands(origin), **owner._asdict(),
+        )  # fmt: skip
 
 
 def _operands(origin: Origin) -> tuple[Operand, ...]:
     operands = []
     for label, tensor in origin.inputs[:OPERANDS_SHOWN]:
-        external, (nan, inf) = origin.externals.get(label), count(tensor)
+        external, dtype, shape = origin.externals.get(label), tensor.dtype, tuple(tensor.shape)
+        name = label if external is None else external.name
         number = tensor.is_floating_point() and origin.pointwise
-        operands.append(
-            Operand(
-                name=label if external is None else external.name,
-                dtype=dtype_name(tensor.dtype),
-                shape=tuple(tensor.shape),
-                nan=nan,
-                inf=inf,
-                absmax=absmax(tensor),
-                value=rules.element_at(tensor, origin.shape, origin.index) if number else None,
-            )
-        )
+        at = rules.element_at(tensor, origin.shape, origin.index) if number else None
+        sizes = *count(tensor), absmax(tensor)
+        operands.append(Operand(name, dtype_name(dtype), shape, *sizes, at))
     constants = ((name, x) for name, x in origin.constants.items() if name in rules.CONSTANTS)
     operands += [Operand(name, "constant", (), absmax=abs(x), value=x) for name, x in constants]
     return tuple(operands)
@@ -313,46 +258,34 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
     looked_up = {"input_ids": "embedding"}
     # Labels are tokens, and -100 is ignored, in language models of transformers. Losses of other
     # models ignore what they like.
-    find: Any = getattr(model, "get_base_model", None)
-    inner = model if find is None else find()
+    inner = getattr(model, "get_base_model", lambda: model)()
     if type(inner).__module__.startswith(("transformers.", "npt.")) and hasattr(inner, "lm_head"):
         looked_up["labels"] = "cross_entropy"
     for name, operation in looked_up.items():
         ids = entries.get(name)
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             continue
-        bad = (ids < 0) | (ids >= vocabulary)
-        bad = bad & (ids != IGNORE_INDEX) if name == "labels" else bad
+        ignored = (ids == IGNORE_INDEX) & (name == "labels")
+        bad = ((ids < 0) | (ids >= vocabulary)) & ~ignored
         if not bool(bad.any()):
             continue
         index = tuple(bad.nonzero()[0].tolist())
-        row, token, sample = Tokens(batch).locate(tuple(ids.shape), index)
         return Verdict(
-            cause="token id",
-            phase="data",
-            operation=operation,
-            tensor=f"{name} {list(ids.shape)}",
-            index=index,
-            value=float(ids[index]),
+            cause="token id", phase="data", operation=operation, index=index,
+            tensor=f"{name} {list(ids.shape)}", value=float(ids[index]),
             reached="nothing yet: it is refused before it is looked up",
             explanation=f"the id {int(ids[index])} is outside [0, {vocabulary}), one of"
             f" {int(bad.sum())} such",
-            row=row,
-            token=token,
-            sample=sample,
-        )
+            **Tokens(batch).locate(tuple(ids.shape), index)._asdict(),
+        )  # fmt: skip
     return None
 
 
 def _without_operation(
-    cause: str, label: str, value: float, explanation: str, index: tuple[int, ...] = ()
+    cause: str, label: str, explanation: str, tensor: Tensor | None = None
 ) -> Verdict:
-    return Verdict(
-        cause=cause,
-        phase="backward" if label.startswith("gradient") else "forward",
-        tensor=label,
-        index=index,
-        value=value,
-        reached=label,
-        explanation=explanation,
-    )
+    phase: Phase = "backward" if label.startswith("gradient") else "forward"
+    index = () if tensor is None else first_bad(tensor)
+    value = math.nan if tensor is None else element(tensor, index)
+    words: Any = {"tensor": label, "reached": label, "explanation": explanation}
+    return Verdict(cause=cause, phase=phase, index=index, value=value, **words)

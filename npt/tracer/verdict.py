@@ -12,9 +12,8 @@ from typing import Any, Literal
 from npt.errors import printable_lines
 
 Phase = Literal["forward", "recomputation", "backward", "data", "state"]
-"""When the number arose: in forward, in its recomputation under checkpointing, in backward, or
-before anything was computed, in the batch (data) or among parameters, buffers and quantisation
-statistics (state).
+"""When the number arose: in forward, its recomputation under checkpointing, or backward, or before
+that in the batch (data) or among parameters, buffers and quantisation statistics (state).
 """
 
 OUTSIDE = "the model itself or code around it"
@@ -72,10 +71,9 @@ CAUSES = {cause: " ".join(remedy.split()) for cause, remedy in (e.split(": ", 1)
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor that went into the guilty operation.
+    """One tensor that went into the guilty operation: a parameter, buffer, batch entry or argument.
 
     Attributes:
-        name: of the parameter, buffer or batch entry if it is one, else of the argument.
         dtype: `constant` for a number of the program.
         absmax: size of the largest finite element.
         value: the element that met the bad one of the output, if the shapes tell which.
@@ -105,7 +103,6 @@ class Verdict:
 
     Attributes:
         cause: a key of `CAUSES`.
-        layer: index of the decoder layer, None outside of them.
         module: dotted name in the model, empty for code outside any module.
         operation: its name in torch, such as `rsqrt`.
         source: file, line and text of the Python line that ran it (in backward: its forward).
@@ -151,13 +148,12 @@ class Verdict:
             f"  {self.phase}: {self.operation or 'no operation'} in {self.module or OUTSIDE}",
             f"  first bad: {first_bad}; it reached {self.reached}",
         ]
-        lines += [f"  line: {self.source}"] if self.source else []
+        lines += [f"  line: {self.source}"] * bool(self.source)
         lines += [f"  went in: {operand}" for operand in self.operands]
-        lines += [f"  grew: {self.grew}"] if self.grew else []
+        lines += [f"  grew: {self.grew}"] * bool(self.grew)
         return printable_lines([*lines, f"  remedy: {self.remedy}"])
 
     def _owner(self) -> str:
-        """Return row, token and sample, as far as they are known."""
         if self.row is None:
             return ""
         # A weight is of no token: this is the first that it spoilt.
@@ -172,6 +168,4 @@ def _spell(value: Any) -> Any:
         return f"{value:g}"
     if isinstance(value, dict):
         return {key: _spell(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_spell(item) for item in value]
-    return value
+    return [_spell(item) for item in value] if isinstance(value, list | tuple) else value

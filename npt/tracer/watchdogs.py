@@ -31,9 +31,7 @@ _STATISTICS = ("absmax", "offset", "code", "state2.absmax", "state2.offset", "st
 
 @dataclass(frozen=True)
 class BadNumber:
-    """One bad thing: its name, the index and value of its first bad element, and the sentence that
-    says it all.
-    """
+    """One bad thing: its first bad element, and the sentence that says it all."""
 
     name: str
     index: tuple[int, ...]
@@ -97,31 +95,28 @@ def base_fault(model: nn.Module) -> BadNumber | None:
 
 
 def _whole_fault(model: nn.Module, prefix: str) -> BadNumber | None:
-    """Return the first finding of `base_fault` among the tensors that are whole here."""
-    return next(filter(None, _whole_faults(model, prefix)), None)
-
-
-def _whole_faults(model: nn.Module, prefix: str) -> Iterator[BadNumber | None]:
-    """Yield the finding of `base_fault` for each tensor that is whole here; names follow
-    `prefix`.
+    """Return the first finding of `base_fault` among tensors that are whole here, by names that
+    follow `prefix`.
     """
+    return next(filter(None, map(tensor_fault, _whole_tensors(model, prefix))), None)
+
+
+def _whole_tensors(model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]:
     packed = set()
     for name, module in quantized_linears(model):
         packed.add(id(module.weight))
         if not is_sharded(module.weight):
             name = f"{prefix}{name}"
-            yield tensor_fault(_statistics(name, module))
-            yield tensor_fault({f"{name}: dequantised weight": dense_weight(module)})
+            yield dict(_statistics(name, module))
+            yield {f"{name}: dequantised weight": dense_weight(module)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         base = tensor.is_floating_point() and ADAPTER not in f".{name}"
         if base and id(tensor) not in packed and not is_sharded(tensor):
-            yield tensor_fault({f"{prefix}{name}": tensor})
+            yield {f"{prefix}{name}": tensor}
 
 
 def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point statistics of every 4-bit weight, named `module: absmax` and so
-    on.
-    """
+    """Yield floating-point statistics of 4-bit weights, named `module: absmax` and so on."""
     for name, module in quantized_linears(model):
         yield from _statistics(name, module)
 

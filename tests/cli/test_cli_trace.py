@@ -120,7 +120,9 @@ def test_data_without_a_sample_are_refused(tmp_path, streaming, capsys) -> None:
     assert "no sample to train on" in capsys.readouterr().err
 
 
-def test_a_pass_is_compared_with_a_file_and_with_another_device(tmp_path, capsys) -> None:
+def test_a_pass_is_compared_with_a_file_and_with_another_device(
+    tmp_path, capsys, monkeypatch
+) -> None:
     file = tmp_path / "before.safetensors"
     assert run("--use_quantization --against", file) == 0 and file.is_file()
     assert "written as a reference; trace against it again" in capsys.readouterr().out
@@ -131,6 +133,9 @@ def test_a_pass_is_compared_with_a_file_and_with_another_device(tmp_path, capsys
     assert "own pass against cpu" in capsys.readouterr().out
     assert run("--against cpu --batches 2") == 2
     assert "remove --batches and --limit" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert run("--against cuda") == 2
+    assert "there is no device cuda, torch sees 0 GPUs" in capsys.readouterr().err
 
 
 def test_a_parting_ends_1(request, tmp_path, capsys) -> None:

@@ -62,22 +62,29 @@ def test_the_scale_falls_where_refused_gradients_recur(windows, scale, tracker) 
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (scale, tracker)
 
 
+def refused_of(losses, windows: int, **settings) -> list[list[int]]:
+    """Train on micro-batches of these losses; the places of those refused, by window."""
+    weight, scaler = nn.Parameter(torch.zeros(2)), torch.amp.GradScaler("cpu", **settings)
+    model = nn.ParameterDict({"weight": weight})
+    guard = Guard(model, torch.optim.SGD([weight], lr=0.1), scaler=scaler)
+    refused = []
+    for _ in range(windows):
+        for loss_of in losses:
+            with guard.micro_batch() as micro:
+                micro.loss = loss = loss_of(weight)
+                scaler.scale(loss).backward()
+        refused.append([refusal.micro_batch for refusal in guard.step().refused])
+    return refused
+
+
 def test_micro_batches_with_large_gradients_are_used() -> None:
     """One in four has a gradient eight times as large: at the scale that the others bear, it
     overflows always.
     """
-    weight = nn.Parameter(torch.zeros(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
-    guard = Guard(
-        nn.ParameterDict({"weight": weight}), torch.optim.SGD([weight], lr=0.0), scaler=scaler
-    )
-    refused = []
-    for _ in range(120):
-        for size in (1.0, 1.0, 8.0, 1.0):
-            with guard.micro_batch() as micro:
-                micro.loss = loss = (weight.half() * size).sum().float()
-                scaler.scale(loss).backward()
-        refused += [refusal.micro_batch for refusal in guard.step().refused]
+    sizes = (1.0, 1.0, 8.0, 1.0)
+    losses = [lambda weight, size=size: (weight.half() * size).sum().float() for size in sizes]
+    windows = refused_of(losses, 120, init_scale=1024.0, growth_interval=5)
+    refused = [place for places in windows for place in places]
     assert set(refused) == {2}  # the large ones alone
     # growth is tried every five windows, and is taken back when it fails for the second time
     assert len(refused) <= 120 * 2 // 5
@@ -144,18 +151,9 @@ def test_a_scale_that_is_too_high_is_no_bad_data(how, size) -> None:
 
 def test_most_of_a_window_may_overflow_until_the_scale_has_fallen() -> None:
     """The largest run of refusals in it ends nothing."""
-    weight = nn.Parameter(torch.zeros(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
-    guard = Guard(
-        nn.ParameterDict({"weight": weight}), torch.optim.SGD([weight], lr=0.1), scaler=scaler
-    )
-    refused = []
-    for _ in range(8):
-        for size in (0.1, *[1.0] * 15):
-            with guard.micro_batch() as micro:
-                micro.loss = loss = (weight.half().float() * size).sum()
-                scaler.scale(loss).backward()
-        refused.append(len(guard.step().refused))
+    sizes = 0.1, *[1.0] * 15
+    losses = [lambda weight, size=size: (weight.half().float() * size).sum() for size in sizes]
+    refused = [len(places) for places in refused_of(losses, 8, init_scale=2.0**18)]
     assert refused == [15, 15, 15, 0, 0, 0, 0, 0]
 
 
