@@ -20,16 +20,16 @@ from npt.train.loop import Loop
 ROOT = Path(npt.__file__).parent.parent
 SOURCES = (".py", ".j2", ".css", ".js")
 
-LINES, CHARACTERS = 29_400, 1_232_000
+LINES, CHARACTERS = 29_550, 1_250_000
 """Of the package without the demo; 30,000 and 1,250,000 are the aim."""
 
-TEST_LINES = 44_300
+TEST_LINES = 45_000
 """45,000 is the aim."""
 
-IMPORTED = {"import npt.guard": 3_330, "from npt import Trainer": 13_920}
+IMPORTED = {"import npt.guard": 3_400, "from npt import Trainer": 13_920}
 """Lines of npt that a statement reads."""
 
-WAY = (24, 5_980, 11)
+WAY = (25, 6060, 11)
 """Files, their lines, and the depth of calls on the way of a batch to its update."""
 AFTER_A_STEP = {"_account", "_evaluate_if_due", "say", "raise_together"}
 """Functions of the loop that are not on it: counting, logging."""
