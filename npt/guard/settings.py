@@ -14,7 +14,7 @@ Loss = Literal["sum", "mean", "share"]
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """How a guard divides, clips, decides and stops.
+    """The rules by which a guard divides, clips, decides and stops.
 
     Attributes:
         max_grad_norm: to which the window's gradient is clipped.
