@@ -229,7 +229,6 @@ def _form_of_codes(state: Any) -> str:
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, row-major, in pieces on the host."""
     tensor = tensor.detach()
     tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
     if tensor.is_contiguous():

@@ -153,7 +153,6 @@ def _read_in_turn(
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
-    """Return the files of a checkpoint, by the tensors that they hold."""
     paths = {folder / SAFE_WEIGHTS_NAME}
     if not (folder / SAFE_WEIGHTS_NAME).is_file():
         index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))

@@ -53,7 +53,6 @@ def doctor(flags: dict[str, Any]) -> int:
 
 
 def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
-    """Return reports on the data and, if any are, on those that are replayed."""
     name = flags["data"]
     if name is not True:
         if flags.get("dataset_name", name) != name:
@@ -138,7 +137,6 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
 def _measured(
     flags: Mapping[str, Any], console: Any, workload: Any, limit: int | None
 ) -> list[dict[str, Any]]:
-    """Run windows of the workload's model on its device."""
     from npt.doctor.measure import measured_windows
 
     if workload.processes > 1:
@@ -155,7 +153,6 @@ def _measured(
 
 
 def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the model's name and the workload to plan."""
     import torch
 
     from npt.adapters.fit import check_fit

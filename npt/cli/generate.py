@@ -80,7 +80,6 @@ def _parting_line(figures: dict[str, Any]) -> str:
 def _write_page(
     page: Path, student: Student, ids: list[int], figures: dict[str, Any], recipe: dict[str, str]
 ) -> None:
-    """Write the page about the texts of `figures`, made as `recipe` says."""
     from npt.evaluation.modulation_map import modulation_map
     from npt.files import write_text
     from npt.report.generated import page as generated_page

@@ -124,7 +124,6 @@ def _form_of(start: Any, flags: dict[str, Any]) -> NPTConfig:
 
 
 def _check_placing(base: BaseConfig, processes: int) -> None:
-    """Refuse to share out a base that cannot be."""
     if base.shard_base and processes == 1:
         raise ConfigError("--shard_base needs several processes; start them with torchrun")
     if base.shard_base and base.teacher_precision is not None:
@@ -154,7 +153,6 @@ def _check_folder(run: _Run) -> tuple[bool, Any]:
 
 
 def _train(processes: Any, console: Any, run: _Run) -> int:
-    """Train as one of the run's processes."""
     import npt
     from npt.adapters.attach import AttachReport
     from npt.evaluation.table import print_fidelity

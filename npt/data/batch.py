@@ -77,7 +77,6 @@ class Batch:
 
     @property
     def row_tensors(self) -> dict[str, Tensor]:
-        """Every tensor [B, T] of this batch by its name."""
         tensors = {name: getattr(self, name) for name in ROW_TENSORS}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
@@ -183,7 +182,6 @@ def target_index(
 
 
 def batches(samples: Iterable[Sample], batch_size: int) -> Iterator[Batch]:
-    """Yield batches of `batch_size` in order; the last one may be smaller."""
     samples = iter(samples)
     while group := list(itertools.islice(samples, batch_size)):
         yield collate(group)

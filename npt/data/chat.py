@@ -30,7 +30,6 @@ _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Return whether the tokenizer has a chat template."""
     return getattr(tokenizer, "chat_template", None) is not None
 
 
@@ -117,7 +116,6 @@ def _is_message(entry: Any) -> bool:
 
 
 def _check_answer(prompt: list[Any], answer: list[Any]) -> None:
-    """Raise Skipped if nothing of a conversation can be trained."""
     last = answer[-1] if answer else {"role": "user"}
     if last.get(WEIGHT) == 0:
         raise Skipped("answer of weight 0")

@@ -31,7 +31,6 @@ _Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def read_prose(name: str, config: DataConfig) -> Iterator[Record]:
-    """Return the documents of a split."""
     return ({"text": text, "id": name} for name, text in prose(config.dataset_split))
 
 
@@ -83,6 +82,6 @@ def _docstrings(source: str) -> str:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Return a text's paragraphs, but for those that hold an interpreter's session or a table."""
+    """Return a text's paragraphs without interpreter sessions and tables."""
     paragraphs = re.split(r"\n[ \t]*\n", text.strip("\n"))
     return [p for p in paragraphs if p.strip() and not _LISTING.search(p)]

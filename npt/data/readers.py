@@ -56,7 +56,6 @@ def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> FileError:
 
 
 def read_json_lines(path: Path, config: DataConfig) -> Entries:
-    """Yield the objects of a file of JSON lines."""
     with _opened(path, "rb") as file:
         for line, raw in enumerate(file, start=1):
             if raw.strip():
@@ -123,7 +122,6 @@ def read_text(path: Path, config: DataConfig) -> Entries:
 
 
 def read_json(path: Path, config: DataConfig) -> Entries:
-    """Yield the objects of a JSON list."""
     example = 'like {"text": ...}'
     try:
         with _opened(path, encoding="utf-8-sig") as file:
@@ -158,7 +156,6 @@ def read_parquet(path: Path, config: DataConfig) -> Iterable[Record]:
 
 
 def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
-    """Return a data set of the hub."""
     split, files = config.dataset_split, ", ".join(kind for kind in READERS if kind[0] == ".")
 
     def fault(error: Exception) -> DataError:
@@ -202,7 +199,6 @@ class _Streamed:
 
 
 def read_builtin(name: str, config: DataConfig) -> Iterator[Record]:
-    """Yield the files of a split of the built-in text."""
     for path, text in builtin_files(config.dataset_split):
         yield {"text": text, "id": path}
 

@@ -141,7 +141,6 @@ class Samples:
 
     @property
     def counts(self) -> RecordCounts:
-        """Counts of what became of the records that were read."""
         return self._encoder.counts
 
     def count_anew(self) -> None:
@@ -205,7 +204,6 @@ class Samples:
                     yield sample
 
     def _numbered(self, start: int = 0) -> Iterator[tuple[int, Record]]:
-        """Return records from position `start` of an epoch on, with their number in the data."""
         records: Any = self._records
         if self.sized:
             order = permutation(len(records), f"{self._seed}/documents", start)
@@ -233,7 +231,6 @@ class Position:
     begun: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the position for JSON, in the format of earlier versions."""
         (epoch, *place), (replay_epoch, *replay) = self.place, self.replay
         values = {"epoch": epoch, "place": place, "drawn": self.drawn}
         values |= {"replay_epoch": replay_epoch, "replay_place": replay}
@@ -241,7 +238,6 @@ class Position:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
-        """Return the position that `as_dict` gave."""
         place = SourcePlace(values["epoch"], *values["place"])
         replay = SourcePlace(values["replay_epoch"], *values["replay_place"])
         return cls(place, replay, values["drawn"], values.get("begun", 0))
@@ -291,7 +287,6 @@ class Loader:
         return min(total, limit)
 
     def _is_replayed(self, drawn: int) -> bool:
-        """Return whether the next sample is of the source that is mixed in."""
         return self.replay is not None and uniform(self._seed, drawn) < self._share
 
     def batches(self, start: Position = Position()) -> Iterator[tuple[Batch, Position]]:
@@ -304,7 +299,6 @@ class Loader:
                 yield batch.pinned() if self.pin else batch, position
 
     def _mixed(self, position: Position) -> Iterator[tuple[Sample, Position]]:
-        """Yield the samples of both sources, each with the position after it."""
         replay: Iterator[tuple[Sample, SourcePlace]] = iter(())
         if self.replay is not None:
             replay = self.replay.walk(position.replay, math.inf)

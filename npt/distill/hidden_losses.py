@@ -82,7 +82,6 @@ def register_loss(
 
 
 def _unit(states: Tensor) -> Tensor:
-    """Return each row divided by its length."""
     states = at_least_fp32(states)
     energy = states.square().sum(dim=-1, keepdim=True).clamp_min(SQUARED_NORM_FLOOR)
     return states * _or_nan(energy).rsqrt()

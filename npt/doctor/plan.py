@@ -262,7 +262,6 @@ class Workload:
 
     @property
     def _low_rank(self) -> int:
-        """The number of M and B of gate and up."""
         terms = (*self.adapter.shifted, *self.adapter.multiplied)
         return sum(target in ("gate", "up") for target in terms)
 

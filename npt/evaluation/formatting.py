@@ -35,7 +35,6 @@ class Figure:
     ideal: float | None = None
 
     def write(self, value: float, error: float = math.nan) -> str:
-        """Return the figure with its standard error, if it has one."""
         if not math.isfinite(value):
             return "not finite"
         scale, unit = (100.0, "%") if self.percent else (1.0, "")

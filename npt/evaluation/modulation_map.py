@@ -126,7 +126,7 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
 
 
 def _unmodulated(layer: NPTLayer, stages: Stages) -> Tensor:
-    """Return the MLP's output for the input that a pass saw, without the modulation: [T, D]."""
+    """Return the MLP's output [T, D] for the input of a pass, unmodulated."""
     plain: Stages = {}
     adapter: Any = layer.npt
     mode = adapter.mode
@@ -163,7 +163,6 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def _rounded(values: Any) -> Any:
-    """Return the numbers of nested lists with three digits."""
     if isinstance(values, list):
         return [_rounded(value) for value in values]
     return float(f"{values:.3g}")

@@ -47,7 +47,6 @@ def print_fidelity(
 
 
 def divergence_line(d: Divergence) -> str:
-    """Return a line about where greedy texts part."""
     known = math.isfinite(d.agreed_se) and d.agreed_se >= NO_ERROR
     error = f" ± {d.agreed_se:.1f}" if known else ""
     return (
@@ -57,7 +56,6 @@ def divergence_line(d: Divergence) -> str:
 
 
 def _table(title: str, names: Sequence[str | Column], numbers: Iterable[str]) -> Table:
-    """Return a table with columns of names and of numbers."""
     columns = [*names, *(Column(heading, justify="right") for heading in numbers)]
     return Table(
         *columns, title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False,
@@ -73,7 +71,6 @@ def _figures_table(title: str, models: Mapping[str, Figures]) -> Table:
 
 
 def _positions_table(positions: Mapping[str, Figures]) -> Table:
-    """Return a table with a row for each octave, of which there may be many."""
     names = ("perplexity_ratio", "kl", "top1")
     title = "The student by position, the tokens before the one that predicts"
     headings = ["tokens", *(FIGURES[name].short for name in names)]

@@ -216,7 +216,6 @@ def well_formed(path: Path) -> Iterator[None]:
 def _entries(
     kind: str, micro_batches: Sequence[StoredMicroBatch], tensors: dict[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """Return the entries of micro-batches; their tensors are added to `tensors`."""
     return [
         {
             "inputs": _described(stored.inputs, f"{kind}.{number}", tensors),

@@ -26,7 +26,6 @@ _KINDS = frozenset({"GRPOTrainer", "RLOOTrainer"})
 
 
 def generates(trainer: Any) -> bool:
-    """Return whether it is such a Trainer."""
     return not _KINDS.isdisjoint(kind.__name__ for kind in type(trainer).__mro__)
 
 

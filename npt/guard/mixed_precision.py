@@ -27,7 +27,6 @@ class LossScale:
         self._quiet = math.inf  # windows since the last one with a refused gradient
 
     def unscale(self) -> None:
-        """Divide `.grad` by the scale."""
         self.scaler.unscale_(self._optimizer)
         self._unscaled = True
 

@@ -195,7 +195,6 @@ class PendingWindow:
 
     @property
     def ran(self) -> list[MicroBatch]:
-        """Its own micro-batches that were not refused before they had gradients."""
         return [micro for micro in self.own if micro.flag is not None]
 
 

@@ -56,7 +56,6 @@ def guarded_parameters(
 
 
 def stepped_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
-    """Return the optimizer's parameters that require a gradient now."""
     return {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
 
@@ -90,7 +89,6 @@ def plain_name(name: str) -> str:
 
 
 def whole(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel, or the model."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 

@@ -116,7 +116,6 @@ def refusal_of(
 def window_refusal(
     window: PendingWindow, names: Sequence[str], scalars: Mapping[str, float]
 ) -> Refusal:
-    """Return why a window was refused as a whole."""
     loss, norm = scalars["loss"], scalars["norm"]
     if math.isfinite(norm) and not scalars["spike"]:
         tensor = window.update.first_bad()

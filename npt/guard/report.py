@@ -174,7 +174,6 @@ class Report(TrainerCallback):
             micro.flag = [*(micro.flag or []), good]  # in nn.DataParallel each on its device
 
     def _look_at_weights(self, model: nn.Module, step: int) -> None:
-        """Look at the weights on their device, and at whether a step changed them."""
         weights = {name: p.detach() for name, p in _trained(model).items()}
         text = "{0} is not finite ({1} of {2} weights): the model is lost; go back to an earlier"
         self._late.append(_finite("weight", step, weights, text + " checkpoint"))

@@ -93,7 +93,6 @@ def _sharded(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that FSDP2 gathers."""
     module: Any = sys.modules.get(FSDP)
     kinds = () if module is None else (module.FSDPModule,)
     return [m for m in model.modules() if isinstance(m, kinds)]
@@ -136,7 +135,6 @@ class Sharding:
 
     @property
     def weighs(self) -> bool:
-        """A backward has multiplied gradients by the weight."""
         return self.trained and self.processes.size > 1
 
     def begin(self, weight: int) -> None:

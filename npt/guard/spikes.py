@@ -47,11 +47,9 @@ class SpikeGuard:
         self.limits = (self._limit(self._losses), self._limit(self._norms))
 
     def remembered(self) -> tuple[list[float], list[float]]:
-        """Return the logarithms of losses and norms that the limits are made of, for `recall`."""
         return list(self._losses), list(self._norms)
 
     def recall(self, losses: Iterable[float], norms: Iterable[float]) -> None:
-        """Continue from what another guard remembered."""
         self._losses, self._norms = deque(losses, maxlen=HISTORY), deque(norms, maxlen=HISTORY)
         self.limits = (self._limit(self._losses), self._limit(self._norms))
 

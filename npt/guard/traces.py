@@ -30,7 +30,6 @@ class Draws:
     _end: Mapping[str, Tensor] | None = None
 
     def begin(self) -> None:
-        """Take the state."""
         self.before = random_state()
         if self._end is None:
             self._start = self.before
@@ -38,18 +37,15 @@ class Draws:
             self._start = None
 
     def drawing(self, ids: Sequence[str], offset: int) -> AbstractContextManager[None]:
-        """Return a context for a micro-batch's forward and backward, which draw as they please."""
         return nullcontext()
 
     def settle(self, keep: Tensor | None) -> None:
-        """Draw again what was drawn since, unless it is kept."""
         # what drew nothing need not wait for the device
         if not equal_states(random_state(), self.before) and (keep is None or not bool(keep)):
             set_random_state(self.before)
         self._end = random_state()
 
     def rewind(self, keep: Tensor | None = None) -> None:
-        """Draw again what the window's micro-batches drew, unless it is kept."""
         if (
             self._start is not None
             and self._end is not None
@@ -60,7 +56,6 @@ class Draws:
         self.forget()
 
     def forget(self) -> None:
-        """Begin another window."""
         self._start = self._end = None
 
 
@@ -101,29 +96,24 @@ class Buffers:
         self._start: list[Tensor | None] | None = None  # of the window
 
     def begin(self) -> None:
-        """Copy them; a language model has a few small ones."""
         now = [held.get(name) for held, name in self._held]
         self._copies = [None if buffer is None else buffer.detach().clone() for buffer in now]
         if self._start is None:
             self._start = self._copies
 
     def settle(self, keep: Tensor | None) -> None:
-        """Put them back to before the micro-batch, unless it is kept."""
         self._restore(self._copies, keep)
 
     def rewind(self, keep: Tensor | None = None) -> None:
-        """Put them back to before the window, unless it is kept."""
         if self._start is not None:
             self._restore(self._start, keep)
         self.forget()
 
     def forget(self) -> None:
-        """Begin another window."""
         self._start = None
 
     @torch.no_grad()
     def _restore(self, copies: Sequence[Tensor | None], keep: Tensor | None) -> None:
-        """Put copies back, unless `keep` is set, which is not read."""
         for (held, name), copy in zip(self._held, copies, strict=True):
             now = held.get(name)
             if copy is None or now is None or now.shape != copy.shape or now.device != copy.device:

@@ -164,7 +164,7 @@ class TrainerMixin(Trainer):
         return loss if losses is None else self._logged_again(losses)
 
     def _taken(self, inputs: Any) -> Any:
-        """Return a micro-batch's inputs, of a Trainer that generates those that it made."""
+        """Return the inputs, of a Trainer that generates those that it made."""
         if self._generations is None:
             return inputs
         taken = self._generations.take(len(self._inputs), inputs, self._counted)

@@ -56,7 +56,6 @@ class Holdings:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, into the same tensors and containers."""
         for container, items in self._containers:
             container.clear()
             (container.update if isinstance(container, dict | set) else container.extend)(items)
@@ -120,7 +119,6 @@ class Update:
     fingerprints: Tensor | None = None
 
     def first_bad(self) -> str:
-        """Return the name of the first tensor that was not finite after the step."""
         assert self.finite is not None
         return self.names[self.finite.tolist().index(False)]
 
@@ -185,7 +183,6 @@ class GuardedUpdate:
         update.holdings = update.snapshot = None
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups, with the names of their parameters."""
         names = {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
         return [
             {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
@@ -198,7 +195,6 @@ class GuardedUpdate:
         return self._snapshot(Holdings([self.optimizer]))
 
     def first_bad(self) -> str | None:
-        """Return the name of the first tensor of the state that is not finite, or None."""
         names, largest = self._largest()
         bad = (~largest.isfinite()).nonzero().flatten().tolist()
         return names[bad[0]] if bad else None

@@ -108,7 +108,6 @@ class Gradients:
         return norms_of([self.present.get(i, none) for i, none in enumerate(self._none)])
 
     def scale(self, factor: float) -> None:
-        """Multiply the micro-batch's gradients."""
         for (gradients,) in alike([*self.present.values()]):
             torch._foreach_mul_(gradients, factor)
 
@@ -144,7 +143,6 @@ class Gradients:
         self.sums, self.sum_views = [], []
 
     def _renew(self) -> None:
-        """Let the sums be zero if they are still a forgotten window's."""
         if self._stale:
             for flat in self.sums:
                 flat.zero_()
@@ -263,7 +261,6 @@ class GradientWindow:
         self._halt = code
 
     def clear(self) -> None:
-        """Forget the open window: its micro-batches have not happened."""
         self.gradients.clear()
         self._open, self.place = PendingWindow(), 0
 
@@ -325,7 +322,6 @@ class GradientWindow:
         return self._read(keep=self._unread())
 
     def flush(self) -> list[Outcome]:
-        """Wait for every committed window; return the results not returned before."""
         return self._read(keep=0)
 
     def resume_at(self, steps: int) -> None:
@@ -335,7 +331,6 @@ class GradientWindow:
         self.known_steps = steps
 
     def _sum_up(self, window: PendingWindow) -> None:
-        """Divide, check and clip the window's gradient: all on the device."""
         home, ran, gradients = self._home, window.ran, self.gradients
         losses = norms = reports = torch.zeros(0, device=home)
         flags = losses.bool()

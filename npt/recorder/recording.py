@@ -59,7 +59,6 @@ class Recording:
             self._recorder = Recorder(model, valid=valid).__enter__()
 
     def finish(self, micro_batch: int = 0) -> None:
-        """Take the hooks off, and write the record of a step that was started."""
         recorder = self.stop()
         if recorder is None:
             return
@@ -71,7 +70,6 @@ class Recording:
             self.say(f"recorded step {self._step} {where}: {worst(record)}")
 
     def stop(self) -> Recorder | None:
-        """Take the hooks off, if any are on; return what put them there."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.__exit__()
@@ -88,7 +86,6 @@ class Recording:
         return path
 
     def draw(self) -> None:
-        """Draw the run's records, if any."""
         if not self._files:
             return
         last, gaps = len(self._files) - 1, PICTURED - 1 - len(self._bad)

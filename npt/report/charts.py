@@ -57,7 +57,6 @@ class Chart:
 
 
 def _with_style(drawn: str) -> str:
-    """Return matplotlib's SVG in pixels and in the page's font."""
     opening, end, rest = drawn[drawn.index("<svg") :].partition(">")
     opening = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', opening)
     style = "<style>text{font-family:system-ui,sans-serif!important}</style>"

@@ -54,7 +54,6 @@ def token_view(passages: Passages) -> dict[str, Any] | None:
 def _text(
     title: str, measured: Mapping[str, Any], change: np.ndarray, high: float
 ) -> dict[str, Any]:
-    """Return a text, coloured by [T, L] changes on a scale from 0 to `high`."""
     finite = np.isfinite(change)
     sums = np.where(finite, change, 0).sum(axis=1)
     means = np.where(finite.any(axis=1), sums / np.maximum(finite.sum(axis=1), 1), np.nan)

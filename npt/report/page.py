@@ -106,7 +106,6 @@ def _causes(record: RunRecord) -> dict[Path, str]:
 
 
 def _events(record: RunRecord) -> list[tuple[str, str, str, str]]:
-    """Return the last events but refusals, which are next to the loss."""
     events = [event for event in record.events if event["event"] != "refusal"]
     return [
         (_clock(e.get("time")), "" if e["step"] is None else str(e["step"]), e["event"], _words(e))
@@ -115,7 +114,6 @@ def _events(record: RunRecord) -> list[tuple[str, str, str, str]]:
 
 
 def _words(event: Event) -> str:
-    """Return an event's details in a line."""
     message, error = event.get("message"), event.get("error")
     if event["event"] == "evaluation":
         student = event.get("unquantized") or event["student"]

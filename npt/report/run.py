@@ -76,12 +76,10 @@ class RunRecord:
 
     @property
     def layers(self) -> list[int]:
-        """The indices of the layers that have an NMSE in `metrics.jsonl`, ascending."""
         return sorted(int(match[1]) for key in self.columns if (match := _LAYER.fullmatch(key)))
 
     @property
     def step(self) -> int:
-        """The last step on record."""
         made = [event["step"] for event in self.events if event["event"] in _MADE]
         done = [_count(event.get("steps")) for event in self.of("done")]
         return max((step for step in (*self.steps[-1:], *made, *done) if step), default=0)
@@ -190,7 +188,6 @@ class RunRecord:
 
 
 def _count(value: Any) -> int | None:
-    """Return a step of a JSON file; None for anything else."""
     return value if type(value) is int and 0 <= value < 2**53 else None
 
 
@@ -205,5 +202,4 @@ def _step_folders(folder: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step that a folder is named for."""
     return int(folder.name.removeprefix("step-").partition(".")[0])

@@ -77,7 +77,6 @@ def as_number(values: Mapping[str, Any], key: str) -> float:
 
 
 def figure(values: Mapping[str, Any], key: str) -> str:
-    """Return one of a model's figures with its standard error."""
     value, error = as_number(values, key), as_number(values, f"{key}_se")
     if key in FIGURES and math.isfinite(value):
         return FIGURES[key].write(value, error)
@@ -85,7 +84,6 @@ def figure(values: Mapping[str, Any], key: str) -> str:
 
 
 def flat(value: Any) -> str:
-    """Return a value of a JSON file on one line."""
     if isinstance(value, str):
         return value
     shown = json.dumps(value, ensure_ascii=False).replace('"', "")

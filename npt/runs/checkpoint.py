@@ -121,7 +121,6 @@ class Checkpoint:
 
     @property
     def position(self) -> Position:
-        """Position in the run's data."""
         return Position.from_dict(self.record["position"])
 
     @property
@@ -303,7 +302,6 @@ def _is_count(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in lists and objects, at any depth."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _leaves(item)

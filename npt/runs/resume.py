@@ -58,7 +58,6 @@ class RunOrigin:
 
     @property
     def step(self) -> int:
-        """The steps that the resumed run has made."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     @property
@@ -166,7 +165,6 @@ def changed_settings(
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON gives them back."""
     return {name: _listed(value) for name, value in settings.items()}
 
 

@@ -77,11 +77,9 @@ class RunFolder:
             }
 
     def write(self, name: str, value: Any) -> None:
-        """Write a JSON file below the folder, atomically."""
         write_json(self.path / name, value)
 
     def metrics(self, values: dict[str, Any]) -> None:
-        """Write one line of `metrics.jsonl`."""
         self._write(METRICS, values)
 
     def event(self, event: str, /, **details: Any) -> None:
@@ -215,7 +213,6 @@ def _locked(path: Path) -> int:
 
 
 def _cut_log(path: Path, last_step: int | None) -> None:
-    """Remove the lines of later steps, and one that was only half written."""
     if not path.is_file():
         return
     lines = []

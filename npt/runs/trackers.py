@@ -108,7 +108,6 @@ class Trackers:
 
     @property
     def run_id(self) -> str | None:
-        """The run's id in Weights & Biases."""
         return self._trackers["wandb"].tracker.id if "wandb" in self._trackers else None
 
     def describe(self, values: Mapping[str, Any]) -> None:
@@ -129,7 +128,6 @@ class Trackers:
         self._tell(**dict.fromkeys(self._trackers, lambda tracker: tracker.log(numbers, step=step)))
 
     def alert(self, title: str, text: str) -> None:
-        """Send an alert through Weights & Biases."""
         self._tell(wandb=lambda x: x.tracker.alert(title=title, text=text, level="ERROR"))
 
     def files(self, record: Mapping[str, Any]) -> None:
@@ -137,7 +135,6 @@ class Trackers:
         self._tell(wandb=lambda tracker: _log_files(tracker.tracker, self.folder, record))
 
     def close(self, status: int = 0) -> None:
-        """Close all, once, with the run's exit status."""
         self._tell(
             wandb=lambda tracker: tracker.tracker.finish(exit_code=status),
             tensorboard=lambda tracker: tracker.finish(),

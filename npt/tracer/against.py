@@ -134,14 +134,12 @@ class PassRecord:
         return ", ".join(alone)
 
     def save(self, path: Path) -> None:
-        """Write the results as safetensors."""
         tensors = {str(i): value.contiguous() for i, value in enumerate(self.values.values())}
         metadata = {"npt_trace": json.dumps([*self.values]), "end": self.end}
         write_bytes(path, safetensors.torch.save(tensors, metadata))
 
     @staticmethod
     def load(path: Path) -> PassRecord:
-        """Read what `save` wrote."""
         with opened(path, ConfigError) as stored:
             metadata = stored.metadata() or {}
             if "npt_trace" not in metadata:
@@ -341,7 +339,6 @@ class PassComparison:
         return None
 
     def _states(self, module: str) -> str:
-        """Say which weights and buffers of a module differ."""
         text, theirs = "", _state(self.other, module)
         for name, tensor in _state(self.model, module).items():
             other = theirs.get(name, tensor)

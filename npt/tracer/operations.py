@@ -144,7 +144,6 @@ class TorchCall:
 
 
 def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchCall:
-    """Return the call of an operation that torch is about to run."""
     node = torch._C._current_autograd_node()
     # an operator of functions, such as flex_attention
     if not isinstance(func, torch._ops.OpOverload):

@@ -160,6 +160,5 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
 
 
 def _writes(model: nn.Module) -> dict[str, int]:
-    """Return how often each parameter was written to."""
     counted = ((n, p) for n, p in model.named_parameters() if not (is_lazy(p) or p.is_inference()))
     return {name: parameter._version for name, parameter in counted}

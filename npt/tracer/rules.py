@@ -59,7 +59,6 @@ class Reason(NamedTuple):
 
 
 def explain(origin: Origin) -> Reason:
-    """Return the cause of an origin's bad number."""
     if origin.external is not None:
         return _external(origin, origin.external)
     for operations, rule in _RULES:

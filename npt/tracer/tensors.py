@@ -43,7 +43,6 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return `float32`, without torch's prefix."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -124,7 +123,6 @@ def absmax(tensor: Tensor) -> float:
 
 
 def count(tensor: Tensor) -> tuple[int, int]:
-    """Return the number of NaN and of infinities."""
     values = numbers(tensor)
     if values is None:
         return 0, 0

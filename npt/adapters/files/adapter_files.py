@@ -333,7 +333,6 @@ def check_replaceable(folder: Path) -> None:
 
 
 def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
-    """Return a saved adapter's configuration, and the record that holds it."""
     path = folder / CONFIG_NAME
     require_file(path, "name a folder that npt.save_adapter wrote", AdapterFileError)
     record = read_json(path, AdapterFileError)

@@ -96,6 +96,5 @@ def _entry(path: Path, entry: Any) -> tuple[list[Product], dict[str, Any]]:
 
 
 def _names(number: int, product: Product) -> tuple[str, str]:
-    """Return the names of an update's scale and bias."""
     stem = f"updates.{number}.layers.{product[0]}.{product[1]}"
     return f"{stem}.scale", f"{stem}.bias"

@@ -133,7 +133,6 @@ def _biases(file: GGUFFile) -> dict[str, bool]:
 
 
 def _rope(file: GGUFFile) -> dict[str, Any]:
-    """Return transformers' parameters of rotary embeddings."""
     name = file.architecture
     theta = _decimal(file.get(f"{name}.rope.freq_base", float, 10000.0))
     kind = file.get(f"{name}.rope.scaling.type", str, "none")

@@ -159,8 +159,6 @@ def _sentencepiece(
 def _ends(
     file: GGUFFile, special: dict[str, str], vocabulary: dict[str, int], bos: bool
 ) -> processors.TemplateProcessing:
-    """Return what adds BOS and EOS to a text, as the file says."""
-
     def added(name: str, default: bool) -> list[str]:
         add = file.get(f"tokenizer.ggml.add_{name}_token", bool, default)
         return [special[f"{name}_token"]] if add and f"{name}_token" in special else []

@@ -137,7 +137,6 @@ def collect(
 
 
 def _record(tokenizer: Any, c: Comparison) -> dict[str, Any]:
-    """Return the record of a prompt at which the student differs."""
     assert c.position is not None
     prompt, at = c.prompt.input_ids, c.figures[c.position]
     return {

@@ -168,7 +168,6 @@ def _trained(trainer: Trainer) -> Row:
 
 
 def _course(metrics: Path) -> Row:
-    """Return the course of the loss and of the gradient's norm, from a run's metrics."""
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     steps = [json.loads(line) for line in lines]
     losses = [step["loss"] for step in steps if step.get("loss") is not None]

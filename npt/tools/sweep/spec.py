@@ -239,7 +239,6 @@ def _trial(
 
 
 def _name(where: str, written: Any) -> str:
-    """Return the name of a part or an arm, which a cell of the table can hold."""
     name = str(written)
     if ";" in name or not name.strip() or not name.isprintable():
         raise ConfigError(
@@ -281,7 +280,6 @@ def _by_flag(where: str, value: Any) -> dict[str, Any]:
 
 
 def _values(where: str, name: str, value: Any) -> list[Any]:
-    """Return a list of values of one setting, none twice."""
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where}: {name} is {value!r}; write a list of values")
     values = [_settings(where, {name: entry})[name] for entry in value]
@@ -291,7 +289,6 @@ def _values(where: str, name: str, value: Any) -> list[Any]:
 
 
 def _draws(where: str, value: Any) -> list[dict[str, Any]]:
-    """Return the random points; the same ones for the same seed."""
     written = _mapping(where, value, ("count", "seed", "over"))
     count, seed = written.get("count"), written.get("seed", 0)
     over = _by_flag(f"{where}: over", written.get("over"))
