@@ -2,8 +2,6 @@
 normal case.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
@@ -267,7 +265,7 @@ def load_model(llama_folder: Path) -> LoadModel:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(loading.EMBEDDED_FOLDER / file, llama_folder / file)
 
-    def read(quantization: str | None, **arguments: Any) -> LlamaForCausalLM:
+    def read(quantization: str | None, **arguments: Any) -> "LlamaForCausalLM":
         return npt.load_base(
             str(llama_folder), quantization=quantization, device="cpu", **arguments
         )[0]
@@ -275,14 +273,14 @@ def load_model(llama_folder: Path) -> LoadModel:
     # now, before any test has anything patched
     loaded = {quantization: read(quantization) for quantization in (*QUANT_TYPES, None)}
 
-    def load(quantization: str | None = "nf4", **arguments: Any) -> LlamaForCausalLM:
+    def load(quantization: str | None = "nf4", **arguments: Any) -> "LlamaForCausalLM":
         return read(quantization, **arguments) if arguments else copied(loaded[quantization])
 
     return load
 
 
 @pytest.fixture
-def batch() -> Batch:
+def batch() -> "Batch":
     """Three rows of 9, 5 and 7 valid tokens, padded on the right to 9."""
     import torch
 

@@ -1,7 +1,5 @@
 """Settings: their values are checked one by one, then together, and each refusal names its flag."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """What comes from outside cannot steer a terminal, and an output that fails ends nothing."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -2,8 +2,6 @@
 that installs them.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

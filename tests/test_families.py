@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import MAKE, VOCAB, WINDOW, save_base
+from students import moved
 from torch import nn
 from torch.testing import assert_close
 
@@ -51,15 +52,7 @@ def model(folder):
     """Converted from layer 1 on, and far from its base."""
     model = load(folder)
     npt.attach(model, CONFIG)
-    shake(model)
-    return model
-
-
-def shake(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return moved(model, 0.3, seed=11)
 
 
 def padded(side: str) -> Batch:
@@ -90,7 +83,7 @@ def test_attach_and_detach_give_the_original_back_bit_for_bit(folder):
     before, classes = npt.base_hash(model), [type(m) for m in model.modules()]
     output = model(batch.input_ids, attention_mask=batch.attention_mask).logits
     npt.attach(model, CONFIG)
-    shake(model)
+    moved(model, 0.3, seed=11)
     assert not torch.equal(
         model(batch.input_ids, attention_mask=batch.attention_mask).logits, output
     )
@@ -113,7 +106,7 @@ def test_a_converted_layer_equals_the_formula_on_the_plain_one(folder):
         layers="all", rank=8, residual=residual, mult_bound=0.7, additive_scale=0.4
     )
     npt.attach(model, config)
-    shake(model)
+    moved(model, 0.3, seed=11)
     given = []
     hooks = [
         layer.register_forward_pre_hook(
@@ -164,12 +157,8 @@ def test_layers_walked_by_hand_equal_the_model_itself(model, side, mode):
     for got, wanted in zip(states, whole.hidden_states, strict=True):
         # default tolerance of fp32, of the largest entry: valid tokens see the same keys, only what
         # is at padding differs
-        assert_close(
-            stream.rows(got),
-            stream.rows(wanted),
-            rtol=1.3e-6,
-            atol=1e-5 * float(wanted.abs().max()),
-        )
+        atol = 1e-5 * float(wanted.abs().max())
+        assert_close(stream.rows(got), stream.rows(wanted), rtol=1.3e-6, atol=atol)
 
 
 @torch.no_grad()
@@ -256,7 +245,7 @@ def test_a_step_gives_every_adapter_the_plain_pass_gradient(family, folder):
     strategy, rows = (("local", "padded"), ("end_to_end", "packed"))[in_turn(family)]
     model = load(folder)
     npt.attach(model, CONFIG)
-    shake(model)
+    moved(model, 0.3, seed=11)
     batch = padded("left") if rows == "padded" else collate(pack(DOCUMENTS, 16), 2)
     before = npt.base_hash(model)
     weight = 0.5 if strategy == "end_to_end" else 0.0

@@ -1,7 +1,5 @@
 """Flags and YAML entries: from the settings' fields, under their own and other names."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The size of the house. It only shrinks: a change that needs more room takes something out."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

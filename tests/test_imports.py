@@ -2,8 +2,6 @@
 its own level or above.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Presets: settings by name that ship with the package, sound, and told apart from files."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import takewhile

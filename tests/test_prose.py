@@ -1,7 +1,5 @@
 """Docstrings say what a function does ("Return") or name a thing, and open with no question."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

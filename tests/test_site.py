@@ -2,8 +2,6 @@
 code. `make docs` builds it, strictly.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import logging

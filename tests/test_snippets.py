@@ -2,8 +2,6 @@
 those of `npt` and in Python run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

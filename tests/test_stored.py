@@ -2,8 +2,6 @@
 line that names it.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from contextlib import nullcontext

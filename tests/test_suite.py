@@ -1,7 +1,5 @@
 """The suite itself: its tiers, and what it asks of an environment."""
 
-from __future__ import annotations
-
 import ast
 import os
 import sys

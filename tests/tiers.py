@@ -3,8 +3,6 @@
 Slow is what carries the marker, what slow.txt lists, and of a test with many cases all but a few.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path

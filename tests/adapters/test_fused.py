@@ -1,7 +1,5 @@
 """The fused forms against the plain ones, and what they keep."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

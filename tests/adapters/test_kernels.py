@@ -1,7 +1,5 @@
 """The Triton kernels, interpreted on the CPU, against the plain form, and compiled for GPUs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+from students import moved
 from torch import nn
 from torch.testing import assert_close
 
@@ -14,19 +15,10 @@ SUBSETS = [s for n in (1, 2, 3, 4) for s in itertools.combinations(TARGETS, n)]
 LAYER = 2
 
 
-def shake(model: nn.Module) -> None:
-    """Every adapter parameter away from its start, so that both terms act with full strength."""
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-
-
 def converted(load_model, quantization: str | None = "nf4", **settings):
     model = load_model(quantization)
     npt.attach(model, npt.NPTConfig(**{"layers": "all", "rank": 8, **settings}))
-    shake(model)
-    return model
+    return moved(model, 0.3)
 
 
 @pytest.fixture(scope="module", params=["nf4", None])
@@ -78,7 +70,7 @@ def test_equals_the_slow_reference_in_every_form(pair, batch, modulation, residu
     )
     npt.attach(model, config)
     try:
-        shake(model)
+        moved(model, 0.3)
         calls = []
         hook = base.model.layers[LAYER].register_forward_pre_hook(
             lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
@@ -196,7 +188,7 @@ def test_whatever_the_decoder_passes_to_a_layer_reaches_its_attention(load_model
 def test_an_fp16_base_runs_with_fp32_adapters(load_model, batch):
     model = load_model(None, use_fp16=True)
     npt.attach(model, npt.NPTConfig(rank=8))
-    shake(model)
+    moved(model, 0.3)
     output = model(batch.input_ids, attention_mask=batch.attention_mask).logits
     assert output.dtype == torch.float16
     output.float().square().mean().backward()

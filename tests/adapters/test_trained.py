@@ -2,8 +2,6 @@
 and how often a weight is unpacked.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import Counter
@@ -12,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from students import moved
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npt
 from npt.adapters import trained
-from npt.adapters.converted import adapter_parameters, decoder_layers
+from npt.adapters.converted import decoder_layers
 from npt.adapters.trained import is_fusable, trained_output, unfused
 from npt.base.hooks import only_looks
 from npt.base.linear import quantized_linears
@@ -51,11 +50,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 def student(load_model: Any, form: NPTConfig = FORMS[0], quantization: str | None = "nf4") -> Any:
     model = load_model(quantization)
     npt.attach(model, form)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.2)
 
 
 def run(layer: Any, regularised: bool = True, teach: bool = False, graph: bool = False) -> list:

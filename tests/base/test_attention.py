@@ -5,8 +5,6 @@ A substitute takes the memory-efficient kernel's place: plain products on the CP
 arguments and layouts of torch's operators, which are checked. tests/gpu has the kernel itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -2,8 +2,6 @@
 as the audit finds it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

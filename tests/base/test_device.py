@@ -1,7 +1,5 @@
 """The default device: a GPU if the machine has one."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Whose hooks only look, which forwards were replaced, and hooks around another computation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -2,8 +2,6 @@
 is another one.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -2,8 +2,6 @@
 bit, and what is wrong with their files is refused in the same words.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """RMSNorm in one kernel: where it is taken, its values, and what stays as it was."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

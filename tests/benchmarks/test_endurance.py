@@ -1,7 +1,5 @@
 """A short form of the campaign of `crash.py`: kills at random instants, flipped bits."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

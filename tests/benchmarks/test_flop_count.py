@@ -1,7 +1,5 @@
 """Counted arithmetic: packed products, products in place, attention and its backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -2,8 +2,6 @@
 do; cheap sections for real.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import time

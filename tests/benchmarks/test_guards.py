@@ -1,7 +1,5 @@
 """The cost of the guard is measured on loops that do the same."""
 
-from __future__ import annotations
-
 import torch
 
 import guards

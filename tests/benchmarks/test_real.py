@@ -1,7 +1,5 @@
 """The benchmark on a real language model, on the embedded one: documents, rows and their file."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The speed benchmark: what it runs, counts and prints, not how fast anything is."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

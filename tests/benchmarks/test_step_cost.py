@@ -1,7 +1,5 @@
 """What a training step asks of a GPU: the rule of the count, and the budget of an 8B shape."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`npt.calibrate`: attention cut to the directions that matter, or nothing changed."""
 
-from __future__ import annotations
-
 import functools
 import io
 import itertools

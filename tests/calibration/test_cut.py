@@ -1,7 +1,5 @@
 """The cut of one layer: no other of its rank costs less, and at R = D nothing is cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The devices that a calibration keeps its matrices on, and the host where they do not fit."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

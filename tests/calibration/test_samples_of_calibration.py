@@ -1,7 +1,5 @@
 """The text of a calibration: drawn from all that is read."""
 
-from __future__ import annotations
-
 from itertools import count
 
 from npt.calibration.samples import READ_AHEAD, read_samples

@@ -2,8 +2,6 @@
 on disk afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The flags that change how a run's products are computed, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

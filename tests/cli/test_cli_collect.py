@@ -1,7 +1,5 @@
 """`npt collect` as a user runs it, and a run on what it wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """What a run does where its flags are silent."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """`npt evaluate` as a user runs it, with measurements only if they are asked for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 the page of what was written.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

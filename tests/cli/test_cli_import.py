@@ -1,7 +1,5 @@
 """`npt import`, and a GGUF file as --model_name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -2,8 +2,6 @@
 own dtype: every verb loads the base as he did.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

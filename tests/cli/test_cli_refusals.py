@@ -1,7 +1,5 @@
 """What is refused: one line on standard error that names it, a status, and nothing on disk."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 JSON output.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

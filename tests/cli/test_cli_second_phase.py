@@ -1,7 +1,5 @@
 """`npt pretrain --adapter`: another run that begins from a saved adapter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

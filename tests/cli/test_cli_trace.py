@@ -1,7 +1,5 @@
 """`npt trace`: exit status, one line on standard error, and the text and JSON output."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The program itself: as a module, its threads, and the scripts of shells."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil

@@ -2,8 +2,6 @@
 of merged tables, whose missing columns and keys are null.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

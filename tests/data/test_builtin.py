@@ -45,8 +45,7 @@ def test_one_file_in_twenty_is_held_out():
 
 def test_the_splits_are_disjoint_and_together_all_the_source(library):
     train, heldout = paths("train", library), paths("heldout", library)
-    assert train
-    assert heldout
+    assert train and heldout
     expected = {f"module{number:02}.py" for number in range(40)} | {
         f"json/inner{number:02}.py" for number in range(20)
     }

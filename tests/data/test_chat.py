@@ -2,8 +2,6 @@
 held-out documents on every day.
 """
 
-from __future__ import annotations
-
 import json
 from datetime import datetime, timedelta
 from typing import Any

@@ -2,8 +2,6 @@
 none becomes a target.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st

@@ -2,8 +2,6 @@
 what is left out.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

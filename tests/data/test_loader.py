@@ -2,8 +2,6 @@
 ahead and leaves no thread.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -49,7 +47,7 @@ class Stream:
 
 
 class SkippingStream(Stream):
-    def skip(self, count: int) -> SkippingStream:
+    def skip(self, count: int) -> "SkippingStream":
         return SkippingStream(self.records[count:])
 
 
@@ -89,45 +87,33 @@ def content(loaded: tuple[Batch, Position]) -> tuple[Any, ...]:
     return position, batch.sample_ids, documents, *tensors
 
 
+OPTIONS = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 5),
+        "epochs": st.integers(1, 3),
+        "replay_share": st.sampled_from([0.0, 0.2, 0.6]),
+        "packing": st.booleans(),
+        "num_samples": st.none() | st.integers(1, 50),
+    }
+)
+
+
 class TestPosition:
     @SHARED
     @given(
         count=st.integers(4, 60),
         kind=st.sampled_from(sorted(KINDS)),
-        batch_size=st.integers(1, 5),
-        epochs=st.integers(1, 3),
-        packing=st.booleans(),
-        num_samples=st.none() | st.integers(1, 50),
-        share=st.sampled_from([0.0, 0.2, 0.6]),
         replayed=st.integers(4, 20),
         replay_kind=st.sampled_from(sorted(KINDS)),
         where=st.floats(0, 1),
+        options=OPTIONS,
     )
     def test_from_any_position_on_the_rest_is_the_same(
-        self,
-        tokenizer,
-        count,
-        kind,
-        batch_size,
-        epochs,
-        packing,
-        num_samples,
-        share,
-        replayed,
-        replay_kind,
-        where,
+        self, tokenizer, count, kind, replayed, replay_kind, where, options
     ):
         def anew() -> Loader:
-            return make_loader(
-                tokenizer,
-                KINDS[kind](records(count)),
-                KINDS[replay_kind](records(replayed, "p")) if share else None,
-                batch_size=batch_size,
-                epochs=epochs,
-                replay_share=share,
-                packing=packing,
-                num_samples=num_samples,
-            )
+            replay = KINDS[replay_kind](records(replayed, "p"))
+            return make_loader(tokenizer, KINDS[kind](records(count)), replay, **options)
 
         whole = [content(loaded) for loaded in anew().batches()]
         assert whole
@@ -183,25 +169,8 @@ class TestBatches:
         assert all(sorted(ids) == expected for ids in found.values())
 
     @SHARED
-    @given(
-        count=st.integers(4, 40),
-        batch_size=st.integers(1, 5),
-        epochs=st.integers(1, 3),
-        share=st.sampled_from([0.0, 0.3]),
-        packing=st.booleans(),
-        num_samples=st.none() | st.integers(1, 30),
-        limit=st.integers(1, 30),
-    )
-    def test_they_are_counted_before_they_are_made(
-        self, tokenizer, count, batch_size, epochs, share, packing, num_samples, limit
-    ):
-        options = {
-            "batch_size": batch_size,
-            "epochs": epochs,
-            "replay_share": share,
-            "packing": packing,
-            "num_samples": num_samples,
-        }
+    @given(count=st.integers(4, 40), limit=st.integers(1, 30), options=OPTIONS)
+    def test_they_are_counted_before_they_are_made(self, tokenizer, count, limit, options):
         loader = make_loader(tokenizer, records(count), records(9, "p"), **options)
         made = sum(1 for _ in loader.batches())
         assert loader.count() == made

@@ -1,7 +1,5 @@
 """Packing: every token once, in rows that fit, with documents that know where they begin."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

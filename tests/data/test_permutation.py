@@ -1,7 +1,5 @@
 """The seeded order: a permutation, a fair one, and the same one for ever."""
 
-from __future__ import annotations
-
 import math
 from itertools import islice
 

@@ -2,8 +2,6 @@
 like.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from npt.base.load import load_tokenizer

@@ -1,7 +1,5 @@
 """Local files: every format, whole and streamed, what is broken in them, and what they cost."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -166,12 +164,8 @@ class TestLines:
             records = read_sequence(
                 [write(tmp_path / f"data{suffix}", [f"text {i}" for i in range(50)])]
             )
-            assert [records[i]["text"] for i in (49, 0, 17, 17)] == [
-                "text 49",
-                "text 0",
-                "text 17",
-                "text 17",
-            ]
+            order = (49, 0, 17, 17)
+            assert [records[i]["text"] for i in order] == [f"text {i}" for i in order]
             with pytest.raises(IndexError):
                 records[50]
 
@@ -235,31 +229,41 @@ class TestBroken:
         assert both_refuse(path).startswith(", line 2: not UTF-8 (")
 
     @pytest.mark.parametrize(
-        ("content", "message"),
+        ("suffix", "content", "message"),
         [
-            ('[{"text": "a"},\n {"text" "b"}]', ", line 2, column 10: not JSON (Expecting ':'"),
-            ('{"text": "a"}', ' holds a dict; it must be a list of objects like {"text": ...}'),
-            ('{"text": "a"}\n{"text": "b"}\n', ", line 2, column 1: not JSON (Extra data); mend"),
-            ('"text"', " holds a str"),
-            ('[{"text": "a"}, ["b"]]', ", entry 1: a list, not an object"),
-            ("[" * 100_000, ": not JSON ("),
+            (
+                "json",
+                '[{"text": "a"},\n {"text" "b"}]',
+                ", line 2, column 10: not JSON (Expecting ':'",
+            ),
+            (
+                "json",
+                '{"text": "a"}',
+                ' holds a dict; it must be a list of objects like {"text": ...}',
+            ),
+            (
+                "json",
+                '{"text": "a"}\n{"text": "b"}\n',
+                ", line 2, column 1: not JSON (Extra data); mend",
+            ),
+            ("json", '"text"', " holds a str"),
+            ("json", '[{"text": "a"}, ["b"]]', ", entry 1: a list, not an object"),
+            ("json", "[" * 100_000, ": not JSON ("),
+            (
+                "csv",
+                "text,n\na,1\nb,2,3\n",
+                ", line 3: 3 fields, but the header names 2; put a field",
+            ),
+            (
+                "csv",
+                'text\n"a\nb"\n"open\nc\n',
+                ", line 4: not CSV (unexpected end of data); mend it",
+            ),
+            ("csv", 'text\n"a" b\n', ", line 2: not CSV ("),
         ],
     )
-    def test_a_broken_json_file_is_named_with_its_place(self, tmp_path, content, message):
-        path = tmp_path / "data.json"
-        path.write_text(content)
-        assert both_refuse(path).startswith(message)
-
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            ("text,n\na,1\nb,2,3\n", ", line 3: 3 fields, but the header names 2; put a field"),
-            ('text\n"a\nb"\n"open\nc\n', ", line 4: not CSV (unexpected end of data); mend it"),
-            ('text\n"a" b\n', ", line 2: not CSV ("),
-        ],
-    )
-    def test_a_broken_csv_row_is_named_with_its_line(self, tmp_path, content, message):
-        path = tmp_path / "data.csv"
+    def test_a_broken_file_is_named_with_its_place(self, tmp_path, suffix, content, message):
+        path = tmp_path / f"data.{suffix}"
         path.write_text(content)
         assert both_refuse(path).startswith(message)
 

@@ -1,7 +1,5 @@
 """Which form a record has, and what is counted of one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Readers are added from outside the package, as docs/extend/data-reader.md says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The public names of `npt.diagnostics`: all there, and none of them loaded before it is used."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

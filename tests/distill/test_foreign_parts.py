@@ -2,13 +2,12 @@
 is of the model's own forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from students import moved
 from torch import Tensor
 
 import npt
@@ -33,10 +32,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 def student(model: Any, form: NPTConfig = FORMS[0]) -> Any:
     npt.attach(model, form)
-    with torch.no_grad():
-        for seed, parameter in enumerate(adapter_parameters(model).values()):
-            parameter.copy_(0.2 * normal(seed, *parameter.shape))
-    return model
+    return moved(model, 0.2)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 recorded or traced.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from resumed_runs import Runs, at, events, records, strict
+from students import moved
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -41,11 +40,7 @@ def student(load_model: Any, form: NPTConfig, **arguments: Any) -> Any:
     """The random Llama with its adapters moved away from the start (M of 0, a tiny B)."""
     model = load_model(**arguments)
     npt.attach(model, form)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.2)
 
 
 def both(**settings: Any) -> tuple[TrainConfig, TrainConfig]:

@@ -2,8 +2,6 @@
 and must not notice.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

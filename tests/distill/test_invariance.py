@@ -3,8 +3,6 @@
 Through the strategies as they are, on a 4-bit base. A token that is real does matter.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from students import moved
 from torch import Tensor, nn
 
 import npt
@@ -68,11 +67,7 @@ def student(load_model: Any) -> nn.Module:
     """Away from the start, where M = 0 and B is tiny and half of the maths would go untested."""
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.2)
 
 
 @pytest.fixture(params=CONFIGS)

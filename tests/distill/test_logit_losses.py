@@ -2,8 +2,6 @@
 head.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 change their results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from students import moved
 from torch import Tensor, nn
 
 import npt
@@ -71,14 +70,6 @@ def config_for(name: str, kl: float = 0.0, **own: Any) -> TrainConfig:
         regularization_lambda=0.3,
         **{"logit_kl_weight": kl if name == "end_to_end" else 0.0, **own},
     )
-
-
-def move_adapters(model: nn.Module) -> None:
-    """Away from the start, where M = 0 and B is tiny and half of the maths would go untested."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
 def run(
@@ -311,7 +302,7 @@ def test_losses_and_gradients_equal_the_plain_reference(
 ) -> None:
     base, model = load_model(quantization), load_model(quantization)
     npt.attach(model, form)
-    move_adapters(model)
+    moved(model, 0.2)
     config = config_for(name, kl)
     result = run(model, batch, config)
     assert float(result[0].nmse) > 1e-3  # a comparison of two zeros would show nothing
@@ -322,7 +313,7 @@ def test_losses_and_gradients_equal_the_plain_reference(
 def test_every_loss_and_weight_equals_the_plain_reference(load_model, batch, name, own) -> None:
     base, model = load_model(), load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    move_adapters(model)
+    moved(model, 0.2)
     config = config_for(name, **own)
     result = run(model, batch, config)
     assert float(result[0].loss) > 1e-3 and (float(result[0].logit) > 1e-3) == bool(
@@ -348,7 +339,7 @@ def test_a_teacher_of_its_own_teaches_what_it_computes(
         for parameter in teacher.parameters():
             parameter.mul_(1.01)
     npt.attach(model, NPTConfig(rank=4, layers="1,3", residual=residual))
-    move_adapters(model)
+    moved(model, 0.2)
     config = config_for(name, **own)
     result = run(model, batch, config, teacher)
     assert float(result[0].nmse) > 1e-3
@@ -365,8 +356,7 @@ def student(load_model) -> nn.Module:
     """
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    move_adapters(model)
-    return model
+    return moved(model, 0.2)
 
 
 def samples(seed: int, lengths: list[int]) -> list[Sample]:
@@ -434,7 +424,7 @@ def test_adapters_get_gradients_and_frozen_tensors_keep_every_bit(
     before = load_model(quantization).state_dict()
     model = load_model(quantization)
     npt.attach(model, form)
-    move_adapters(model)
+    moved(model, 0.2)
     _, gradients = run(model, batch, config_for(name))
     optimizer = torch.optim.AdamW(adapter_parameters(model).values(), lr=0.1)
     optimizer.step()
@@ -455,7 +445,7 @@ def test_adapters_get_gradients_and_frozen_tensors_keep_every_bit(
 def test_gradients_leave_the_layer_end_to_end_only(load_model, batch, name) -> None:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    move_adapters(model)
+    moved(model, 0.2)
     _, before = run(model, batch, config_for(name))
     with torch.no_grad():
         model.model.layers[3].npt.B["down"].mul_(3)

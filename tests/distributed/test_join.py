@@ -1,7 +1,5 @@
 """Who joins a run, and which device each process computes on."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

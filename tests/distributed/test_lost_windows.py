@@ -1,7 +1,5 @@
 """What is left of the windows that were under way when another process was lost: nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

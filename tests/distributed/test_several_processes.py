@@ -2,8 +2,6 @@
 one of them cannot continue.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The closed-form start over several processes is that of one, or nothing is changed on any."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report says of a data set what training would find in it."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Plans: shapes, and formulas that are within 15% of what is measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

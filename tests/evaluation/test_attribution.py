@@ -2,8 +2,6 @@
 its kept outputs.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from students import enlarge, moved, random_samples

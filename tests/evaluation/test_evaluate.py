@@ -1,7 +1,5 @@
 """`evaluate` against hand computation on the plain model, and that it leaves the model alone."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

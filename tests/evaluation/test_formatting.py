@@ -1,7 +1,5 @@
 """How a figure is written: one unit, wherever it is read."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

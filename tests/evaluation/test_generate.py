@@ -1,7 +1,5 @@
 """Text after a prompt: the most likely tokens, and the text behind the prompt."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -2,8 +2,6 @@
 greedy texts part, and what is said of those that do not.
 """
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """lm-evaluation-harness on views of one model: its scores are those of the views' own logits."""
 
-from __future__ import annotations
-
 import json
 import math
 

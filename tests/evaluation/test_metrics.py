@@ -1,7 +1,5 @@
 """Figures and their standard errors."""
 
-from __future__ import annotations
-
 import math
 
 import hypothesis.strategies as st

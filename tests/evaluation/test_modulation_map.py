@@ -1,7 +1,5 @@
 """The modulation along a text, against the model's own passes and the terms of each token."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fidelity table says all it was given, each column under its name."""
 
-from __future__ import annotations
-
 import io
 import math
 import re
@@ -20,19 +18,10 @@ def some(seed: int, se: float = 0.0625) -> Figures:
     return Figures(12345, *(part for value in values for part in (value, se)))
 
 
+_KEYS = ("nmse_floor", "nmse_student", "free_running_floor", "free_running_student")
 LAYERS = {
-    1: {
-        "nmse_floor": 0.5,
-        "nmse_student": 0.125,
-        "free_running_floor": 0.625,
-        "free_running_student": 0.1875,
-    },
-    12: {
-        "nmse_floor": 0.25,
-        "nmse_student": 0.0625,
-        "free_running_floor": 0.75,
-        "free_running_student": 0.3125,
-    },
+    1: dict(zip(_KEYS, (0.5, 0.125, 0.625, 0.1875), strict=True)),
+    12: dict(zip(_KEYS, (0.25, 0.0625, 0.75, 0.3125), strict=True)),
 }
 DIVERGENCE = Divergence(20, 64, 12, 1200, 31.25, 2.5)
 

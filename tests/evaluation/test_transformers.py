@@ -2,8 +2,6 @@
 anew for every token.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Views: teacher and student at once, out of one model that stays as it was."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Each head is held to the token that it looks ahead to, and to nothing else."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Extensions as docs/extend prints them: registered from outside the package, then used."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

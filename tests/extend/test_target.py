@@ -1,7 +1,5 @@
 """A target of one's own, as docs/extend/target.md prints it: applied to a copy of the package."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -2,8 +2,6 @@
 cries wolf does not.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

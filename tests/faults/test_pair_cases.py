@@ -1,7 +1,5 @@
 """Faults on one of two processes, in trainers of other people."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Faults in other people's trainers: judged by an unguarded run that never saw them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -2,8 +2,6 @@
 wrong verdict does not pass.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import json

@@ -2,8 +2,6 @@
 one line that names it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -16,6 +14,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from resumed_runs import entry
 from safetensors.torch import load_file, save_file
 
 from npt.data.batch import Sample, collate
@@ -171,20 +170,6 @@ def test_a_record_that_is_larger_than_any_is_not_read(bundle) -> None:
     with (bundle / RECORD).open("r+b") as file:
         file.truncate((64 << 20) + 1)
     assert "more than" in refused(bundle)
-
-
-def entry(*path: Any) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
-    """`entry("a", "b")(value)` sets said["a"]["b"]."""
-
-    def to(value: Any) -> Callable[[dict[str, Any]], None]:
-        def change(said: dict[str, Any]) -> None:
-            for key in path[:-1]:
-                said = said[key]
-            said[path[-1]] = value
-
-        return change
-
-    return to
 
 
 STUDENT, FIRST = "student", ("micro_batches", 0)

@@ -2,8 +2,6 @@
 the state.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 """Clean runs of other people's trainers are what they were without a guard, bit for bit: the
 examples of debug/compare_trainers.py."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """A guard changes nothing of a Trainer's clean run: whatever its model, batches and losses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

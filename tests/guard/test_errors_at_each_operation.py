@@ -1,7 +1,5 @@
 """An error at any operation of a guard's step: as if the window had never been."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,7 +1,5 @@
 """A callback sees the gradients before a step that it sees in a plain Trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

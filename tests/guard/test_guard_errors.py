@@ -1,7 +1,5 @@
 """Errors that leave a guard's step: the window has not happened, and the next one is whole."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

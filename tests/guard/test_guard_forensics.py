@@ -1,7 +1,5 @@
 """The guilty operation of a refused micro-batch is named, and naming it leaves no trace."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

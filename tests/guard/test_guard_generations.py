@@ -1,7 +1,5 @@
 """TRL's Trainers that generate under a guard: a refused slice of a generation leaves no trace."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

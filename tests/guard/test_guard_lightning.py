@@ -1,7 +1,5 @@
 """Lightning's manual optimisation under a guard; skipped if Lightning is not installed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

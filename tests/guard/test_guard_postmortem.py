@@ -1,7 +1,5 @@
 """A guarded run that gives up leaves all that is needed to look at it elsewhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two processes under one guard: a fault on one of them is refused by both, and leaves no trace."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

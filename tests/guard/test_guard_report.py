@@ -1,7 +1,5 @@
 """`Report` changes nothing, and says what a Trainer loses and does not say."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any

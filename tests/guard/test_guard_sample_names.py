@@ -1,7 +1,5 @@
 """A refusal under a Trainer names the rows of the data set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A guard over FSDP2, two processes: the layers are sharded, the trained parameters too or not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

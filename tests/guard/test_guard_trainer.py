@@ -1,7 +1,5 @@
 """transformers' Trainer under a guard equals, bit for bit, one that never saw the bad rows."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import wraps

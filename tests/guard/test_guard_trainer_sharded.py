@@ -1,7 +1,5 @@
 """transformers' Trainer over FSDP2, two processes: what one refuses, the other never saw."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

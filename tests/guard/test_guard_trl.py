@@ -1,7 +1,5 @@
 """TRL's trainers under a guard, as `test_guard_trainer.py`; skipped if TRL is not installed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

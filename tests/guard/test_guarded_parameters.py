@@ -1,7 +1,5 @@
 """Which parameters a guard steps, and what it makes of their gradients."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

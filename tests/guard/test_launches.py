@@ -1,7 +1,5 @@
 """What a guarded step adds to the launches of a plain one, counted on a simulated card."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from unittest import mock

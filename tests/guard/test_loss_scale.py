@@ -1,7 +1,5 @@
 """The scale of fp16 losses under a guard: what lowers it, what does not, and what it costs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A guard that is given its rates and draws: outcomes in lists, late ones too, and no trace."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a Trainer logs of rows that were refused: nothing."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

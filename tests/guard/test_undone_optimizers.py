@@ -1,7 +1,5 @@
 """A step that is taken back leaves nothing in the optimizer, wherever the optimizer keeps it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -2,8 +2,6 @@
 complaints.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -96,7 +94,7 @@ class Browser:
         os.close(self._write)
         self._profile.cleanup()
 
-    def __enter__(self) -> Browser:
+    def __enter__(self) -> "Browser":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Arguments of a command line as one writes them, and adapters to name in them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

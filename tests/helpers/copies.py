@@ -2,8 +2,6 @@
 ten times as long.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tiny random model of every family, saved as a base: what the parity tests and others load."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 other, without the seconds that imports take.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """transformers' Trainer under FSDP2 on CPUs, where accelerate has FSDP for accelerators alone."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A small training loop, guarded and plain, whose micro-batches may have faults."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence

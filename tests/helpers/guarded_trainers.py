@@ -1,7 +1,5 @@
 """Small runs of transformers' Trainer, guarded or not, on rows of which some have faults."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ and sums up, and `cat` takes 128 tensors a launch. A second pass of a large redu
 product, and kernels of compiled functions are not counted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

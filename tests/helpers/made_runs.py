@@ -1,7 +1,5 @@
 """Run folders as runs leave them, made of plain files, and a reader of the pages about them."""
 
-from __future__ import annotations
-
 import json
 import math
 from html.parser import HTMLParser

@@ -2,8 +2,6 @@
 goes in and comes out as plain values.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import itertools

@@ -2,8 +2,6 @@
 not.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -126,7 +124,7 @@ class Runs:
         """The run in a process of its own; its exit status, negative for a signal that ended it."""
         return status_of(lambda: self.run(folder, act, **changed).exit_status)
 
-    def outcome(self, folder: str) -> Outcome:
+    def outcome(self, folder: str) -> "Outcome":
         return outcome(self.place / folder)
 
 
@@ -164,7 +162,7 @@ class Outcome:
     fidelity: dict[str, Any] | None
     best: dict[str, torch.Tensor]
 
-    def assert_equal_but_passes(self, other: Outcome) -> None:
+    def assert_equal_but_passes(self, other: "Outcome") -> None:
         """Bit for bit, but for what is remembered of how many samples were too many at once, and
         for figures, which are rounded by it.
         """
@@ -175,7 +173,7 @@ class Outcome:
         )
         mine.assert_equal(theirs)
 
-    def assert_equal(self, other: Outcome) -> None:
+    def assert_equal(self, other: "Outcome") -> None:
         """Bit for bit."""
         assert self.tensors.keys() == other.tensors.keys()
         for name, tensor in self.tensors.items():
@@ -230,3 +228,17 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def checkpoint_names(folder: Path) -> list[str]:
     return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+def entry(*path: Any) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
+    """`entry("a", "b")(value)` sets said["a"]["b"]."""
+
+    def to(value: Any) -> Callable[[dict[str, Any]], None]:
+        def change(said: dict[str, Any]) -> None:
+            for key in path[:-1]:
+                said = said[key]
+            said[path[-1]] = value
+
+        return change
+
+    return to

@@ -2,8 +2,6 @@
 rounded otherwise.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,8 +2,6 @@
 converted, and byte-level ones.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from typing import Any

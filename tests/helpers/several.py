@@ -8,8 +8,6 @@ The key-value store lies in the test's own process, as it lies in the launcher's
 process that dies.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

@@ -2,8 +2,6 @@
 in and comes out as plain values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -14,8 +14,6 @@ Underneath, the tensors are on torch's `meta` device, for which autograd needs n
 are the CPU's: nothing is said about CUDA's rounding, speed or memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -153,7 +151,7 @@ class Simulated(Tensor):
     held: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor, index: int) -> Simulated:
+    def __new__(cls, held: Tensor, index: int) -> "Simulated":
         made = Tensor._make_wrapper_subclass(
             cls,
             held.shape,
@@ -503,7 +501,7 @@ class _Autocast(contextlib.ContextDecorator):
     def __init__(self, dtype: torch.dtype | None = None, enabled: bool = True, **_: Any):
         self._next = (dtype or torch.float16) if enabled else None
 
-    def __enter__(self) -> _Autocast:
+    def __enter__(self) -> "_Autocast":
         self._before, _running().autocast = _running().autocast, self._next
         return self
 
@@ -570,7 +568,7 @@ class _Event:
         _running().ask()
         _running().arrive(self._copies)
 
-    def elapsed_time(self, other: _Event) -> float:
+    def elapsed_time(self, other: "_Event") -> float:
         return 0.0
 
     def wait(self, stream: Any = None) -> None: ...

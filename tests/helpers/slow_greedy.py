@@ -1,7 +1,5 @@
 """Greedy decoding as it is defined, which every faster way is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 plain values.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import random

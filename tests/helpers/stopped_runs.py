@@ -1,7 +1,5 @@
 """Runs that are stopped by a fault, and the bundles they leave."""
 
-from __future__ import annotations
-
 import functools
 import io
 import shutil

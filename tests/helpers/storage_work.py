@@ -2,8 +2,6 @@
 model.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -5,8 +5,6 @@ of kernels and its pointers. The stub below them reads and writes the memory tha
 with the arithmetic of the CPU's kernels, and notes the names.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import sys

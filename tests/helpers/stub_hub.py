@@ -2,8 +2,6 @@
 and download ask for.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

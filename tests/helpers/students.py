@@ -1,7 +1,5 @@
 """Students of the embedded model and batches of every kind for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A student on the random Llama whose modulation is large enough to see, and tokens for it."""
 
-from __future__ import annotations
-
 from students import moved
 
 import npt

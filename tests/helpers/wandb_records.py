@@ -2,8 +2,6 @@
 upload.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import time

@@ -1,7 +1,5 @@
 """Gradient windows over a test's own parameters, and micro-batches made by a function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The notebooks run from beginning to end, and what is committed of them can be read anywhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The part of the recorder that draws, replaced by one that notes what it is given."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

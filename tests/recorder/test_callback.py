@@ -2,8 +2,6 @@
 training is the same.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """The picture of recorded tensor health and its page: what is drawn, and what a page may not do."""
 
-from __future__ import annotations
-
 import io
 import math
 from dataclasses import replace

@@ -2,8 +2,6 @@
 overflows, then gradients.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The recorder: what it sees, that it changes nothing, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from students import moved
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -64,11 +63,7 @@ def student(load_model: Callable[..., nn.Module], **config: Any) -> nn.Module:
     npt.attach(
         model, NPTConfig(**{"rank": 4, "layers": "1,3", "targets": tuple(PRODUCTS), **config})
     )
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.2)
 
 
 class Block(nn.Module):

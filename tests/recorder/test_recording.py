@@ -1,7 +1,5 @@
 """Which steps are recorded, and where their records go."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

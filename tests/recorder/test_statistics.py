@@ -1,7 +1,5 @@
 """The statistics of a tensor: equal to a slow fp64 reference, whatever is in it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

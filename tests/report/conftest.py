@@ -1,7 +1,5 @@
 """A browser for the tests that look at pages, and charts for those that look into them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

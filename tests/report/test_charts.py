@@ -2,8 +2,6 @@
 its frame, whatever it is drawn of.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import xml.etree.ElementTree as ET

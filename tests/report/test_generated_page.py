@@ -1,7 +1,5 @@
 """The page of a text's modulation: every token can be seen, has a colour, and is escaped."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -2,8 +2,6 @@
 readable at every width.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

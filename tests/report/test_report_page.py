@@ -1,7 +1,5 @@
 """The page about a run: what it says, with and without all files, and what it may never do."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

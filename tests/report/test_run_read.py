@@ -1,7 +1,5 @@
 """Reading the files of a run: half lines, repeated steps, what was undone; and values as words."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 of one that is refused is used.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_runs import Runs, records, strict
+from resumed_runs import Runs, entry, records, strict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -267,20 +265,6 @@ def test_one_of_another_version_is_refused_and_not_passed_over(run) -> None:
         CheckpointError, match=r"step-00000003/state\.json is of format 2, this version reads 1"
     ):
         newest_good(run)
-
-
-def entry(*path: str) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
-    """`entry("a", "b")(value)` sets record["a"]["b"]."""
-
-    def to(value: Any) -> Callable[[dict[str, Any]], None]:
-        def change(record: dict[str, Any]) -> None:
-            for key in path[:-1]:
-                record = record[key]
-            record[path[-1]] = value
-
-        return change
-
-    return to
 
 
 RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

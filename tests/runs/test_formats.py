@@ -3,8 +3,6 @@
 `tests/assets/before/README.md` says how they were made.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -2,8 +2,6 @@
 checkpoint, and says so.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

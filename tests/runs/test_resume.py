@@ -2,8 +2,6 @@
 what cannot be taken up is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

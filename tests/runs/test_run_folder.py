@@ -2,8 +2,6 @@
 exists, and folders in use.
 """
 
-from __future__ import annotations
-
 import math
 import resource
 import shutil

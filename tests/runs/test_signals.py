@@ -2,8 +2,6 @@
 be taken up from exactly.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

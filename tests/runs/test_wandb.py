@@ -2,8 +2,6 @@
 it is told.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Cards of other generations are refused or warned of when a model is loaded, in one line."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

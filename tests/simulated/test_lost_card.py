@@ -2,8 +2,6 @@
 for more, and bitsandbytes, whose C code would end the process, is not called any more.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

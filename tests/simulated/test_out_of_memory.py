@@ -1,7 +1,5 @@
 """No memory at any allocation of a step: the step is made or it is not, and the next one is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The simulated card itself: what fails on a card fails there."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

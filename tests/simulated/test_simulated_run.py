@@ -1,7 +1,5 @@
 """A run, an evaluation and generation on a simulated card."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

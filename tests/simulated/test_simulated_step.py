@@ -1,7 +1,5 @@
 """The whole step on a simulated card: strategies, batches of every kind, refusals, late flags."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy

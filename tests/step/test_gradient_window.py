@@ -2,8 +2,6 @@
 clipped and applied.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from students import moved as with_noise
 from torch import Tensor, nn
 from windows import add_filled, window_over
 
@@ -422,11 +421,7 @@ def test_tensors_of_two_dtypes_make_one_step() -> None:
 def student(load_model: Callable[..., nn.Module]) -> nn.Module:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return with_noise(model, 0.1)
 
 
 def eight_samples(equal: bool) -> list[Sample]:

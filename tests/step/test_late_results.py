@@ -2,11 +2,10 @@
 decides nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +41,7 @@ class Device:
 
     slow: list[int]
     waits: int = 0
-    events: list[Event] = field(default_factory=list)
+    events: list["Event"] = field(default_factory=list)
 
     def send(self, window: Any) -> None:
         send_record(window)
@@ -97,26 +96,10 @@ def run(
             results += new
         in_flight, waited = transaction.in_flight, device.waits
         results += transaction.flush()
-    told = [
-        (
-            r.index,
-            r.applied,
-            r.steps,
-            r.rate,
-            r.loss,
-            r.grad_norm,
-            [str(refusal) for refusal in r.refused],
-        )
-        for r in results
-    ]
-    return (
-        {n: p.detach().clone() for n, p in parameters.items()},
-        told,
-        came,
-        kept,
-        waited,
-        in_flight,
-    )
+    said = attrgetter("index", "applied", "steps", "rate", "loss", "grad_norm")
+    told = [(*said(r), [str(refusal) for refusal in r.refused]) for r in results]
+    weights = {n: p.detach().clone() for n, p in parameters.items()}
+    return weights, told, came, kept, waited, in_flight
 
 
 def test_nothing_is_waited_for_while_few_windows_are_in_flight():

@@ -2,8 +2,6 @@
 training's draws as they would have been.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -1,7 +1,5 @@
 """The learning-rate factor."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The spike guard: what it calls a spike, and what cannot move its limits."""
 
-from __future__ import annotations
-
 import math
 
 import hypothesis.strategies as st

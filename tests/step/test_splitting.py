@@ -2,8 +2,6 @@
 again with smaller ones.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import random

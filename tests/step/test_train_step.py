@@ -1,7 +1,5 @@
 """One window in the loop: what a process does that runs out of memory, or fails, in its middle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

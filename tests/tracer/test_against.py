@@ -1,7 +1,5 @@
 """`trace(against=)`: planted partings are found at their operation, and rounding is none."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

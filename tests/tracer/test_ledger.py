@@ -2,8 +2,6 @@
 the way.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A mask that leaves a valid token without keys is named in every form that masks take."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

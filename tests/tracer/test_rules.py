@@ -2,8 +2,6 @@
 one.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 none.
 """
 
-from __future__ import annotations
-
 import sys
 
 import hypothesis.strategies as st

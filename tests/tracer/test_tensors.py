@@ -2,8 +2,6 @@
 found by every view, ends when it is overwritten, and does not outlive it.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math

@@ -2,8 +2,6 @@
 afterwards.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import math

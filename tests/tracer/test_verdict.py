@@ -2,8 +2,6 @@
 for every number.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

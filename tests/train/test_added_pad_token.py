@@ -1,7 +1,5 @@
 """Any pad token will do: padding is never looked up."""
 
-from __future__ import annotations
-
 import npt
 
 

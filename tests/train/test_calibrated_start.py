@@ -2,8 +2,6 @@
 evaluation.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import random

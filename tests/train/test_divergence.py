@@ -1,7 +1,5 @@
 """A run that is finite and ruined says so: when it is evaluated, at its end, and on its page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Chosen steps of a run are recorded: what is written and said, and that the run is the same."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -1,7 +1,5 @@
 """A run whose samples are all left out of its evaluation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 the student's says of attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from families import VOCAB, WINDOW, save_base
+from students import moved
 from torch import Tensor
 
 import npt
-from npt.adapters.converted import adapter_parameters, decoder_layers, npt_layers
+from npt.adapters.converted import decoder_layers, npt_layers
 from npt.adapters.stream import model_inputs
 from npt.base.attention import SDPA
 from npt.config import TrainConfig
@@ -85,10 +84,7 @@ def made_pair(folder: Path, attention: str, change: Change) -> tuple[Any, Any]:
     model, _ = npt.load_base(str(folder), quantization="nf4", device="cpu")
     model.set_attn_implementation(attention)
     npt.attach(model, npt.NPTConfig(layers="1,3", rank=4, residual="keep"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    moved(model, 0.2)
     teacher = npt.load_teacher(str(folder), "fp32", device="cpu")
     change(teacher)
     return model, teacher

@@ -1,7 +1,5 @@
 """What a run says: one plain line per logged step."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

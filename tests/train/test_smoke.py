@@ -1,7 +1,5 @@
 """The smoke test: what it lets pass, what it stops, and that it leaves no trace."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs with a teacher of its own, and bases that are not trained on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

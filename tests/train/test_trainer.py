@@ -1,7 +1,5 @@
 """The trainer: a run's files, its results, the faults that it survives and those that stop it."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

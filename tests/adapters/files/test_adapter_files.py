@@ -7,6 +7,7 @@ import torch
 from rounded import round_otherwise
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from students import moved
 
 import npt
 from npt.adapters.converted import adapter_parameters, attached_config, is_attached
@@ -23,11 +24,7 @@ SOME_TENSOR = "base_model.model.model.layers.1.npt.B.gate"
 def student(load_model, config: npt.NPTConfig = CONFIG, seed: int = 0):
     model = load_model()
     npt.attach(model, config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 1.0, seed)
 
 
 def values(model) -> dict[str, torch.Tensor]:

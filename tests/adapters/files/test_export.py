@@ -2,8 +2,6 @@
 adapter can have.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -20,6 +18,7 @@ import torch
 from families import MAKE, save_base
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from students import moved
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.utils import logging as transformers_logging
@@ -74,11 +73,7 @@ def student(
         str(base), quantization=quantization, device="cpu", **(loaded or {})
     )
     npt.attach(model, npt.NPTConfig(**{"rank": 3, **form}), seed=4)
-    with torch.no_grad():
-        for seed, parameter in enumerate(adapter_parameters(model).values()):
-            parameter.copy_(
-                0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-            )
+    moved(model, 0.2)
     return model, tokenizer
 
 

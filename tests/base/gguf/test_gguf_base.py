@@ -1,7 +1,5 @@
 """GGUF files as bases: the numbers, the configuration, and what is loaded from them as usual."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

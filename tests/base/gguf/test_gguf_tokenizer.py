@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files, compared with those that they were written from."""
 
-from __future__ import annotations
-
 import pytest
 from gguf_files import TEMPLATE, made_model, vocabulary, write_gguf
 from sentencepieces import BOS, PREFIXING

@@ -1,7 +1,5 @@
 """What is collected is what a slow look at every token finds, and can be trained on exactly."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -2,7 +2,8 @@ import math
 
 import pytest
 import torch
-from students import moved, random_samples
+from students import random_samples
+from token_students import student
 
 import npt
 from npt.data.batch import Sample
@@ -25,9 +26,7 @@ def samples(count: int, seed: int) -> list[Sample]:
 
 @pytest.fixture
 def model(load_model):
-    model = load_model()
-    npt.attach(model, npt.NPTConfig(layers="1-2", rank=8, additive_scale=0.4))
-    return moved(model, 0.3, seed=0)
+    return student(load_model)
 
 
 @pytest.fixture

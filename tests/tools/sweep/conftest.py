@@ -1,7 +1,5 @@
 """A study's trials on the random Llama, with a file of tokens to train on."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

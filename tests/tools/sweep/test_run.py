@@ -2,8 +2,6 @@
 fail is told from the others.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

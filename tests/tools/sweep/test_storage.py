@@ -2,8 +2,6 @@
 killed, none repeated.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The table: one row for each trial, in the design's order."""
 
-from __future__ import annotations
-
 import csv
 from typing import Any
 

@@ -2,8 +2,6 @@
 it ends.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
