@@ -218,15 +218,15 @@ def test_a_run_that_gives_up_saves_the_step_of_its_weights(late_runs, monkeypatc
 
 def test_an_error_between_late_results_loses_none_of_them(late_runs, monkeypatch):
     runs, made = late_runs([0, 2, 0, 0, 0, 0])
-    log, seen = loop_module.Loop._log, []
+    after_step, seen = loop_module.Loop._after_step, []
 
-    def failing(loop: Any, metrics: dict[str, Any]) -> None:
+    def failing(loop: Any, outcome: Any) -> None:
         seen.append(loop)
-        log(loop, metrics)
-        if metrics["step"] == 2:
+        after_step(loop, outcome)
+        if loop.steps == 2:
             raise ZeroDivisionError
 
-    monkeypatch.setattr(loop_module.Loop, "_log", failing)
+    monkeypatch.setattr(loop_module.Loop, "_after_step", failing)
     with pytest.raises(ZeroDivisionError):
         runs.run("run")
     assert seen[0].steps == made[0].applied_steps == 5
