@@ -9,6 +9,7 @@ gradients of gate and up. Half a minute.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -65,6 +66,7 @@ def compiled(kernel: str, rank: int, architecture: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     rows = [
         {
             "kernel": kernel,

@@ -213,7 +213,8 @@ class Workload:
         attention = 2 * (d + s.query_width + s.key_width) + s.heads
         attention += s.heads * self.length if self.eager else 0
         compared, down = config.hidden_weight > 0, "down" in targets
-        added = (1 + 2 * compared + down) * d + max(ranks.values())
+        # Rows are views of states where none is padded; a padded batch copies them.
+        added = (2 * compared + down) * d + max(ranks.values())
         # Each term of the modulation takes a block of rows (npt/adapters/trained.py). Another form
         # than the default and a base that computes in 16 bit are run operation by operation.
         size = FP32 if self.quantization else self.stored.itemsize

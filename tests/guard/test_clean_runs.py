@@ -45,11 +45,12 @@ def adds_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loses_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    def point(gradients: Gradients, views: list[torch.Tensor]) -> None:
-        for parameter, view in zip(gradients.parameters, views, strict=True):
+    def expose(gradients: Gradients, unreached: Any = ()) -> None:
+        gradients._renew()
+        for parameter, view in zip(gradients.parameters, gradients.sum_views, strict=True):
             parameter.grad = view
 
-    monkeypatch.setattr(Gradients, "_point", point)
+    monkeypatch.setattr(Gradients, "expose", expose)
 
 
 @pytest.mark.parametrize(
