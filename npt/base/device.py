@@ -41,8 +41,8 @@ def check_card(device: torch.device, *, bf16: bool = False, tf32: bool = False) 
     if codes and not any(code <= (major, minor) for code in runs):
         raise ConfigError(
             f"torch {torch.__version__} has no kernels for {card}, only {compiled}; install one"
-            " that has (before 7.5 that for CUDA 12.6: pip install torch --index-url"
-            f" https://download.pytorch.org/whl/cu126), or set {VARIABLE}=cpu"
+            " that has (before 7.5 that for CUDA 12.6, from torch's index whl/cu126), or set"
+            f" {VARIABLE}=cpu"
         )
     if bf16 and major < 8:
         warnings.warn(f"{card} emulates bf16: right but slow; compute in fp32", stacklevel=3)
