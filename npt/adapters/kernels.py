@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from npt.base.precision import tf32_allowed
+
 if TYPE_CHECKING:
     from npt.adapters.trained import LowRank
 
@@ -48,6 +50,24 @@ def _plus(a, b):
 @triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _tile(z, count, width, low_width, rank, RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Rows and columns of a program's tile, which of it is there, where it lies among the products
+    and in the room, and its rows' codes if kernels multiply.
+    """
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    within = (rows < count)[:, None] & (columns < width)[None, :]
+    at = rows[:, None] * width + columns[None, :]
+    low_at = rows[:, None] * low_width + columns[None, :]
+    code = z
+    if RANK:
+        ranks = tl.arange(0, RANK)
+        known = (rows < count)[:, None] & (ranks < rank)[None, :]
+        code = tl.load(z + rows[:, None] * rank + ranks[None, :], mask=known, other=0.0)
+    return rows, columns, within, at, low_at, code
 
 
 @triton.jit
@@ -89,16 +109,7 @@ def _forward(
     With `taught`, the teacher's up, `out` holds the teacher's gate before, and `taught` the
     teacher's product after.
     """
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
-    within = (rows < count)[:, None] & (columns < width)[None, :]
-    at = rows[:, None] * width + columns[None, :]
-    low_at = rows[:, None] * low_width + columns[None, :]
-    code = z
-    if RANK:
-        ranks = tl.arange(0, RANK)
-        known = (rows < count)[:, None] & (ranks < rank)[None, :]
-        code = tl.load(z + rows[:, None] * rank + ranks[None, :], mask=known, other=0.0)
+    rows, columns, within, at, low_at, code = _tile(z, count, width, low_width, rank, RANK, BM, BN)
     y = tl.load(gate + at, mask=within, other=0.0)
     moved, c, s = _modulated(
         y, mult, add, code, low_at, within, columns, width, rank, alpha, slope, RANK
@@ -143,16 +154,7 @@ def _backward(
     RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gate, up, M z and B z, where wanted; the latter may overwrite those."""
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
-    within = (rows < count)[:, None] & (columns < width)[None, :]
-    at = rows[:, None] * width + columns[None, :]
-    low_at = rows[:, None] * low_width + columns[None, :]
-    code = z
-    if RANK:
-        ranks = tl.arange(0, RANK)
-        known = (rows < count)[:, None] & (ranks < rank)[None, :]
-        code = tl.load(z + rows[:, None] * rank + ranks[None, :], mask=known, other=0.0)
+    rows, columns, within, at, low_at, code = _tile(z, count, width, low_width, rank, RANK, BM, BN)
     of_out = tl.load(grad + at, mask=within, other=0.0)
     weight = 0.0
     if of_energy is not None:
@@ -279,7 +281,7 @@ def _multiplied(low: LowRank) -> int:
     before Ampere, and where fp32 products may not be rounded to TF32.
     """
     rank, z = low.z.shape[-1], low.z
-    if rank > SMALL or torch.backends.cuda.matmul.fp32_precision != "tf32" or torch.version.hip:
+    if rank > SMALL or not tf32_allowed() or torch.version.hip:
         return 0
     able = not z.is_cuda or torch.cuda.get_device_capability(z.device) >= (8, 0)
     return max(16, triton.next_power_of_2(rank)) if able else 0

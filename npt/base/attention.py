@@ -28,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from npt.base.precision import matmul_precision, policy_dtype
+from npt.base.precision import policy_dtype, tf32_allowed
 
 SDPA, EXACT = "npt_sdpa", "npt_sdpa_exact"
 """The names under which transformers knows `sdpa_attention`, and its exact form. They are never
@@ -125,7 +125,7 @@ def _has_backward(query: Tensor, causal: bool) -> bool:
 
 def _takes_fp16(query: Tensor, key: Tensor, causal: bool) -> bool:
     """Return whether TF32 is allowed, and the flash kernel takes such heads here in fp16."""
-    if matmul_precision() == "highest" or torch.compiler.is_compiling():
+    if not tf32_allowed() or torch.compiler.is_compiling():
         return False
     q, k = (torch.empty_like(x, dtype=torch.float16) for x in (query, key))
     parameters = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, causal, True)

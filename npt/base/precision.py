@@ -129,7 +129,12 @@ def matmul_precision() -> str:
     """
     if torch.backends.mkldnn.matmul.fp32_precision == "bf16":  # type: ignore[attr-defined]
         return "medium"
-    return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+    return "high" if tf32_allowed() else "highest"
+
+
+def tf32_allowed() -> bool:
+    """Return whether CUDA may round the operands of fp32 products to TF32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 @contextmanager
