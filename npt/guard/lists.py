@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def alike(first: Sequence[Tensor], *others: Sequence[Tensor]) -> list[list[list[Tensor]]]:
-    """Return lists of tensors in parts in which those of the first are of one device and dtype, for
+def alike(first: Sequence[Tensor], *others: Sequence[Any]) -> list[list[list[Any]]]:
+    """Return lists in parts in which the tensors of the first are of one device and dtype, for
     which torch has operations on whole lists.
     """
     places: dict[tuple[torch.device, torch.dtype], list[int]] = {}

@@ -217,7 +217,8 @@ class Report(TrainerCallback):
         window, self._window = self._window, []  # what is computed now is no part of the step
         finding: Finding | None = None
         for micro in suspects:
-            micro.refusal = Refusal("report", "not finite", [*map(id, window)].index(id(micro)))
+            index = next(i for i, each in enumerate(window) if each is micro)
+            micro.refusal = Refusal("report", "not finite", index)
             self._forensics.left = 1
             with torch.no_grad() if of_deepspeed else nullcontext():
                 self._forensics.trace([micro])

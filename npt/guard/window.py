@@ -497,15 +497,12 @@ def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list
     A view has its parameter's strides, as a gradient of autograd's has: a norm adds in that order.
     """
     shards = [local(p) for p in parameters]
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, p in enumerate(parameters):
-        groups.setdefault((p.device, p.dtype), []).append(i)
     flats: list[Tensor] = []
     views: dict[int, Tensor] = {}
-    for (device, dtype), members in groups.items():
-        sizes = [shards[i].numel() for i in members]
-        flats.append(torch.zeros(sum(sizes), device=device, dtype=dtype))
-        for i, part in zip(members, flats[-1].split(sizes), strict=True):
-            like = torch.empty_like(shards[i], device="meta")
-            views[i] = part.as_strided(like.shape, like.stride(), part.storage_offset())
-    return flats, [views[i] for i in range(len(parameters))]
+    for group, places in alike(shards, range(len(shards))):
+        sizes = [shard.numel() for shard in group]
+        flats.append(torch.zeros(sum(sizes), device=group[0].device, dtype=group[0].dtype))
+        for place, part in zip(places, flats[-1].split(sizes), strict=True):
+            like = torch.empty_like(shards[place], device="meta")
+            views[place] = part.as_strided(like.shape, like.stride(), part.storage_offset())
+    return flats, [views[place] for place in range(len(shards))]
