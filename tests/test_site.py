@@ -20,7 +20,7 @@ import npt.guard
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-LINES, WORDS = 150, 1500
+LINES, WORDS = 140, 1400
 """README's, at most."""
 
 

@@ -249,8 +249,8 @@ def test_the_printed_python_runs(tmp_path, monkeypatch) -> None:
 
     # docs/extend changes tables of the package; tests/extend runs its pages, and undoes that
     pages = [page for page in PAGES if page.parent.name != "extend" and page != WENT_NAN]
-    first, *others = [block for page in pages for block in blocks(page)]
-    run(first)
+    others = [block for page in pages for block in blocks(page)]
+    run(others.pop(next(i for i, block in enumerate(others) if "load_base" in block)))
     ids = names["tokenizer"]("def area(width, height):\n    return", return_tensors="pt")[
         "input_ids"
     ]
