@@ -124,8 +124,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def api_page() -> str:
     lines = ["# Python", "", HEAD, ""]
-    lines += ["`npt.NPTConfig`, `npt.TrainConfig` and `npt.DataConfig` hold the settings. Each field has the"]
-    lines += ["name of its [flag](flags.md#settings), except `rank`, which is `--adapter_rank`.", ""]
+    lines += [
+        "`npt.NPTConfig`, `npt.TrainConfig` and `npt.DataConfig` hold the settings. A field has"
+    ]
+    lines += ["the name of its [flag](flags.md#settings); only `rank` is `--adapter_rank`.", ""]
     for title, (about, names) in API.items():
         lines += [f"## {title}", "", about, ""]
         for name in names:
