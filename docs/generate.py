@@ -30,7 +30,7 @@ HEAD = f"<!-- {COMMAND} writes this page: change the code, not the page. -->"
 
 API: dict[str, tuple[str, tuple[str, ...]]] = {
     "Bases": (
-        "Load a frozen base, and tell which one it is.",
+        "Load a frozen base and identify it.",
         (
             "npt.load_base",
             "npt.load_teacher",
@@ -42,7 +42,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "Adapters": (
-        "Convert layers in place, switch between student and teacher, solve the start.",
+        "Convert layers, switch between student and teacher, compute the closed-form start.",
         (
             "npt.NPTConfig",
             "npt.attach",
@@ -60,7 +60,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         ("npt.Trainer", "npt.TrainConfig", "npt.DataConfig", "npt.TrainResult", "npt.shard_base"),
     ),
     "Measuring": (
-        "How near the student is to its teacher, and each of the two as a model of its own.",
+        "Compare the student with its teacher, or use either as a model.",
         (
             "npt.evaluate",
             "npt.Fidelity",
@@ -71,7 +71,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "Files": (
-        "Save, load and hand on adapters.",
+        "Save, load, publish and export adapters.",
         (
             "npt.save_adapter",
             "npt.load_adapter",
@@ -81,7 +81,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "Editing": (
-        "Move a token's modulation, or make it permanent.",
+        "Transplant a token's modulation, or write it into the base.",
         (
             "npt.transplant",
             "npt.transplanted",
@@ -92,15 +92,15 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "Faults": (
-        "Find the operation that made the first bad number.",
+        "Find the operation that made a NaN or Inf.",
         ("npt.trace", "npt.Verdict", "npt.NPTError", "npt.TooManyRefusalsError"),
     ),
     "npt.guard": (
-        "The step that no NaN poisons, for any training loop. It needs torch alone.",
+        "The safe step for any training loop.",
         tuple(f"npt.guard.{name}" for name in npt.guard.__all__),
     ),
     "npt.diagnostics": (
-        "Record every tensor of a step.",
+        "Record every tensor of chosen steps.",
         tuple(f"npt.diagnostics.{name}" for name in npt.diagnostics.__all__),
     ),
 }
@@ -124,8 +124,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def api_page() -> str:
     lines = ["# Python", "", HEAD, ""]
-    lines += ["Settings are fields of three classes, which [flags](flags.md#settings) are made of."]
-    lines += ["A field is called as its flag; `rank` is `--adapter_rank`.", ""]
+    lines += [
+        "`npt.NPTConfig`, `npt.TrainConfig` and `npt.DataConfig` hold the settings. A field has"
+    ]
+    lines += ["the name of its [flag](flags.md#settings); only `rank` is `--adapter_rank`.", ""]
     for title, (about, names) in API.items():
         lines += [f"## {title}", "", about, ""]
         for name in names:
