@@ -1,16 +1,16 @@
 #!/usr/bin/env python
-"""Multi-token prediction: extra heads on a frozen 4-bit base, each of which looks one token further
+"""Train multi-token prediction heads on a frozen 4-bit base, under npt.guard
 (Gloeckle et al., "Better & faster large language models via multi-token prediction", 2024).
 
     python examples/multi_token_prediction.py [--heads 3] [--steps 20]
 
 The base predicts the token at t + 1. Head k, from 0, reads the base's last hidden state at t and
-predicts the token at t + 2 + k; it is a residual linear layer before the base's own lm_head. The
-heads are trained through NPT's safe step: a micro-batch that is not finite leaves no trace. A
-target that is padding, ignored, past its row's end or in another document is never counted. The
-script prints every head's loss per predicted token, in nats.
+predicts the token at t + 2 + k. It is a residual linear layer before the base's own lm_head. The
+guard skips a micro-batch that is not finite. Targets that are padding, ignored, past the end of
+their row or in another document do not count. The script prints each head's loss per predicted
+token, in nats.
 
-Shapes: B batch, T time, D hidden, V vocabulary, N tokens that are predicted, K heads.
+Shapes: B batch, T time, D hidden, V vocabulary, N predicted tokens, K heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # works without installing
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class Head(nn.Module):
         super().__init__()
         self.residual = nn.Linear(width, width, bias=False)
         nn.init.zeros_(self.residual.weight)
-        self._lm_head = (lm_head,)  # in a tuple: it is the base's, not a part of this module
+        self._lm_head = (lm_head,)  # in a tuple: not a submodule, the base owns it
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self._lm_head[0](hidden + self.residual(hidden))
@@ -54,15 +54,15 @@ class Head(nn.Module):
 def prediction_losses(
     hidden: Tensor, batch: Batch, heads: Sequence[nn.Module], vocab_size: int
 ) -> list[tuple[Tensor, int]]:
-    """Return each head's (sum, count) of the cross-entropy with the token it looks ahead to.
+    """Return each head's cross-entropy with its target tokens, as (sum, count).
 
-    Positions that count are gathered first, so a NaN at any other reaches neither value nor
-    gradient. Logits exist for a chunk of them at a time.
+    Only positions that count are read, so a NaN elsewhere reaches neither loss nor gradient. Logits
+    are computed in chunks.
 
     Args:
         hidden: [B, T, D].
         batch: labels, mask and positions, [B, T].
-        heads: modules from [N, D] to [N, V].
+        heads: modules that map [N, D] to [N, V].
         vocab_size: V.
     """
     sums = []
@@ -79,7 +79,7 @@ def prediction_losses(
 def forward_backward(
     model: PreTrainedModel, heads: nn.ModuleList, batch: Batch
 ) -> tuple[Tensor, int, Tensor]:
-    """Add the heads' gradients of one micro-batch to `.grad`; return loss, tokens and report."""
+    """Add the gradients of one micro-batch to `.grad`; return loss, token count and report."""
     with torch.no_grad():
         hidden = model.model(**model_inputs(model, batch), use_cache=False).last_hidden_state
     per_head = prediction_losses(hidden, batch, list(heads), model.config.vocab_size)
@@ -91,7 +91,7 @@ def forward_backward(
 
 
 def text(tokenizer: object) -> Iterator[Batch]:
-    """Yield batches of built-in text: whole pieces of LENGTH tokens and shorter ones, padded."""
+    """Yield batches of built-in text, cut to at most LENGTH tokens and padded."""
     data = npt.DataConfig(max_length=LENGTH)
     samples = Samples(open_source(data), tokenizer, data, seed=0)
     pieces = iter(samples.epoch(0))
@@ -100,7 +100,7 @@ def text(tokenizer: object) -> Iterator[Batch]:
 
 
 def train(count: int, steps: int) -> list[list[float]]:
-    """Train `count` heads; return, for each step, every head's mean loss per predicted token."""
+    """Train `count` heads; return each head's mean loss per predicted token, for every step."""
     torch.manual_seed(0)
     model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
     heads = nn.ModuleList(Head(model.lm_head, model.config.hidden_size) for _ in range(count))
@@ -123,10 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--heads", type=int, default=3, metavar="INT", help="how many (default: 3)")
-    parser.add_argument("--steps", type=int, default=20, metavar="INT", help="default: 20")
+    parser.add_argument("--heads", type=int, default=3, metavar="INT", help="heads (default: 3)")
+    parser.add_argument("--steps", type=int, default=20, metavar="INT", help="steps (default: 20)")
     given = parser.parse_args(argv)
-    torch.set_num_threads(1)  # at this size the fastest
+    torch.set_num_threads(1)  # fastest at this size
     print("step  " + "  ".join(f"t + {k + 2}".rjust(7) for k in range(given.heads)))
     for step, losses in enumerate(train(given.heads, given.steps), start=1):
         print(f"{step:4}  " + "  ".join(f"{loss:7.4f}" for loss in losses))

@@ -321,7 +321,7 @@ def test_the_page_on_nan_ends_with_the_guilty_operation(tmp_path, monkeypatch, c
     assert "vanishing norm" in said and "div in model.embed_tokens" in said
     model.load_state_dict(saved)  # its head trains the padding's embedding too
     with pytest.raises(TooManyRefusalsError):
-        exec(guarded.replace("tokenizer))", "tokenizer), max_refused=1)"), names)
+        exec(guarded.replace("data))", "data), max_refused=1)"), names)
     (folder,) = (tmp_path / "trained" / "postmortem").iterdir()
     exec(read.replace("step-00000000", folder.name), names)
     assert "div in model.embed_tokens" in capsys.readouterr().out
