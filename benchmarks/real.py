@@ -86,23 +86,17 @@ NEAR = {**LOGITS, "learning_rate": 5e-5, "max_steps": 300}
 
 ROWS = {
     "nf4": Row("NF4 against the 16-bit model"),
-    "floor": Row("upper half without attention, nothing in its place"),
-    "start": Row("upper half, D/4 on average, the start alone", form=STREAM),
-    "best": Row("upper half, D/4 on average, trained", form=STREAM, training=NEAR),
+    "floor": Row("upper half without attention"),
+    "start": Row("closed-form start, D/4", form=STREAM),
+    "best": Row("the same, trained", form=STREAM, training=NEAR),
     "best-small": Row(
-        "upper half, D/16 on average, trained",
-        divisor=16,
-        form=STREAM,
-        training={**NEAR, "learning_rate": 3e-4},
+        "D/16, trained", divisor=16, form=STREAM, training={**NEAR, "learning_rate": 3e-4}
     ),
     "all-but-first": Row(
-        "all layers but the first, D/4 on average, trained",
-        layers="1-{last}",
-        form=STREAM,
-        training=NEAR,
+        "all layers but the first, D/4, trained", layers="1-{last}", form=STREAM, training=NEAR
     ),
     "original": Row(
-        "upper half, the first form: gate alone, half sigmoid, random start, layer by layer",
+        "gate alone, half sigmoid, random start, `local`",
         divisor=2,
         form=ORIGINAL,
         training={"learning_rate": 5e-5, "max_steps": 600, "batch_size": 2},

@@ -146,7 +146,7 @@ def test_each_of_the_three_calls_without_a_gpu(part, tmp_path, capsys):
         figures = {section["number"]: section["figures"] for section in sections}
         assert 0 < figures[3]["Linear4bit error, highest"] < 2e-5
         assert 1e-3 < figures[3]["product error, bf16"] < 4e-3
-        assert "| 256 x 256 | 1 | highest |" in (tmp_path / "out" / "gpu_check.md").read_text()
+        assert "| 256x256 | 1 | " in (tmp_path / "out" / "gpu_check.md").read_text()
 
 
 def test_an_hour_in_small_leaves_its_rows_stage_by_stage(tmp_path, capsys, monkeypatch):
