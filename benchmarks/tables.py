@@ -126,8 +126,7 @@ def kernels(figures: Json) -> str:
         "M z and B z": lambda row: f"rank ≤ {row['rank']}" if row["rank"] else "torch",
     }
     columns |= {
-        f"sm_{architecture} ({card})": partial(cell, architecture)
-        for architecture, card in figures["cards"].items()
+        card: partial(cell, architecture) for architecture, card in figures["cards"].items()
     }
     rows = {(row["kernel"], row["rank"]): row for row in figures["kernels"]}
     return f"{table(columns, rows.values(), words=2)}\nTriton {figures['triton']}.\n"
@@ -218,7 +217,7 @@ def real(figures: Json) -> str:
 
     columns: dict[str, Cell] = {
         "row": "`{name}`",
-        "converted": "{about}",
+        "student": "{about}",
         "parameters": optional("parameters", ","),
         "minutes": optional("minutes", ".1f"),
         "start, passes": optional("start_passes", ".1f"),
