@@ -1,10 +1,10 @@
-"""Compile the Triton kernels (npt/adapters/kernels.py) for GPUs of several generations, without
-one: registers of a thread, and bytes that it spills to memory.
+"""Compile the Triton kernels for several generations of GPUs, without a GPU.
 
     python benchmarks/compile_kernels.py > benchmarks/results/kernels.json
 
-Each kernel has all that it may be given: both products, M and B, energy, the teacher's product, the
-gradients of gate and up. Half a minute.
+Prints the registers of a thread and the bytes that it spills to memory. The kernels
+(npt/adapters/kernels.py) are compiled with every optional part: both products, M and B, energy, the
+teacher's product, and the gradients of gate and up. Takes half a minute.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from npt.adapters.kernels import SMALL, TILES
 
 ARCHITECTURES = {75: "T4", 80: "A100", 90: "H100", 100: "B200", 120: "RTX 50"}
 TF32 = 80
-"""The first architecture that has it; on earlier ones torch multiplies."""
+"""The first architecture with TF32. Before it, torch computes M z and B z."""
 
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)")
 
 
 def cases(architecture: int) -> Iterator[tuple[str, int]]:
-    """Yield what runs on an architecture: (kernel, padded rank, 0 where torch multiplies)."""
+    """Yield (kernel, padded rank) for an architecture; rank 0 means that torch multiplies."""
     for kernel in ("forward", "backward"):
         for rank in (0, 16, SMALL) if architecture >= TF32 else (0,):
             yield kernel, rank
@@ -59,7 +59,7 @@ def compiled(kernel: str, rank: int, architecture: int) -> dict[str, Any]:
         binary.write_bytes(made.asm["cubin"])
         reader = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
         found = USAGE.search(subprocess.run(reader, capture_output=True, text=True).stdout)
-    assert found is not None, f"cuobjdump says nothing of {kernel} for sm_{architecture}"
+    assert found is not None, f"cuobjdump prints no usage of {kernel} for sm_{architecture}"
     registers, stack, local = map(int, found.groups())
     shared = int(made.metadata.shared)
     return {"registers": registers, "spilled": stack + local, "shared": shared}

@@ -1,25 +1,22 @@
-"""What a run loses when it is killed: training processes ended by SIGKILL at random instants,
-resumed until they are through.
+"""Kill training processes with SIGKILL at random instants, resume them, and compare the results.
 
     python benchmarks/crash.py [--kills 100] [--json]
 
-One run is made without interruption. Then the same run is started again and again with `--resume
-auto` and killed after a random time, saves included, which are a large part of it: a checkpoint
-after every step, rotation that leaves one, an evaluation every fourth. A run that comes to its end
-is compared with the first one: adapters, moments, random state, counters, position, metrics and
-figures, byte for byte; then the next one begins. Processes are forked from one that has
-imported all and computed nothing, which saves them eight seconds each. None is forked from this
-one: packing a base is enough to start OpenMP's threads, which a fork does not take along, and the
-child would wait for them for ever.
+The script trains one run without interruption. Then it starts the same run again and again with
+`--resume auto` and kills it after a random time, often during a save: the run writes a checkpoint
+after every step, keeps one, and evaluates every fourth step. A run that reaches its end is compared
+with the first one, byte for byte: adapters, moments, random state, counters, position, metrics and
+figures. Processes are forked from a server that never computes, because a fork after OpenMP has
+started its threads hangs.
 
     kills       processes that were killed
     resumed     kills after which the next process resumed from the newest checkpoint
     bit_equal   kills in runs that ended equal to the uninterrupted one
-    lost        processes that failed, and kills after which a checkpoint that had been reported was
-                missing, or did not verify
+    lost        processes that failed, and kills after which a reported checkpoint was missing or
+                damaged
 
-Then single bits are flipped in all files of a finished checkpoint, in turn: `bit_flips_found` of
-`bit_flips` were refused by a message that names the file.
+Then it flips single bits in the files of a finished checkpoint: `bit_flips_found` of `bit_flips`
+are refused with a message that names the file.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ _CONTEXT.set_forkserver_preload(["npt.train.trainer", "npt.demo", "crash_run"])
 
 @dataclass
 class Figures:
-    """The reported figures; the first six are promised, the others say what was tried."""
+    """The figures: the first six are promises, the others describe the trial."""
 
     kills: int = 0
     resumed: int = 0
@@ -69,7 +66,7 @@ class Figures:
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    """Return everything that a run came to, apart from clock and place."""
+    """Return a run's results without times and paths."""
     (checkpoint,) = (folder / "checkpoints").glob("step-*")
     state = json.loads((checkpoint / "state.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -88,34 +85,34 @@ def result_of(folder: Path) -> dict[str, Any]:
 
 
 class Campaign:
-    """Kills, and what came of them.
+    """Kills and their outcomes.
 
     Args:
-        place: a folder for the runs.
-        seed: of the instants.
-        steps: of a run.
+        place: folder for the runs.
+        seed: seed of the instants.
+        steps: steps of a run.
     """
 
     def __init__(self, place: Path, seed: int, steps: int):
         self.place, self.steps = place, steps
         self.source = random.Random(seed)
         self.figures = Figures()
-        # steps that the next process must resume from, of kills since the last one that said so
+        # for each kill since the last resume: the step that the next process must resume from
         self.pending: list[int] = []
 
     def make_reference(self) -> None:
-        """Make the run without interruption, and time it."""
+        """Train the uninterrupted run and time it."""
         folder = self.place / "reference"
         process = started(folder, self.steps)
         begun = time.perf_counter()
         status = wait(process, None)
         if status != 0:
-            raise SystemExit(f"the uninterrupted run ended with {status}")
+            raise SystemExit(f"the uninterrupted run exited with status {status}")
         self.seconds = time.perf_counter() - begun
         self.reference = result_of(folder)
 
     def kill(self, kills: int) -> None:
-        """Run until so many processes have been killed, and the last run to its end."""
+        """Kill so many processes, then finish the last run."""
         while self.figures.kills < kills:
             folder = self.place / f"run-{self.figures.runs}"
             before, losses = self.figures.kills, self.figures.lost
@@ -125,11 +122,11 @@ class Campaign:
             if self.figures.lost == losses and result_of(folder) == self.reference:
                 self.figures.bit_equal += self.figures.kills - before
             else:
-                self.figures.problems.append(f"{folder.name} is not the run without interruption")
+                self.figures.problems.append(f"{folder.name} differs from the uninterrupted run")
             shutil.rmtree(folder, ignore_errors=True)
 
     def _one_process(self, folder: Path, kills: int) -> bool:
-        """Start one, and kill it if there are kills left; return False at the run's end."""
+        """Start a process, and kill it if kills are left; return False at the run's end."""
         figures = self.figures
         before = len(events(folder, "resume"))
         kill = figures.kills < kills
@@ -142,12 +139,12 @@ class Campaign:
             return True
         if status != 0:
             figures.lost += 1
-            figures.problems.append(f"a process of {folder.name} ended with {status}")
+            figures.problems.append(f"a process of {folder.name} exited with status {status}")
             return status == -signal.SIGKILL
         return False
 
     def _check_resumption(self, folder: Path, before: int) -> None:
-        """Check which step the process that has just ended resumed from, if it said so."""
+        """Check the step that the last process resumed from, if it reported one."""
         if len(events(folder, "resume")) == before or not self.pending:
             return
         step = events(folder, "resume")[-1]["step"]
@@ -160,7 +157,7 @@ class Campaign:
         self.pending.clear()
 
     def _check_checkpoints(self, folder: Path) -> None:
-        """Check that all checkpoints verify after a kill, and the last reported one exists."""
+        """Check after a kill that every checkpoint verifies and the last reported one exists."""
         below = folder / "checkpoints"
         found, broken = newest_good(below)
         step = 0 if found is None else found.step
@@ -172,11 +169,11 @@ class Campaign:
         if broken or step < saved:
             self.figures.lost += 1
             self.figures.problems.append(
-                f"{folder.name}: {broken or f'step {saved} was saved, {step} is the newest'}"
+                f"{folder.name}: {broken or f'step {saved} was saved, but {step} is the newest'}"
             )
 
     def flip_bits(self, flips: int) -> None:
-        """Flip single bits of every file of a finished checkpoint, in turn."""
+        """Flip single bits in the files of a finished checkpoint, one file after another."""
         (checkpoint,) = (self.place / "reference" / "checkpoints").glob("step-*")
         files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
         for path in itertools.islice(itertools.cycle(files), flips):
@@ -195,9 +192,7 @@ class Campaign:
 
 
 def started(folder: Path, steps: int) -> BaseProcess:
-    """Resume the run in a process forked from a server that never computes; return it when there is
-    something to lose.
-    """
+    """Resume the run in a new process; return the process once the model is loaded."""
     process = _CONTEXT.Process(target=crash_run.work, args=(folder, steps))
     process.start()
     while not crash_run.alive(folder).exists() and process.exitcode is None:
@@ -207,8 +202,8 @@ def started(folder: Path, steps: int) -> BaseProcess:
 
 
 def wait(process: BaseProcess, seconds: float | None) -> int | None:
-    """Return a process's exit status, negative for the signal that ended it; None if it was killed
-    after so many seconds.
+    """Return a process's exit status (negative: the signal that ended it), or None if it was killed
+    here after so many seconds.
     """
     process.join(seconds)
     status = process.exitcode
@@ -219,7 +214,7 @@ def wait(process: BaseProcess, seconds: float | None) -> int | None:
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Return events of a kind; a last line that was cut off is none."""
+    """Return events of a kind; ignore a last line that was cut off."""
     path, records = folder / "events.jsonl", []
     for line in path.read_text().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):
@@ -229,11 +224,11 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true", help="print the figures in one line")
+    parser.add_argument("--json", action="store_true", help="print the figures on one line")
     parser.add_argument("--kills", type=int, default=100, help="processes to kill")
-    parser.add_argument("--bit_flips", type=int, default=240)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the run")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants")
+    parser.add_argument("--bit_flips", type=int, default=240, help="bits to flip")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a run")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the instants")
     args = parser.parse_args(arguments)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:

@@ -1,4 +1,4 @@
-"""The run that benchmarks/crash.py makes over and over, in a process of its own."""
+"""The run that benchmarks/crash.py kills and resumes, in its own process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ MODEL = "tiny"
 
 
 def work(folder: Path, steps: int) -> None:
-    """Resume the run of so many steps, and end this process with its exit status."""
+    """Resume the run and exit with its status."""
     model, tokenizer = npt.load_base(MODEL, quantization="nf4", device="cpu")
     alive(folder).touch()
     sys.exit(run(model, tokenizer, folder, steps))
 
 
 def alive(folder: Path) -> Path:
-    """Return the file that a process makes next to the folder when it begins."""
+    """Return the file that a process creates next to the folder once the model is loaded."""
     return folder.with_suffix(".alive")
 
 
 def run(model: Any, tokenizer: Any, folder: Path, steps: int) -> int:
-    """Make the run and return its exit status."""
+    """Train and return the exit status."""
     npt.attach(model, npt.NPTConfig(rank=2, layers="6,7"))
     saving = {"save_steps": 1, "save_total_limit": 1, "eval_steps": 4, "log_steps": 1}
     length = {"max_steps": steps, "num_epochs": 99, "warmup_steps": 4, "batch_size": 1}
@@ -40,7 +40,7 @@ def run(model: Any, tokenizer: Any, folder: Path, steps: int) -> int:
 
 
 def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return short records of token ids, one in ten with an id that is refused."""
+    """Return short records of token ids; one in ten has an id outside the vocabulary."""
     source = random.Random(seed)
     made = [[source.randrange(3, 2000) for _ in range(source.randint(4, 14))] for _ in range(count)]
     for ids in made[5::10]:

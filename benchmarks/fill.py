@@ -1,17 +1,17 @@
-"""Write the figures of README and docs/ from the files in benchmarks/results/.
+"""Fill the figures of README and docs/ from the JSON in benchmarks/results/.
 
-    python benchmarks/fill.py            fill them in
-    python benchmarks/fill.py --check    write nothing; a line for each figure that differs
+    python benchmarks/fill.py            write the figures
+    python benchmarks/fill.py --check    write nothing; print a line for each figure that differs
 
-A table lies between `<!-- NAME -->` and `<!-- end -->`; TABLES says which files it is made of. A
-figure within a sentence has its source after it, in a comment of the name of a file without .json,
-the path in it and a format:
+A table stands between `<!-- NAME -->` and `<!-- end -->`; TABLES maps its name to its files. A
+figure in a sentence is followed by its source, a comment with a file name without .json, the path
+in the file, and a format:
 
     1.0033<!-- tiny:student.perplexity_ratio:.4f -->
     345 MiB<!-- cpu-0.2b:runs.local.peak_bytes/1048576:,.0f MiB -->
 
-In a list a name means the entry that has it as `name`; `/N` or `*N` converts units, and what
-follows the format's type is written as it is. The exit status of --check is 1 if something differs.
+In a list, a path names an entry by its `name`. `/N` or `*N` converts units. Text after the format's
+type is copied. With --check the exit status is 1 if a figure differs.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "tracer": (tables.tracer, ("tracer",)),
     "kernels": (tables.kernels, ("kernels",)),
 }
-"""By the name that a page has: what writes the table, and its files."""
+"""The renderer and the files of each table, by its name on the page."""
 
 ELSEWHERE = {"embedded": ROOT / "npt" / "demo" / "tiny" / "build.json"}
-"""Files that are not in benchmarks/results/."""
+"""Files outside benchmarks/results/."""
 
 TABLE = re.compile(r"^<!-- (?P<name>[^\n]+) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S)
 FIGURE = re.compile(
@@ -61,11 +61,11 @@ FORM = re.compile(r"(?P<form>[^a-zA-Z%]*[a-zA-Z%])(?P<rest>.*)")
 
 
 class SourceError(ValueError):
-    """A figure's source that cannot be read."""
+    """The source of a figure cannot be read."""
 
 
 def pages() -> list[Path]:
-    """Return the pages that have figures."""
+    """Return the pages with figures."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -73,7 +73,7 @@ def read(name: str, results: Path) -> Any:
     """Return the content of a file of figures.
 
     Raises:
-        SourceError: no such file.
+        SourceError: the file does not exist.
     """
     path = ELSEWHERE.get(name, results / f"{name}.json")
     if not path.is_file():
@@ -82,10 +82,10 @@ def read(name: str, results: Path) -> Any:
 
 
 def value_at(content: Any, path: str, scale: str | None) -> Any:
-    """Return the value at a dotted path, converted.
+    """Return the value at a dotted path, converted by `scale`.
 
     Raises:
-        SourceError: no such path.
+        SourceError: the path does not exist.
     """
     value = content
     for key in path.split("."):
@@ -102,10 +102,10 @@ def value_at(content: Any, path: str, scale: str | None) -> Any:
 
 
 def formatted(value: Any, form: str) -> str:
-    """Return a figure by its format, and what follows the format's type.
+    """Return a figure in its format, with the text after the format's type.
 
     Raises:
-        SourceError: the format does not fit.
+        SourceError: the format does not fit the value.
     """
     parts = FORM.fullmatch(form)
     try:
@@ -115,7 +115,7 @@ def formatted(value: Any, form: str) -> str:
 
 
 def filled(text: str, results: Path = RESULTS) -> tuple[str, list[str]]:
-    """Return a page as its files have it, and a line for each table and figure that differed."""
+    """Return a page with current figures, and a line for each table and figure that differed."""
     problems: list[str] = []
 
     def note(place: int, message: str) -> None:
@@ -158,7 +158,7 @@ def filled(text: str, results: Path = RESULTS) -> tuple[str, list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; print what differs")
     check = parser.parse_args(argv).check
     stale = False
     for page in pages():

@@ -1,4 +1,4 @@
-"""The arithmetic of a call, counted as it runs, and the speed that a device reaches at most."""
+"""Count the arithmetic of a call, and measure a device's highest speed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from npt.base.device import wait_for
 
 ROOFLINE_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-"""Sides of the square products, by the device's type: large enough that only arithmetic counts."""
+"""Sides of the square products by device type, large enough to be bound by arithmetic."""
 
 
 def count_flops(act: Callable[[], Any]) -> int:
-    """Return the floating-point operations of all matrix products of a call, its backward passes
-    included.
+    """Return the floating-point operations of all matrix products of a call, backward included.
 
-    As torch's counter, with these differences: products of packed 4-bit weights and products added
-    in place are counted (the counter does not know their operators), causal attention counts half
-    of its score matrix, and its backward twice its forward.
+    Unlike torch's counter, this one also counts products of 4-bit weights and products added in
+    place, half of the score matrix of causal attention, and attention's backward as twice its
+    forward.
     """
     with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
         act()
@@ -32,7 +31,7 @@ def count_flops(act: Callable[[], Any]) -> int:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The highest speed of a plain matrix product, and the side of the matrices that reached it."""
+    """The highest speed of a matrix product, and the side of its matrices."""
 
     flops_per_second: float
     size: int
@@ -45,9 +44,9 @@ def matmul_roofline(
     seconds: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Roofline:
-    """Measure the speed that this device reaches, as it is set up now (threads, TF32), on square
-    products of `sizes`, each for `seconds` and three times at least. The best is taken: other work
-    can only make one slower.
+    """Measure the device's speed on square products of `sizes`, with its current settings (threads,
+    TF32). Each size runs for `seconds`, at least three times; the fastest counts, because other
+    work only slows a product down.
     """
     device = torch.device(device)
     best = Roofline(0.0, 0)
@@ -61,7 +60,7 @@ def matmul_roofline(
             torch.mm(a, b, out=out)
             wait_for(device)
             spent.append(time.perf_counter() - started)
-        speed = 2 * size**3 / min(spent[1:])  # the first one also finds its kernel
+        speed = 2 * size**3 / min(spent[1:])  # the first product also selects its kernel
         best = max(best, Roofline(speed, size), key=lambda found: found.flops_per_second)
     return best
 
@@ -75,10 +74,10 @@ _ATTENTION = (
 
 
 def formulas() -> dict[Any, Callable[..., int]]:
-    """Return a formula by operator. One that is not marked raw is given shapes, not tensors."""
+    """Return a formula for each operator. A formula takes shapes; one marked raw takes tensors."""
     packed, aten = torch.ops.bitsandbytes, torch.ops.aten
     formulas: dict[Any, Callable[..., int]] = {packed.gemv_4bit: _packed_product}
-    # bitsandbytes before 0.50 unpacks and multiplies, which is counted as such
+    # bitsandbytes before 0.50 unpacks and multiplies in two operators
     if hasattr(packed, "gemm_4bit"):
         formulas[packed.gemm_4bit] = _packed_product
     formulas[aten.addmm_] = _added_product
@@ -91,18 +90,18 @@ def formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _packed_product(x: Sequence[int], packed: Any, shape: Sequence[int], *_: Any, **__: Any) -> int:
-    """Count rows [..., in] times a packed weight [out, in]."""
+    """Count a product of rows [..., in] and a 4-bit weight [out, in]."""
     return 2 * math.prod(x[:-1]) * math.prod(shape)
 
 
 def _added_product(total: Sequence[int], one: Sequence[int], other: Sequence[int], **_: Any) -> int:
-    """Count a product of two matrices that is added in place."""
+    """Count a product that is added in place."""
     return 2 * math.prod(one) * other[1]
 
 
 def _attention(operator: Any, factor: int) -> Callable[..., int]:
-    """Return the formula of an attention operator. It is given tensors, since `is_causal` is among
-    its arguments, at another place in each.
+    """Return the formula of an attention operator. It takes tensors, because the position of
+    `is_causal` among the arguments differs between operators.
     """
     names = [argument.name for argument in operator.default._schema.arguments]
 
@@ -124,7 +123,7 @@ def _attention_backward_by_token(
     *rest: Any,
     **_: Any,
 ) -> int:
-    """Count the memory-efficient kernel called by itself, whose tensors are [B, T, H, d]."""
+    """Count the memory-efficient kernel called directly, with tensors [B, T, H, d]."""
     rows, length, heads, width = query
     causal = rest[10]
     return 2 * 2 * rows * heads * length * key[1] * (width + value[-1]) // (2 if causal else 1)

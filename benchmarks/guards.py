@@ -1,18 +1,16 @@
-"""What the guards cost: a training step through the transaction over the same step without any
-guard.
+"""Measure what the guard costs: the time of a guarded training step over that of a plain one.
 
     python benchmarks/guards.py [--json]          NPT's own step
     python benchmarks/guards.py --lora [--json]   npt.guard around a LoRA step in a plain loop
 
-Both loops run in one process on the same model, the same batches and the same strategy, windows
-interleaved (guarded, plain, plain, guarded, ...), so that a slow moment of the machine hits both.
-The plain loop is what one writes without guards: sum the gradients, divide, clip, step. The guarded
-one is the product's: host check of the batch, gradients apart, flags, history, spike limits,
-verification and restore. `ratio` is the median over pairs of guarded time / plain time.
+Both loops run in one process on the same model, batches and strategy, with windows interleaved
+(guarded, plain, plain, guarded, ...), so that a slow moment of the machine hits both. The plain
+loop sums the gradients, divides, clips and steps. The guarded loop also checks the batch, keeps
+gradients apart, and verifies the step. `ratio` is the median of guarded time / plain time.
 
-`added_synchronisations` counts, per step, how often the guarded loop makes the host wait for the
-device and the plain one does not, as `host_waits` sees it. The guarded loop is then the one
-that runs on a GPU, flags one window late, on a CPU too. With --lora nothing is counted.
+`added_synchronisations` counts how often in a step the guarded loop makes the host wait for the
+device and the plain loop does not (`host_waits`). For the count, the guarded loop reads its flags
+one window late, as it does on a GPU. With --lora nothing is counted.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ class Bench:
 
     def __init__(self, model: Any, windows: list[list[Batch]]):
         self.model = model
-        # What a batch finds about itself on the host it has found here: on a CPU that looks like a
-        # wait.
+        # computes now what a batch caches about itself, which on a CPU would count as a wait
         self.windows = [[batch.to(torch.device("cpu")) for batch in window] for window in windows]
         self.device = next(model.parameters()).device
         self.config = npt.TrainConfig()
@@ -55,7 +52,7 @@ class Bench:
     def guarded(
         self, late: bool | None = None, check: bool = True
     ) -> Callable[[list[Batch]], None]:
-        # whatever the rows of a batch, it is computed in one part, as the plain loop does
+        # computes a batch in one part, as the plain loop does
         config = replace(self.config, learning_rate=1e-4, skip_spikes=True, batch_size=1 << 20)
         guard = student_guard(self.model, config, [1e-4], late=late)
 
@@ -95,22 +92,22 @@ class Bench:
         return time.perf_counter() - started
 
     def waits(self, step: Callable[[list[Batch]], None]) -> float:
-        """Waits of the host for the device, per step, over all windows."""
+        """Return how often a step makes the host wait for the device."""
         self._clear()
-        step(self.windows[0])  # allocations and the optimizer's state
+        step(self.windows[0])  # allocates the optimizer's state
         with count_waits(self.device) as found:
             for window in self.windows:
                 step(window)
         return found.total() / len(self.windows)
 
     def _clear(self) -> None:
-        """The two loops share parameters, so neither may find the other's gradients."""
+        """Drop gradients: the two loops share parameters."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
 
 class LoraBench(Bench):
-    """LoRA on the embedded model in NF4; each loop has a copy of its own."""
+    """LoRA on the embedded model in NF4, a copy for each loop."""
 
     def __init__(self, rows: int, length: int, accumulation: int):
         self.device, self.parameters = torch.device("cpu"), {}
@@ -155,7 +152,7 @@ class LoraBench(Bench):
 def builtin_bench(
     model_name: str, batch_size: int, length: int, accumulation: int, windows: int = 8
 ) -> Bench:
-    """A base by name on full rows of the built-in text."""
+    """Return a bench with a named base on full rows of the built-in text."""
     model, tokenizer = npt.load_base(model_name, quantization="nf4")
     npt.attach(model, npt.NPTConfig(targets=("gate", "up", "down")))
     data = npt.DataConfig(max_length=length)
@@ -168,7 +165,7 @@ def builtin_bench(
 def random_bench(
     model: Any, batch_size: int, length: int, accumulation: int, windows: int = 4
 ) -> Bench:
-    """A base with random weights on rows of random tokens."""
+    """Return a bench with random weights on random tokens."""
     npt.attach(model, npt.NPTConfig(targets=("gate", "up", "down")))
     generator = torch.Generator().manual_seed(0)
 
@@ -180,7 +177,7 @@ def random_bench(
 
 
 def measure(bench: Bench, pairs: int) -> dict[str, Any]:
-    """All figures of one bench, of so many timed pairs of windows."""
+    """Return the figures of a bench from so many timed pairs of windows."""
     guarded, plain = bench.guarded(), bench.plain()
     for window in bench.windows[:2]:
         bench.time(guarded, window)
@@ -192,8 +189,7 @@ def measure(bench: Bench, pairs: int) -> dict[str, Any]:
         times = {first: bench.time(first, window), second: bench.time(second, window)}
         ratios.append(times[guarded] / times[plain])
         plain_times.append(times[plain])
-    # The check of a batch reads tensors that are on the host anyway; on a CPU that cannot be told
-    # from a wait, so it is left out.
+    # without the check of the batch, which reads host tensors: on a CPU that counts as a wait
     added = None
     if not isinstance(bench, LoraBench):
         added = bench.waits(bench.guarded(late=True, check=False)) - bench.waits(bench.plain())
@@ -211,10 +207,10 @@ def measure(bench: Bench, pairs: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--json", action="store_true", help="print the figures in one line")
-    parser.add_argument("--lora", action="store_true", help="a LoRA step in place of NPT's")
-    parser.add_argument("--model_name", default="tiny")
-    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--json", action="store_true", help="print the figures on one line")
+    parser.add_argument("--lora", action="store_true", help="measure npt.guard around a LoRA step")
+    parser.add_argument("--model_name", default="tiny", help="the base")
+    parser.add_argument("--batch_size", type=int, default=4, help="rows of a batch")
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=40, help="timed pairs of windows")

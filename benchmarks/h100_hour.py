@@ -1,15 +1,14 @@
-"""One hour on one GPU: a student of the 8B shape gets its start, is trained and measured.
+"""Start, train and measure a student of the 8B shape in one hour on one GPU.
 
     python benchmarks/h100_hour.py --output FOLDER [--minutes 60] [--model FOLDER] [--text FILE]
     python benchmarks/h100_hour.py --output FOLDER --small       the embedded model, on a CPU
 
-The base is --model, in NF4, or else Llama-3.1-8B if it is in the cache of the hub, or else random
-weights of its shape, which show speed and memory and nothing of fidelity. PLAN says what each stage
-may take of the hour; --minutes scales it, and with it the tokens of the start, of evaluations, and
-the steps.
+The base, in NF4, is --model; without it, Llama-3.1-8B from the hub's cache; without that, random
+weights of this shape, whose speed and memory are right and whose fidelity means nothing. PLAN gives
+each stage its minutes; --minutes scales them, the tokens of start and evaluations, and the steps.
 
-FOLDER/h100_hour.json and h100_hour.md are written anew as each stage ends, so that a run which is
-cut off leaves all that it had found. Exit status: as gpu_check.py.
+FOLDER/h100_hour.json and h100_hour.md are rewritten after each stage, so an interrupted run keeps
+its results. Exit statuses are those of gpu_check.py.
 """
 
 from __future__ import annotations
@@ -55,19 +54,19 @@ PLAN = {"base": 4, "start": 6, "evaluation": 7, "training": 32, "trained": 7, "g
 """Minutes of each stage in an hour."""
 
 ROWS = {
-    "floor": "floor: attention dropped from these layers",
-    "cut": "cut: the start alone",
-    "trained": "trained",
-    "teacher": "teacher: the base",
+    "floor": "floor (attention removed)",
+    "cut": "cut (closed-form start)",
+    "trained": "student after training",
+    "teacher": "teacher (the base)",
 }
-"""Of the table of fidelity, in its order."""
+"""Rows of the fidelity table, in order."""
 
 
 Stage = Callable[[Bench, Findings], None]
 
 
 class Hour:
-    """The stages, and what one leaves to the next."""
+    """The stages, and the state that each leaves for the next."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -86,7 +85,7 @@ class Hour:
         return list(map(Section, range(1, 7), names, stages))
 
     def load(self, bench: Bench, findings: Findings) -> None:
-        """The base, with adapters that have no start yet, and the text."""
+        """Load the base, attach adapters without a start, and read the text."""
         with noted(bench, findings):
             name = "tiny" if bench.small else self.args.model
             try:
@@ -118,7 +117,7 @@ class Hour:
         self.model = model
 
     def start(self, bench: Bench, findings: Findings) -> None:
-        """The closed-form start."""
+        """Compute the closed-form start."""
         model = self.base()
         tokens = max(8 * (model.config.hidden_size // 4), int(65536 * self.share))
         with noted(bench, findings) as counted:
@@ -128,7 +127,7 @@ class Hour:
         findings.check("a part of attention is kept", 0 <= worst < 1, f"NMSE up to {worst:.3g}")
 
     def measure(self, bench: Bench, findings: Findings, rows: dict[str, str]) -> None:
-        """Rows of the table, by the modes that they are of, on held-out text."""
+        """Evaluate on held-out text. rows: the mode of each row of the table."""
         model = self.base()
         with noted(bench, findings, token_count(self.text.heldout)):
             fidelity = npt.evaluate(model, None, self.text.heldout, batch_size=4)
@@ -141,7 +140,7 @@ class Hour:
         findings.tables.append(agreement({"teacher": self.rows["teacher"]}, models, names))
 
     def train(self, bench: Bench, findings: Findings) -> None:
-        """As many steps as the stage has time for, by the time of one."""
+        """Train for as many steps as fit the stage, judged by the time of one."""
         model = self.base()
         settings: dict[str, Any] = {
             **LOGITS,
@@ -154,8 +153,8 @@ class Hour:
         with torch.no_grad():
             for name, parameter in adapter_parameters(model).items():
                 parameter.copy_(kept[name])
-        # its share of the time that is left, but for a third, in which the run measures, checks and
-        # saves; then the data end
+        # two thirds of this stage's share of the time left; the run evaluates and saves in the
+        # rest. When the time is over, the data end.
         later = sum(list(PLAN.values())[list(PLAN).index("training") :])
         planned = (self.until - time.monotonic()) * PLAN["training"] / later * 2 / 3
         steps, until = max(2, int(planned / seconds)), time.monotonic() + planned
@@ -186,7 +185,7 @@ class Hour:
         findings.figures |= {"steps": result.steps, "window_seconds": seconds}
 
     def guard(self, bench: Bench, findings: Findings) -> None:
-        """Time a guarded step against a plain one, `local`, on random tokens."""
+        """Time a guarded `local` step against a plain one on random tokens."""
         model = self.base()
         vocab, length = model.config.vocab_size, 4 * self.length
         windows = [
@@ -202,7 +201,7 @@ class Hour:
         findings.notes.append(f"guarded / plain step {ratio:.4f}")
 
     def base(self) -> Any:
-        """Return the base, which computes fp32 products as a run does."""
+        """Return the base, with the precision of products that a run uses."""
         if self.model is None:
             raise UnavailableError("needs a base")
         set_matmul_precision("auto", self.model)
@@ -211,7 +210,7 @@ class Hour:
 
 @contextmanager
 def noted(bench: Bench, findings: Findings, tokens: int = 0) -> Iterator[dict[str, int]]:
-    """Note the time, speed and memory of a stage, whose tokens may be told later."""
+    """Record the time, speed and memory of a stage. The caller may set the tokens later."""
     counted = {"tokens": tokens}
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats(bench.device)
@@ -231,7 +230,9 @@ def noted(bench: Bench, findings: Findings, tokens: int = 0) -> Iterator[dict[st
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
-    parser.add_argument("--model", help="folder or GGUF file of the base (default: see above)")
+    parser.add_argument(
+        "--model", help="folder or GGUF file of the base (default: Llama-3.1-8B from the cache)"
+    )
     parser.add_argument(
         "--text", default="builtin-prose", help="file, folder or glob (default: %(default)s)"
     )

@@ -1,10 +1,9 @@
-"""Host waits: moments at which the host stops until the device has computed something.
+"""Count host waits: moments at which the host stops until the device has computed a value.
 
-On CUDA torch reports them itself (`torch.cuda.set_sync_debug_mode`): reads of values, blocking
-copies, and operations whose result has a size that depends on values. It does not report events and
-explicit calls of `synchronize`, which say in the code that they wait. On a CPU nothing waits; there
-the operations are reported that would, as far as they can be told from their names and arguments:
-copies cannot.
+On CUDA torch reports them (`torch.cuda.set_sync_debug_mode`): reads of values, blocking copies, and
+operations whose result size depends on values. It does not report events and explicit calls of
+`synchronize`. On a CPU nothing waits; there the operations that would wait on a GPU are reported by
+name and arguments, without copies.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ WAITING = frozenset(
         _aten.unique_consecutive.default,
     }
 )
-"""Operations that wait for a GPU whatever they are given."""
+"""Operations that always wait for a GPU."""
 
 _BY_MASK = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
-"""Operations that wait if they are given a mask in place of indices."""
+"""Operations that wait if they get a mask instead of indices."""
 
 _REPORT = "called a synchronizing CUDA operation"
-"""Beginnings of torch's warnings and errors."""
+"""Beginning of torch's warnings and errors about waits."""
 
 
 class HostWaitError(RuntimeError):
-    """The host would have waited for the device."""
+    """The host would wait for the device."""
 
 
 class _Reporting(TorchDispatchMode):
-    """Calls `report` with the name of each operation that would wait for a GPU."""
+    """Call `report` with the name of each operation that would wait for a GPU."""
 
     def __init__(self, report: Callable[[str], None]):
         super().__init__()
@@ -66,8 +65,8 @@ def _has_mask(indices: Any) -> bool:
 
 @contextmanager
 def no_waits(device: torch.device | str) -> Iterator[None]:
-    """Raise a HostWaitError within the context where the host waits for the device, or would wait
-    if it were a GPU; what was set before is set again afterwards.
+    """Raise a HostWaitError if the host waits for the device in the context, or would wait if the
+    device were a GPU. Restore torch's mode afterwards.
     """
     if torch.device(device).type != "cuda":
         with _Reporting(_refuse):
@@ -84,8 +83,8 @@ def no_waits(device: torch.device | str) -> Iterator[None]:
 
 @contextmanager
 def count_waits(device: torch.device | str) -> Iterator[Counter[str]]:
-    """Count how often the host waits for the device within the context, by operation, or on CUDA by
-    the line of Python that asked for it; complete after the context.
+    """Count the host's waits for the device in the context: by operation, or on CUDA by line of
+    Python. The count is complete after the context.
     """
     found: Counter[str] = Counter()
     if torch.device(device).type != "cuda":

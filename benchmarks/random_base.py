@@ -1,6 +1,6 @@
-"""A base of any size with random weights, to measure speed and memory.
+"""Bases of any size with random weights, to measure speed and memory.
 
-Each weight is drawn, packed and dropped by itself: 8 B parameters take the 6 GB that they keep.
+Weights are drawn and packed one at a time, so an 8B base takes no more than the 6 GB that it keeps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from npt.base.precision import enforce_policy
 from npt.config import QUANT_TYPES, check_attention
 
 STD = 0.02
-"""Of every weight matrix, as transformers starts them."""
+"""Standard deviation of every weight matrix, as in transformers."""
 
 
 @torch.inference_mode(False)
@@ -40,10 +40,10 @@ def random_base(
     attn_implementation: str = "sdpa",
     compute_dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Return a model like one of `load_base`, but for its values, without a tokenizer.
+    """Return a model like those of `load_base`, with random values and no tokenizer.
 
-    Under quantisation what is not packed is stored in bf16. The seed fixes the values, on each kind
-    of device its own.
+    Under quantisation, weights that are not packed are stored in bf16. The seed fixes the values;
+    they differ between kinds of devices.
     """
     check_choice("quantization", quantization, (*QUANT_TYPES, None))
     check_attention(attn_implementation)
@@ -64,7 +64,7 @@ def random_base(
         )
         model.is_loaded_in_4bit = True  # by which PEFT finds its form of a layer
     _draw_weights(model, stored, device, torch.Generator(device).manual_seed(seed))
-    # made on no device, it holds no frequencies
+    # built on the meta device, it has no frequencies yet
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     if quantization is not None:
@@ -79,7 +79,7 @@ def _draw_weights(
     """Draw every weight: matrices are random, norms are 1, biases are 0."""
     packed = {id(module.weight) for _, module in quantized_linears(model)}
 
-    # a tied weight comes once, at its first place
+    # a tied weight is listed once
     for name, parameter in list(model.named_parameters()):
         owner, _, last_name = name.rpartition(".")
         value = torch.full(parameter.shape, float(last_name != "bias"), dtype=stored, device=device)
@@ -88,18 +88,18 @@ def _draw_weights(
         drawn: nn.Parameter = nn.Parameter(value, requires_grad=False)
         if id(parameter) in packed:
             settings = {k: v for k, v in vars(parameter).items() if k != "quant_state"}
-            # packed by the move
+            # the move to the device packs it
             drawn = bnb.nn.Params4bit(drawn.data, requires_grad=False, **settings).to(device)
         setattr(model.get_submodule(owner), last_name, drawn)
     model.tie_weights()
 
 
 def shard(model: Any, whole: Iterable[nn.Parameter]) -> None:
-    """Shard a PEFT model over all processes, each decoder layer by itself, but for these
-    parameters; backward sums gradients, and takes no mean.
+    """Shard a PEFT model over all processes, layer by layer, without the parameters `whole`.
+    Backward sums gradients instead of averaging them.
     """
     for _, linear in quantized_linears(model):
-        linear.quant_state = linear.weight.quant_state  # the weight that is gathered has none
+        linear.quant_state = linear.weight.quant_state  # gathering the weight loses it
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.get_base_model().model.layers, model):
         sharded = fully_shard(module, mesh=mesh, ignored_params={*whole})

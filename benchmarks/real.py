@@ -1,22 +1,22 @@
-"""A real language model converted: how near the student is to its base, and what that costs.
+"""Convert a real language model; measure how close each student is to its base, and its cost.
 
     python benchmarks/real.py [--model FOLDER_OR_FILE.gguf] [--text builtin-prose | FILE]
         [--rows NAME,...] [--steps 300] [--products fp32] [--out FILE] [--json]
 
-Every row is made on the same NF4 base and measured on the same held-out samples, one of a document
-each, so that errors are over documents. No row is fitted to these; of four students on its way a
-training keeps the one that is nearest on documents of their own. `real_text.py` has the documents.
+All rows use the same NF4 base and the same held-out samples, one of each document, so errors are
+over documents. No row is fitted to these samples. A training keeps the best of four students on
+documents of their own (`real_text.py`).
 
-    parameters          trainable ones
-    minutes             of start and training, without measuring
-    start_passes        the time of the closed-form start over that of one forward pass of the whole
-                        base over the same tokens
-    forward_passes      the same of all the row's minutes, training included
+    parameters          trainable parameters
+    minutes             start and training, without evaluation
+    start_passes        time of the closed-form start over that of a forward pass of the base over
+                        the same tokens
+    forward_passes      the same for all the row's minutes, training included
     figures             KL(teacher, student), perplexity ratio, top-1 agreement, ..., with errors
-    kl_share_of_nf4     that KL over what NF4 itself costs against the 16-bit model (the row nf4)
+    kl_share_of_nf4     this KL over the KL that NF4 adds to the 16-bit model (row nf4)
 
-Each row is written to --out as soon as it is made; other rows of the file stay, so that --rows adds
-to it. Run it on a machine that does nothing else.
+Each row is written to --out at once; other rows of the file are kept, so --rows adds to it. Run it
+on an idle machine.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from this_machine import code_hash, machine
 
 QUANTIZATION = "nf4"
 BATCH = 4
-"""Samples of a batch in measuring."""
+"""Samples of an evaluation batch."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A student, or a rival that no training makes.
+    """A student of the table.
 
     Attributes:
-        about: what it is.
-        layers: that are converted; `{last}` is the number of the last one.
-        divisor: the rank is D over it.
+        about: its description.
+        layers: layers to convert; `{last}` is the number of the last one.
+        divisor: the rank is D / divisor.
         form: settings of the adapter besides rank and layers.
-        training: settings of the training, `max_steps` among them; None without one.
+        training: settings of the training with `max_steps`, or None.
     """
 
     about: str
@@ -86,38 +86,32 @@ NEAR = {**LOGITS, "learning_rate": 5e-5, "max_steps": 300}
 
 ROWS = {
     "nf4": Row("NF4 against the 16-bit model"),
-    "floor": Row("upper half without attention, nothing in its place"),
-    "start": Row("upper half, D/4 on average, the start alone", form=STREAM),
-    "best": Row("upper half, D/4 on average, trained", form=STREAM, training=NEAR),
+    "floor": Row("upper half without attention"),
+    "start": Row("closed-form start, D/4", form=STREAM),
+    "best": Row("the same, trained", form=STREAM, training=NEAR),
     "best-small": Row(
-        "upper half, D/16 on average, trained",
-        divisor=16,
-        form=STREAM,
-        training={**NEAR, "learning_rate": 3e-4},
+        "D/16, trained", divisor=16, form=STREAM, training={**NEAR, "learning_rate": 3e-4}
     ),
     "all-but-first": Row(
-        "all layers but the first, D/4 on average, trained",
-        layers="1-{last}",
-        form=STREAM,
-        training=NEAR,
+        "all layers but the first, D/4, trained", layers="1-{last}", form=STREAM, training=NEAR
     ),
     "original": Row(
-        "upper half, the first form: gate alone, half sigmoid, random start, layer by layer",
+        "gate alone, half sigmoid, random start, `local`",
         divisor=2,
         form=ORIGINAL,
         training={"learning_rate": 5e-5, "max_steps": 600, "batch_size": 2},
     ),
 }
-"""Every row by its name, in the order of the table."""
+"""Rows by name, in the order of the table."""
 
 
 @dataclass
 class Bench:
-    """The base of all rows, and the text that they are fitted to and measured on.
+    """The base and the text of all rows.
 
     Attributes:
-        name: of the base.
-        tokens: that a start is fitted to.
+        name: name of the base.
+        tokens: tokens that a start is fitted to.
     """
 
     name: str
@@ -134,7 +128,7 @@ class Bench:
 
     @torch.no_grad()
     def _seconds_per_token(self, samples: list[Sample]) -> float:
-        """Return the time of a forward pass of the base, logits included."""
+        """Return the time per token of a forward pass of the base, logits included."""
         wait_for(self.device)
         started = time.perf_counter()
         for sample in samples:
@@ -143,7 +137,7 @@ class Bench:
         return (time.perf_counter() - started) / sum(len(s.input_ids) for s in samples)
 
     def make(self, row: Row, name: str = "") -> dict[str, Any]:
-        """Return a row's figures, and leave the base unchanged."""
+        """Return a row's figures; the base stays unchanged."""
         config = row.config(self.model.config)
         npt.attach(self.model, config, seed=self.seed)
         try:
@@ -171,7 +165,7 @@ class Bench:
 
     def _cost_of_nf4(self) -> dict[str, Any]:
         stored = getattr(read_config(self.name), "dtype", None)
-        # a checkpoint in fp16 would lose bits as bf16
+        # an fp16 checkpoint would lose bits in bf16
         precision = "bf16" if stored == torch.bfloat16 else "fp32"
         full = load_teacher(self.name, precision, device=self.device)
         reference = reference_outputs(full, self.text.heldout, batch_size=BATCH)
@@ -180,7 +174,7 @@ class Bench:
         return attribution["unquantized_to_4bit"].as_dict()
 
     def _start(self, config: npt.NPTConfig) -> dict[str, Any]:
-        """Make the start, if the form has one that is not random."""
+        """Compute the closed-form start, if the row has one."""
         if config.init != "calibrated":
             return self._cost(0.0, 0.0)
         report = npt.calibrate(
@@ -195,7 +189,7 @@ class Bench:
         return self._cost(report.seconds, 0.0)
 
     def _train(self, row: Row) -> dict[str, Any]:
-        """Train, the start included, and load the adapters that were nearest on the way."""
+        """Start, train, and load the best adapters of the run."""
         assert row.training is not None
         steps = row.training["max_steps"]
         with tempfile.TemporaryDirectory() as folder:
@@ -233,7 +227,7 @@ class Bench:
         return {"trained": trained, **self._cost(start, result.seconds)}
 
     def _cost(self, start: float, training: float) -> dict[str, Any]:
-        """Return what the seconds of start and training are in minutes and forward passes."""
+        """Convert the seconds of start and training to minutes and forward passes."""
         forward = self.seconds_per_token * self.tokens
         figures = {
             "tokens": self.tokens,
@@ -244,15 +238,15 @@ class Bench:
 
 
 def records(samples: list[Sample]) -> list[dict[str, Any]]:
-    """Return samples as data to train on."""
+    """Return samples as training records."""
     return [{"id": sample.id, "input_ids": list(sample.input_ids)} for sample in samples]
 
 
 def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
-    """Return the bench, and what holds for all rows.
+    """Return the bench, and the settings that all rows share.
 
     Raises:
-        NPTError: no such model, or too little text.
+        NPTError: the model does not exist, or there is too little text.
     """
     name = args.model if args.model is not None else str(fetched())
     model, tokenizer = npt.load_base(name, quantization=QUANTIZATION, compute_dtype=args.products)
@@ -284,24 +278,26 @@ def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
 
 
 def rows_in(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows that a file has already.
+    """Return the rows of an existing file.
 
     Raises:
-        ConfigError: it is of something else, or of other settings than these.
+        ConfigError: the file is not of this benchmark or has other settings.
     """
     if not path.exists():
         return []
     try:
         figures = dict(json.loads(path.read_text("utf-8")))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"--out {path} is not a file of this benchmark; name another") from error
+        raise ConfigError(f"--out {path} is not a file of real.py: name another file") from error
     if any(figures.get(name) != value for name, value in about.items()):
-        raise ConfigError(f"--out {path} has rows of other settings; remove it, or name another")
+        raise ConfigError(
+            f"--out {path} has rows of other settings: remove it or name another file"
+        )
     return figures["rows"]
 
 
 def write(path: Path, about: Mapping[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
-    """Write all rows in the order of the table, and return what was written."""
+    """Write all rows in the order of the table; return the content."""
     unit = rows["nf4"]["figures"]["kl"] if "nf4" in rows else None
     for row in rows.values():
         row["kl_share_of_nf4"] = row["figures"]["kl"] / unit if unit else None
@@ -314,7 +310,7 @@ def write(path: Path, about: Mapping[str, Any], rows: dict[str, Any]) -> dict[st
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
     parser.add_argument(
-        "--model", help="folder, GGUF file or hub id; default what fetch_model.py fetched"
+        "--model", help="folder, GGUF file or hub id (default: the model of fetch_model.py)"
     )
     parser.add_argument(
         "--text",
@@ -324,22 +320,27 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows", default=",".join(ROWS), help="names with commas (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, help="of a training, in place of each row's own")
-    parser.add_argument("--tokens", type=int, default=49152, help="that a start is fitted to")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sample at most")
-    parser.add_argument("--heldout_tokens", type=int, default=8192, help="to measure on")
+    parser.add_argument("--steps", type=int, help="train every row for so many steps")
     parser.add_argument(
-        "--choosing_tokens", type=int, default=4096, help="by which training keeps what is nearest"
+        "--tokens", type=int, default=49152, help="tokens that a start is fitted to"
+    )
+    parser.add_argument("--length", type=int, default=512, help="most tokens of a sample")
+    parser.add_argument("--heldout_tokens", type=int, default=8192, help="tokens to measure on")
+    parser.add_argument(
+        "--choosing_tokens",
+        type=int,
+        default=4096,
+        help="tokens that choose the best of four students",
     )
     parser.add_argument(
         "--products",
         default="fp32",
         choices=["fp32", "bf16"],
-        help="of 4-bit layers, as --compute_dtype",
+        help="dtype of 4-bit products, as in --compute_dtype",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("outputs/real.json"))
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     return parser
 
 
@@ -348,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         names = args.rows.split(",")
         if unknown := [name for name in names if name not in ROWS]:
-            raise ConfigError(f"--rows names {unknown[0]!r}; choose from {', '.join(ROWS)}")
+            raise ConfigError(f"--rows has no row {unknown[0]!r}: choose from {', '.join(ROWS)}")
         bench, about = open_bench(args)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         same = {key: about[key] for key in ("model", "products", "sizes", "text")}

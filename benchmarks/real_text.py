@@ -1,9 +1,9 @@
-"""The text of `real.py`: documents, and which of them are fitted, choose, and are measured on.
+"""The text of `real.py`: documents to fit, to choose by, and to measure on.
 
-A document is in one part only, and a text that occurs twice is one document. Of a text file the
-documents are its articles, if it has headings as WikiText writes them (` = Title = `), else whole
-paragraphs up to some thousand characters; of a folder with many files they are the files; of
-anything else, the records. A source that has held-out documents of its own is measured on these.
+A document belongs to one part only, and equal texts are one document. The documents of a text file
+are its articles, if it has WikiText's headings (` = Title = `), else blocks of paragraphs of some
+thousand characters; those of a folder with many files are the files; otherwise they are the
+records. A source with held-out documents of its own is measured on these.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 HEADING = re.compile(r"^ *= (?!=)(.+)(?<!=) = *$", re.MULTILINE)
 BLOCK = 8000
-"""Characters at least of a document that is made of paragraphs."""
+"""Least characters of a document that is made of paragraphs."""
 FEW = 8
-"""Documents at least; a source with fewer is cut at headings or paragraphs."""
+"""Least number of documents: a source with fewer is cut at headings or paragraphs."""
 LARGEST = 1 << 23
-"""Characters after which nothing further is read."""
+"""Characters that are read at most."""
 LEAST = 64
-"""Tokens at least of a sample that is measured, unless all are shorter."""
+"""Least tokens of a measured sample, unless all samples are shorter."""
 
 
 class Document(NamedTuple):
@@ -44,13 +44,13 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """Samples of whole documents each.
+    """Samples; no document is in two parts.
 
     Attributes:
-        length: tokens of a sample at most.
-        fitted: every document comes once before any comes twice.
-        choosing: by which training keeps what is nearest, one of a document.
-        heldout: that all rows are measured on, one of a document.
+        length: most tokens of a sample.
+        fitted: samples to fit; every document comes once before any comes twice.
+        choosing: samples that choose the best student, one of each document.
+        heldout: samples to measure on, one of each document.
     """
 
     length: int
@@ -81,13 +81,12 @@ def read_text(
 ) -> Text:
     """Return the samples of a data set (a file, a folder, a glob, or a name for --dataset_name).
 
-    As many documents are held out as it takes to have one sample of each, or a quarter of all; the
-    ones that choose are an eighth at most. Samples with ids of V or more are left out. The seed is
-    that of the split and of the samples' places in their documents.
+    One sample of each held-out document is measured; at most a quarter of the documents is held
+    out, and at most an eighth chooses. Samples with ids of V or more are left out. The seed fixes
+    the split and the samples' positions in their documents.
 
     Raises:
-        DataError: nothing can be read.
-        DataError: no text is left to be fitted, or too little to be measured on.
+        DataError: the text cannot be read, or is too little to fit and measure.
     """
     config = DataConfig(dataset_name=name, max_length=length)
     seen: set[str] = set()
@@ -103,7 +102,7 @@ def read_text(
         return list(samples.values())
 
     def take(documents: list[list[Sample]], tokens: int, share: int) -> list[Sample]:
-        """Take samples off the documents, whose places in the list they give up."""
+        """Remove documents from the list and return a sample of each."""
         count = min(-(-tokens // length), len(documents) // share)
         taken = documents[:count]
         del documents[:count]
@@ -124,20 +123,20 @@ def read_text(
     if min(len(heldout), len(choosing)) < 2 or not documents:
         raise DataError(
             f"--text {name} has {count} documents, which leaves {len(heldout)} to measure on,"
-            f" {len(choosing)} to choose by and {len(documents)} to fit; give it more text (two"
-            " documents each at least)"
+            f" {len(choosing)} to choose by and {len(documents)} to fit: add text until each part"
+            " has two documents"
         )
     return Text(length, list(in_turn(documents)), choosing, heldout)
 
 
 def in_turn(documents: Iterable[Iterable[T]]) -> Iterator[T]:
-    """Yield the first part of every document, then the second of every one that has it, ..."""
+    """Yield the first part of every document, then the second parts, and so on."""
     turns = itertools.zip_longest(*documents)
     return (part for turn in turns for part in turn if part is not None)
 
 
 def shuffled(documents: Iterable[Document], seed: int) -> list[Document]:
-    """Return documents in an order that depends on their texts and the seed alone."""
+    """Return documents in an order that depends only on their texts and the seed."""
     return sorted(documents, key=lambda d: hashlib.sha256(f"{seed}/{d.text}".encode()).hexdigest())
 
 
@@ -150,14 +149,14 @@ def read_documents(config: DataConfig) -> list[Document]:
 
 
 def documents_of(records: Iterable[Record]) -> list[Document]:
-    """Return records as documents, pieces of one text together, up to LARGEST characters."""
+    """Return records as documents, with the pieces of a text joined, up to LARGEST characters."""
     documents: list[Document] = []
     pieces: list[str] = []
     size = 0
     for number, record in enumerate(records):
         text = record.get("text")
         if not isinstance(text, str):
-            raise DataError(f"--text: record {number} has no 'text'; name a source of plain text")
+            raise DataError(f"--text: record {number} has no 'text': name a source of plain text")
         pieces.append(text)
         size += len(text)
         if record.get(PIECE, (True, True))[1] or size >= LARGEST:
@@ -171,7 +170,7 @@ def documents_of(records: Iterable[Record]) -> list[Document]:
 
 
 def unique(documents: Iterable[Document], seen: set[str]) -> Iterator[Document]:
-    """Yield documents whose text was not seen, under names that were not; note the texts."""
+    """Yield documents with new texts under unique names, and remember the texts."""
     names: set[str] = set()
     for name, text in documents:
         if text in seen or not text.strip():

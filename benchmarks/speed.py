@@ -1,31 +1,29 @@
-"""Speed, memory and arithmetic of a training step against what one would otherwise run, in one
-process.
+"""Compare the speed, memory and arithmetic of a training step with alternatives, in one process.
 
     python benchmarks/speed.py [--shape cpu-0.2b] [--json] [--output FOLDER]
 
-Same weights, same tokens, same rank for all; `speed_runs.py` says what each run is. Every run's
-step is first taken twice: once with its matrix products counted, once with its memory followed.
-Then all are timed in turn, in reversed order every other round, so that a slow moment of the
-machine hits all of them and none always follows the same other.
+All runs have the same weights, tokens and rank; `speed_runs.py` describes them. Each run first
+takes two steps: one with its matrix products counted, one with its memory followed. Then all runs
+are timed in turn, every other round in reverse, so that a slow moment of the machine hits all.
 
     tokens_per_second   of a whole step with its optimizer step: the median of the rounds, with the
                         lowest and the highest
-    speed_ratio         tokens/s over those of two_model in the same round: likewise
-    peak_bytes          what the run holds before the step (its own models, adapters, moments,
-                        tokens) and how far live memory rises in the step: what it would take alone
+    speed_ratio         tokens/s over those of two_model in the same round, likewise
+    peak_bytes          what the run holds before the step (models, adapters, moments, tokens) plus
+                        the rise of live memory in the step, as if the run were alone
     memory_ratio        peak_bytes over those of two_model
     flops_per_token     counted, not calculated
-    roofline_share      flops_per_token * tokens_per_second over the speed of plain square products,
+    roofline_share      flops_per_token * tokens_per_second over the speed of square products,
                         measured before and after the rounds
 
-Run it on a machine that does nothing else.
+Run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import os
 
-# the profiler warns of memory that was there before it came, which is meant
+# the profiler warns of memory that was allocated before it started, as intended here
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse
@@ -59,7 +57,7 @@ BASELINE = "two_model"
 def in_turns(
     steps: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Return seconds of each step in every round; every other round goes through them backwards."""
+    """Return the seconds of each step in every round; every other round runs in reverse."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
@@ -76,9 +74,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def instrumented(run: Run, batch: Batch, note: Callable[[str], None]) -> dict[str, Any]:
-    """Count what a run's step costs at any machine's speed: two steps, of which the second finds
-    the optimizer's moments in place.
-    """
+    """Measure operations and memory in two steps; the second has the optimizer's moments."""
     losses: list[torch.Tensor] = []
 
     def step() -> None:
@@ -104,7 +100,7 @@ def instrumented(run: Run, batch: Batch, note: Callable[[str], None]) -> dict[st
 def measure(
     setting: Setting, names: tuple[str, ...], rounds: int, note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return all figures of one comparison."""
+    """Return the figures of a comparison."""
     device = torch.device(setting.device)
     batch = make_batch(setting)
     runs, missing = make_runs(setting, names)
@@ -114,9 +110,9 @@ def measure(
             rows[run.name] = {"name": run.name, **instrumented(run, batch, note)}
         except torch.OutOfMemoryError:
             run.forget()
-            missing[run.name] = "it does not fit into memory next to the other runs' bases"
+            missing[run.name] = "out of memory next to the other runs' bases"
     for name, reason in missing.items():
-        note(f"{name} is left out: {reason}")
+        note(f"{name} is not measured: {reason}")
     dtype = COMPUTE[setting.compute_dtype]
     before = matmul_roofline(device, dtype=dtype)
     note(f"roofline {before.flops_per_second / 1e9:.0f} GFLOP/s; timing {rounds} rounds")
@@ -151,20 +147,20 @@ def make_setting(args: argparse.Namespace) -> Setting:
     """Read the flags.
 
     Raises:
-        ConfigError: flags that do not go together.
+        ConfigError: two flags contradict each other.
     """
     if args.tokens < 1 or args.length < 2 or args.tokens % args.length:
         raise ConfigError(
-            f"--tokens is {args.tokens} and --length {args.length}; the tokens of a step are whole"
-            " rows of 2 tokens at least"
+            f"--tokens {args.tokens} is not a multiple of --length {args.length}, or --length is"
+            " below 2: a step has full rows of at least 2 tokens"
         )
     if args.repeats < 1:
-        raise ConfigError(f"--repeats is {args.repeats}; it is 1 at least")
+        raise ConfigError(f"--repeats {args.repeats} is below 1")
     shape = SHAPES[args.shape]
     resolve_layers(args.layers, shape.layers)
     if not 1 <= args.rank <= shape.hidden:
         raise ConfigError(
-            f"--rank is {args.rank}; it lies between 1 and the hidden size, {shape.hidden}"
+            f"--rank {args.rank} is not between 1 and the hidden size, {shape.hidden}"
         )
     return Setting(
         args.shape,
@@ -182,20 +178,29 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--shape", default="cpu-0.2b", choices=list(SHAPES))
-    parser.add_argument("--tokens", type=int, default=1024, help="of a step; full rows of --length")
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="tokens of a step, in rows of --length"
+    )
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
-    parser.add_argument("--layers", default="all", help="converted: all, upper_half, 8-15 or 3,5,7")
+    parser.add_argument(
+        "--layers", default="all", help="layers to convert: all, upper_half, 8-15 or 3,5,7"
+    )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
-    parser.add_argument("--runs", default=",".join(RUNS), help="which of them, comma-separated")
+    parser.add_argument("--runs", default=",".join(RUNS), help="names with commas")
     parser.add_argument("--quantization", default="nf4", choices=["nf4", "fp4", "none"])
     parser.add_argument(
-        "--matmul_precision", default="highest", choices=["highest", "high"], help="high: TF32"
+        "--matmul_precision",
+        default="highest",
+        choices=["highest", "high"],
+        help="high allows TF32",
     )
-    parser.add_argument("--threads", type=int, help="of the CPU; default torch's")
-    parser.add_argument("--device", help="default the first CUDA device, else the CPU")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    parser.add_argument("--device", help="torch device (default: the first GPU, else the CPU)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="folder for the figures: SHAPE.json")
+    parser.add_argument(
+        "--output", type=Path, help="write the figures to SHAPE.json in this folder"
+    )
     return parser
 
 
@@ -208,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         names = tuple(name.strip() for name in args.runs.split(","))
         unknown = [name for name in names if name not in RUNS]
         if unknown:
-            raise ConfigError(f"--runs names {unknown[0]!r}; choose from {', '.join(RUNS)}")
+            raise ConfigError(f"--runs has no run {unknown[0]!r}: choose from {', '.join(RUNS)}")
     except (NPTError, OSError) as error:
         print(error, file=sys.stderr)
         return getattr(error, "exit_status", 2)
@@ -220,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         print(line, file=sys.stderr, flush=True)
 
     figures = measure(setting, names, args.repeats, note)
-    # first: nothing that fails later loses them
+    # printed first, so that a later failure does not lose them
     print(json.dumps(figures) if args.json else markdown(figures), flush=True)
     if args.output is not None:
         write_text(args.output / f"{args.shape}.json", json.dumps(figures, indent=1) + "\n")

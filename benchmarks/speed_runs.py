@@ -1,28 +1,25 @@
-"""What `speed.py` compares: a training step of each kind, on bases with the same weights and the
-same tokens.
+"""The runs of `speed.py`: a training step of each kind, on bases with the same weights and tokens.
 
-Ours run through `npt.distill.strategies`. The others are what one writes without this package, as
-plainly as their libraries allow and with nothing that holds them up: the same SDPA attention, the
-same packed weights and fp32 products, no padding and so no mask, fused AdamW, the same clipping,
-one backward, and no value read back from the device.
+NPT's runs use `npt.distill.strategies`. The others are what one writes without NPT, with nothing
+that slows them down: the same SDPA attention, 4-bit weights, fp32 products and clipping, no
+padding, fused AdamW, one backward, and no value read back from the device.
 
-    local                   each layer is fed the teacher's state, its gradient stays inside; NMSE
-                            of every layer
+    local                   each layer receives the teacher's state and keeps its gradient; NMSE of
+                            every layer
     end_to_end              gradients through the whole student, NMSE of every layer, no logits
     end_to_end_kl           the same with KL(teacher, student) on the logits of every token
-    two_model               two models; the student runs through transformers' own forward with
+    two_model               two models; the student runs through transformers' forward with
                             `output_hidden_states`; NMSE of every layer and KL(teacher, student) on
                             the logits
     peft_lora_distill       PEFT LoRA on gate, up and down of the same layers, teacher by
                             `disable_adapter`, KL on the logits
     peft_lora_ce            the same adapters on next-token cross-entropy, without a teacher
 
-Of transformers' hidden states the last comes after the final norm, so `two_model` compares the
-last layer there. LoRA is on the modules that NPT modulates without the target stream, at the
-same rank, and starts at random: at its usual start the student is its teacher, and the gradient is
-zero. Three bases with the same weights are in memory: the teacher of `two_model`; one with
-NPT adapters, which is their student and the only base of ours; and one inside PEFT. Each kind of
-step has an optimizer of its own; steps on the same adapters train them in turn.
+transformers applies the final norm to its last hidden state, so `two_model` compares the last layer
+after it. LoRA has NPT's rank and starts at random: at its usual start the student equals its
+teacher and the gradient is zero. Three bases with the same weights are in memory: the teacher of
+`two_model`, one with NPT adapters, and one inside PEFT. Each run has its own optimizer; runs with
+the same adapters train them in turn.
 """
 
 from __future__ import annotations
@@ -75,7 +72,7 @@ class Setting:
 
     @property
     def form(self) -> npt.NPTConfig:
-        """Of our adapters: on the modules that LoRA is on, without the target stream."""
+        """Return the settings of NPT's adapters, on the modules that LoRA adapts."""
         return npt.NPTConfig(rank=self.rank, layers=self.layers, targets=("gate", "up", "down"))
 
 
@@ -84,10 +81,10 @@ class Run:
     """A kind of training step.
 
     Attributes:
-        step: forward, backward and the optimizer's step on a batch; gradients are gone after it. It
-            returns the loss, on the device.
-        holds: everything that this kind alone would need in memory, the batch left out.
-        trainable: what its optimizer moves.
+        step: forward, backward and the optimizer's step on a batch; drops the gradients and returns
+            the loss on the device.
+        holds: everything that this run alone needs in memory, without the batch.
+        trainable: parameters of its optimizer.
     """
 
     name: str
@@ -96,13 +93,13 @@ class Run:
     trainable: list[nn.Parameter]
 
     def forget(self) -> None:
-        """Drop what a step that did not come to its end has left."""
+        """Drop the gradients of a step that failed."""
         for parameter in self.trainable:
             parameter.grad = None
 
 
 def make_base(setting: Setting) -> Any:
-    """A fresh base; equal settings give equal weights."""
+    """Return a new base; equal settings give equal weights."""
     config = llama_config(SHAPES[setting.shape], setting.length)
     return random_base(
         config,
@@ -114,7 +111,7 @@ def make_base(setting: Setting) -> Any:
 
 
 def make_batch(setting: Setting) -> Batch:
-    """Full rows of random tokens."""
+    """Return full rows of random tokens."""
     generator = torch.Generator().manual_seed(setting.seed)
     ids = torch.randint(
         SHAPES[setting.shape].vocab, (setting.batch_size, setting.length), generator=generator
@@ -127,8 +124,8 @@ class Student:
 
     Args:
         setting: of all runs.
-        teacher: a second base, without adapters; needed by `two_model`.
-        base: to put adapters on, in the place of any that it has; default a fresh one.
+        teacher: a second base without adapters, for `two_model`.
+        base: gets the adapters and loses any that it has (default: a new base).
     """
 
     def __init__(self, setting: Setting, teacher: Any = None, base: Any = None):
@@ -139,7 +136,7 @@ class Student:
         self.converted = [index for index, _ in npt_layers(self.model)]
 
     def run(self, name: str) -> Run:
-        """One of OURS, or two_model."""
+        """Return one of OURS or two_model."""
         optimizer = _optimizer(self.parameters)
         if name in OURS:
             return Run(
@@ -178,7 +175,7 @@ class Student:
 
 
 def lora_runs(setting: Setting, converted: list[int]) -> dict[str, Run]:
-    """Return the runs of a base inside PEFT; an ImportError if it is not installed."""
+    """Return the runs of a base inside PEFT; raise an ImportError without PEFT."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -190,7 +187,7 @@ def lora_runs(setting: Setting, converted: list[int]) -> dict[str, Run]:
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
-        # PEFT asks transformers for an old name of checkpointing
+        # PEFT uses a deprecated name of transformers
         warnings.simplefilter("ignore", FutureWarning)
         model = get_peft_model(make_base(setting), config)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -217,7 +214,7 @@ def lora_runs(setting: Setting, converted: list[int]) -> dict[str, Run]:
 
 
 def make_runs(setting: Setting, names: tuple[str, ...] = RUNS) -> tuple[list[Run], dict[str, str]]:
-    """Return the runs of these names in their order, and of those that cannot be made, why not."""
+    """Return the named runs in order, and a reason for each run that is impossible here."""
     student = Student(setting, make_base(setting) if "two_model" in names else None)
     runs = {name: student.run(name) for name in names if name not in PEFT}
     missing: dict[str, str] = {}
@@ -242,7 +239,7 @@ def _finish(loss: Tensor, parameters: list[nn.Parameter], optimizer: AdamW) -> T
 
 
 def _kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(teacher || student) per token, as torch has it, over the logits of all tokens at once."""
+    """Return torch's KL(teacher || student) per token, over all logits at once."""
     student, teacher = (
         F.log_softmax(logits.flatten(0, 1).float(), dim=-1) for logits in (student, teacher)
     )

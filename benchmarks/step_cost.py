@@ -1,19 +1,18 @@
-"""What a training step asks of a GPU: launches, bytes moved and operations, counted without one.
+"""Count the launches, moved bytes and operations of a training step on a GPU, without a GPU.
 
-The step runs on tensors that have shapes and no numbers (torch's device `meta`), on the way that
-fp32 takes on CUDA with TF32 allowed. The rule:
+The step runs on tensors without data (torch's device `meta`), along the path that fp32 takes on
+CUDA with TF32 allowed. The rules:
 
-- an operator that returns a view or fresh memory costs nothing; any other is one launch, and
-  moves the bytes of the tensors that it reads and writes, each once;
-- `addmm` onto a matrix copies that matrix first: one launch more, and its bytes twice;
-- a packed product is three launches that unpack (statistics, their offset, the weight) and one that
+- an operator that returns a view or fresh memory costs nothing; any other is one launch and moves
+  the bytes of the tensors that it reads and writes, each once;
+- `addmm` onto a matrix first copies that matrix: one more launch, and its bytes twice;
+- a 4-bit product is three launches that unpack (statistics, their offset, the weight) and one that
   multiplies;
-- a kernel of this package's own is an operator to torch (npt::...), and is counted as such.
+- a kernel of NPT is one operator (npt::...).
 
-The model of the time gives each launch the longer of its arithmetic, at the speed that such a
-product reached on an H100 (`SPEEDS`), and its bytes at 3 TB/s; all of them together take no less
-than 2.5 us each. The share of the roofline is the time of the arithmetic alone over that of the
-step.
+A launch takes the time of its arithmetic, at the speed measured on an H100 (`SPEEDS`), or of its
+bytes at 3 TB/s, whichever is longer. A step takes at least 2.5 us a launch. The roofline share is
+the time of the arithmetic alone over that of the step.
 
     python benchmarks/step_cost.py --json benchmarks/results/step_cost.json --name "what changed"
 """
@@ -76,7 +75,7 @@ aten = torch.ops.aten
 
 
 class _Norm(torch.autograd.Function):
-    """Stands for RMSNorm's kernels, which CUDA alone has: one forward and one backward."""
+    """Stand-in for RMSNorm's CUDA kernels: one forward and one backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
@@ -89,11 +88,13 @@ class _Norm(torch.autograd.Function):
 
 
 class Cost(TorchDispatchMode):
-    """Counts the operators that run within it.
+    """Count the operators that run inside it.
 
     Attributes:
-        launches, moved: by operator, and their bytes.
-        flops, seconds: of all products; of the model of the time, launches aside.
+        launches: by operator.
+        moved: bytes, by operator.
+        flops: of all products.
+        seconds: predicted, without the minimum for each launch.
     """
 
     def __init__(self) -> None:
@@ -117,7 +118,7 @@ class Cost(TorchDispatchMode):
             weight = args[2][0] * args[2][1] * out.element_size()
             self.add("mm", flops, _bytes(args[0]) + _bytes(out) + weight)
             return out
-        if name in PICKS:  # a row is read for each that is written
+        if name in PICKS:  # reads one row for each row it writes
             tensors = {0: out, 1: out}
         if name == "addmm" and args[0].dim() == 2:
             self.add("copy of addmm", 0, 2 * _bytes(args[0]))
@@ -141,13 +142,13 @@ class Cost(TorchDispatchMode):
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor in memory; an expanded dimension is there once."""
+    """Return a tensor's bytes in memory, with an expanded dimension counted once."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * math.prod(size for size, step in steps if step)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
-    """Attention by the kernel that CUDA takes for such tensors."""
+    """Call the attention kernel that CUDA uses for such tensors."""
     causal, scale, bias = named["is_causal"], named["scale"], named.get("attn_mask")
     if query.dtype == torch.float32:
         kernel = aten._scaled_dot_product_efficient_attention
@@ -158,7 +159,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tenso
 
 
 def _own_kernels(cost: Cost) -> Any:
-    """Return npt/adapters/kernels.py, its launches counted, whether Triton is installed or not."""
+    """Return npt/adapters/kernels.py with counted launches; it works without Triton."""
 
     class Kernel:
         def __init__(self, function: Any):
@@ -193,7 +194,7 @@ def _own_kernels(cost: Cost) -> Any:
 
 @contextmanager
 def as_on_cuda(cost: Cost) -> Iterator[None]:
-    """Let tensors without numbers take the ways of CUDA, with TF32 allowed."""
+    """Make tensors without data take the paths of CUDA, with TF32 allowed."""
     fakes: list[tuple[str, Any]] = [
         ("_on_cuda_in_fp32", lambda *tensors: all(t.dtype == torch.float32 for t in tensors)),
         ("_has_backward", lambda query, causal: True),
@@ -202,7 +203,7 @@ def as_on_cuda(cost: Cost) -> Iterator[None]:
     ]
     with ExitStack() as stack:
         stack.enter_context(fp32_products("high"))
-        # autocast knows no meta tensors
+        # autocast does not support meta tensors
         stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", lambda kind: False))
         stack.enter_context(mock.patch.object(torch, "autocast", lambda *_, **__: nullcontext()))
         stack.enter_context(mock.patch.object(functional, "rms_norm", _Norm.apply))
@@ -215,7 +216,7 @@ def as_on_cuda(cost: Cost) -> Iterator[None]:
 
 
 def empty_base(setting: Setting) -> Any:
-    """Return a base of a shape, packed, without numbers."""
+    """Return a 4-bit base of a shape, without data."""
     config = llama_config(SHAPES[setting.shape], setting.length)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
@@ -234,7 +235,7 @@ def empty_base(setting: Setting) -> Any:
 
 
 def _packed(module: Any) -> Params4bit:
-    """Return a packed weight without numbers, its statistics packed as well."""
+    """Return a 4-bit weight without data, with double-quantised statistics."""
     shape = torch.Size((module.out_features, module.in_features))
     blocks = shape.numel() // 64
 
@@ -264,7 +265,7 @@ def _packed(module: Any) -> Params4bit:
 
 
 def step_cost(strategy: str, setting: Setting = SETTING) -> Cost:
-    """Count forward and backward of a micro-batch; what follows is the guard's."""
+    """Count forward and backward of a micro-batch, without the optimizer step."""
     cost = Cost()
     with as_on_cuda(cost):
         model, config = empty_base(setting), npt.TrainConfig(strategy=strategy)
@@ -276,7 +277,7 @@ def step_cost(strategy: str, setting: Setting = SETTING) -> Cost:
 
 
 def figures(strategy: str, setting: Setting = SETTING) -> dict[str, Any]:
-    """Return the counts of a step, and the model of its time."""
+    """Return the counts of a step and its predicted time."""
     cost = step_cost(strategy, setting)
     launches = cost.launches.total()
     seconds = max(cost.seconds, launches * LAUNCH)
@@ -291,8 +292,8 @@ def figures(strategy: str, setting: Setting = SETTING) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="put the counts into a file's list of steps")
-    parser.add_argument("--name", default="now", help="of this step of the work")
+    parser.add_argument("--json", type=Path, help="add the counts to the list in this file")
+    parser.add_argument("--name", default="now", help="name of the row, replaced if it exists")
     args = parser.parse_args(argv)
     counts = {"name": args.name, **{name: figures(name) for name in NAMES}}
     print(json.dumps(counts, indent=2))

@@ -1,6 +1,6 @@
-"""The tables of README and docs/, as Markdown, from the JSON in benchmarks/results/.
+"""Render the JSON in benchmarks/results/ as the Markdown tables of README and docs/.
 
-A table is its columns: by heading the format of a cell (`{kl:.4f}`), or a function of the row.
+A table maps each heading to a cell: a format (`{kl:.4f}`) or a function of the row.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MIB = 1 << 20
 
 
 def table(columns: Mapping[str, Cell], rows: Iterable[Json], words: int | None = None) -> str:
-    """Return a table. Headings lose spaces at their ends, by which two may be the same.
+    """Return a table. Headings are stripped, so trailing spaces tell two equal headings apart.
 
-    words: leading columns that are not aligned as numbers; default all.
+    words: how many leading columns hold text (default: all); the others are right-aligned.
     """
     words = len(columns) if words is None else words
     lines = [[heading.strip() for heading in columns]]
@@ -35,13 +35,13 @@ def table(columns: Mapping[str, Cell], rows: Iterable[Json], words: int | None =
 
 
 def optional(name: str, form: str, missing: str = "–") -> Callable[[Json], str]:
-    """Return a cell of a value that some rows lack."""
+    """Return a cell for a value that some rows do not have."""
     return lambda row: missing if row.get(name) is None else format(row[name], form)
 
 
 def figure(name: str, figures: Json) -> str:
-    """Return a figure of an evaluation with its standard error; that of a perplexity says how much
-    texts differ, and is left out.
+    """Return a figure of an evaluation with its standard error. A perplexity has none: its error
+    would measure how much the texts differ.
     """
     value = figures[name]
     error = None if name == "perplexity" else figures[f"{name}_se"]
@@ -49,8 +49,8 @@ def figure(name: str, figures: Json) -> str:
 
 
 def agreement(figures: Json, models: Mapping[str, Json], names: Sequence[str]) -> str:
-    """Return what models agree in with the teacher. models: their figures by what they are."""
-    first = f"held-out text, {figures['teacher']['tokens']:,} tokens"
+    """Return how closely models agree with the teacher. models: figures by row name."""
+    first = f"{figures['teacher']['tokens']:,} held-out tokens"
     cells = {FIGURES[name].short: partial(figure, name) for name in names}
     return table({first: "{model}", **cells}, ({"model": m, **f} for m, f in models.items()))
 
@@ -58,10 +58,10 @@ def agreement(figures: Json, models: Mapping[str, Json], names: Sequence[str]) -
 def fidelity(figures: Json) -> str:
     """Return a run's fidelity.json."""
     models = {
-        "floor": "floor: attention dropped from these layers",
-        "initial": "student at its start",
+        "floor": "floor (attention removed)",
+        "initial": "student before training",
         "student": "student after training",
-        "teacher": "teacher: the base",
+        "teacher": "teacher (the base)",
     }
     measured = {words: figures[key] for key, words in models.items() if figures.get(key)}
     names = ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
@@ -69,52 +69,49 @@ def fidelity(figures: Json) -> str:
 
 
 def repaired(figures: Json) -> str:
-    """Return how far base and student of a run are from the unquantised teacher."""
+    """Return how far a run's 4-bit base and its student are from the unquantised teacher."""
     parts = figures["attribution"]
     models = {
-        "the 4-bit base": parts["unquantized_to_4bit"],
-        "repaired": parts["unquantized_to_npt"],
+        "4-bit base": parts["unquantized_to_4bit"],
+        "4-bit base, repaired": parts["unquantized_to_npt"],
     }
     return agreement(figures, models, ("perplexity_ratio", "kl", "top1"))
 
 
 def embedded(figures: Json) -> str:
-    """Return what the embedded model's build.json says of it."""
-    rows = (
-        ("gzip -9, file by file", "gzip_bits_per_byte"),
-        ("the embedded model", "bits_per_byte"),
-    )
+    """Return the compression figures in the embedded model's build.json."""
+    rows = (("gzip -9, each file alone", "gzip_bits_per_byte"), ("embedded model", "bits_per_byte"))
     columns = {"": "{name}", "bits per byte": "{bits:.3f}"}
     return table(columns, ({"name": name, "bits": figures[key]} for name, key in rows))
 
 
 def guards(npt_step: Json, lora: Json) -> str:
-    """Return what `guards.py --json` prints, and `guards.py --lora --json`."""
+    """Return the output of `guards.py --json` and of `guards.py --lora --json`."""
     columns = {
         "step": "{step}",
-        "guarded over plain": "{ratio:.3f}",
+        "guarded / plain time": "{ratio:.3f}",
         "quartiles": "{ratio_quartiles[0]:.2f} to {ratio_quartiles[1]:.2f}",
-        "waits of the host added": "{added_synchronisations}",
+        "added host waits": "{added_synchronisations}",
     }
     rows = [
-        {**npt_step, "step": "NPT on the embedded model"},
-        {**lora, "step": "`npt.guard` around a LoRA step", "added_synchronisations": "–"},
+        {**npt_step, "step": "NPT"},
+        {**lora, "step": "LoRA under `npt.guard`", "added_synchronisations": "–"},
     ]
     return table(columns, rows)
 
 
 def tracer(figures: Json) -> str:
-    """Return what `debug_nan.py --demo --json` prints."""
+    """Return the output of `debug_nan.py --demo --json`."""
     columns = {
-        "planted": "{total}",
-        "named exactly": "{passed}",
-        "alarms on the clean model": "{false_alarms}",
+        "faults planted": "{total}",
+        "located exactly": "{passed}",
+        "false alarms": "{false_alarms}",
     }
     return table(columns, [figures])
 
 
 def kernels(figures: Json) -> str:
-    """Return what `compile_kernels.py` prints: registers, and spilled bytes if there are any."""
+    """Return the output of `compile_kernels.py`: registers, and spilled bytes if there are any."""
 
     def cell(architecture: str, row: Json) -> str:
         same = ("kernel", "rank")
@@ -126,18 +123,17 @@ def kernels(figures: Json) -> str:
 
     columns: dict[str, Cell] = {
         "kernel": "{kernel}",
-        "M z and B z": lambda row: f"rank to {row['rank']}" if row["rank"] else "by torch",
+        "M z and B z": lambda row: f"rank ≤ {row['rank']}" if row["rank"] else "torch",
     }
     columns |= {
-        f"sm_{architecture} ({card})": partial(cell, architecture)
-        for architecture, card in figures["cards"].items()
+        card: partial(cell, architecture) for architecture, card in figures["cards"].items()
     }
     rows = {(row["kernel"], row["rank"]): row for row in figures["kernels"]}
     return f"{table(columns, rows.values(), words=2)}\nTriton {figures['triton']}.\n"
 
 
 def campaign(figures: Json) -> str:
-    """Return what `inject_fault.py --all --json` prints: a line, and the cases by verdict."""
+    """Return the output of `inject_fault.py --all --json`: a line, and the cases by verdict."""
     rows = []
     for verdict in dict.fromkeys(case["verdict"] for case in figures["cases"]):
         cases = [case for case in figures["cases"] if case["verdict"] == verdict]
@@ -156,34 +152,46 @@ def totals(figures: Json) -> str:
 
 
 TRAINERS = ("loop", "accelerate", "hf", "trl", "grpo", "fsdp", "fsdp_sharded")
-"""Trainers of `inject_fault.py --trainer`, in the order of their columns."""
+"""Trainers of `inject_fault.py --trainer`, in column order."""
 
 
 def trainers(*campaigns: Json) -> str:
-    """Return what `inject_fault.py --trainer T --all --json` prints for each of TRAINERS. A trainer
-    without a case has an empty cell.
+    """Return the output of `inject_fault.py --trainer T --all --json` for each of TRAINERS. A row
+    lists the faults that have the same outcome in the same trainers.
     """
-    rows: dict[str, dict[str, Any]] = {}
+    cases: dict[str, dict[str, Any]] = {}
     for trainer, figures in zip(TRAINERS, campaigns, strict=True):
         for case in figures["cases"]:
-            row = rows.setdefault(case["name"], {"planted": case["name"], "fates": {}})
-            row[trainer] = "equal" if case["passed"] else case["verdict"]
-            row["fates"][case["unguarded"]] = None
-    columns: dict[str, Cell] = {"planted": "{planted}"}
-    columns |= {f"guarded, {name}": optional(name, "", missing="") for name in TRAINERS}
-    columns["unguarded"] = lambda row: ", ".join(row["fates"])
-    passed = [f"{name}: {totals(f)}" for name, f in zip(TRAINERS, campaigns, strict=True)]
-    return f"{' '.join(passed)}\n\n{table(columns, rows.values())}"
+            outcomes = cases.setdefault(case["name"], {"guarded": {}, "unguarded": {}})
+            verdict = "equal" if case["passed"] else case["verdict"]
+            outcomes["guarded"].setdefault(verdict, []).append(trainer)
+            outcomes["unguarded"][case["unguarded"]] = None
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, outcomes in cases.items():
+        guarded = "; ".join(f"{v} in {', '.join(t)}" for v, t in outcomes["guarded"].items())
+        rows.setdefault((guarded, ", ".join(outcomes["unguarded"])), []).append(name)
+    passed = [
+        f"{name} {figures['passed']} of {figures['total']}"
+        for name, figures in zip(TRAINERS, campaigns, strict=True)
+    ]
+    alarms = sum(figures["false_alarms"] for figures in campaigns)
+    head = f"Cases passed: {', '.join(passed)}; {alarms} false alarms."
+    columns = {name: f"{{{name}}}" for name in ("planted", "guarded", "unguarded")}
+    lines = (
+        {"planted": "; ".join(names), "guarded": guarded, "unguarded": unguarded}
+        for (guarded, unguarded), names in rows.items()
+    )
+    return f"{head}\n\n{table(columns, lines)}"
 
 
 def machine(figures: Json) -> str:
-    """Return what was measured on."""
+    """Return the machine of a measurement."""
     machine = figures["machine"]
     return f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"
 
 
 def versions(figures: Json) -> str:
-    """Return what was measured with."""
+    """Return the library versions of a measurement."""
     return "torch {torch}, transformers {transformers}, Python {python}".format_map(
         figures["machine"]
     )
@@ -191,7 +199,7 @@ def versions(figures: Json) -> str:
 
 def left_out(reasons: Mapping[str, str]) -> str:
     """Return a line for each row that could not be measured."""
-    return "".join(f"\nLeft out: `{name}` ({reason}).\n" for name, reason in reasons.items())
+    return "".join(f"\nNot measured: `{name}` ({reason}).\n" for name, reason in reasons.items())
 
 
 def real(figures: Json) -> str:
@@ -201,46 +209,43 @@ def real(figures: Json) -> str:
 
     def ratio(row: Json) -> str:
         value, error = (row["figures"][f"perplexity_ratio{end}"] for end in ("", "_se"))
-        # of a floor
+        # a floor needs no decimals
         return f"{value:,.0f} ± {error:,.0f}" if value >= 100 else of("perplexity_ratio")(row)
 
     def of(name: str) -> Callable[[Json], str]:
         return lambda row: figure(name, row["figures"])
 
     columns: dict[str, Cell] = {
-        "row": "{name}",
-        "what it is": "{about}",
+        "row": "`{name}`",
+        "student": "{about}",
         "parameters": optional("parameters", ","),
         "minutes": optional("minutes", ".1f"),
-        "start, x": optional("start_passes", ".1f"),
-        "all, x": optional("forward_passes", ".1f"),
+        "start, passes": optional("start_passes", ".1f"),
+        "total, passes": optional("forward_passes", ".1f"),
         "KL, nats": of("kl"),
-        "of NF4's": lambda row: f"{row['figures']['kl'] / unit:.2f}" if unit else "–",
+        "over `nf4`": lambda row: f"{row['figures']['kl'] / unit:.2f}" if unit else "–",
         "ratio": ratio,
         "top-1": of("top1"),
     }
     codes = {row["code"] for row in figures["rows"]}
-    mixed = "\nThe rows were made by more than one version of the code.\n"
+    mixed = "\nThe rows come from more than one version of the code.\n"
     return (
-        f"Machine: {machine(figures)}, computing on {figures['machine']['device']};"
+        f"{figures['model']} with an {figures['quantization'].upper()} base:"
+        f" {sizes['layers']} layers, D {sizes['hidden']}, F {sizes['ffn']}, V {sizes['vocab']:,}."
+        f" Machine: {machine(figures)}, computing on {figures['machine']['device']};"
         f" {versions(figures)}.\n\n"
-        f"{figures['model']}, {figures['quantization']} base, against its own base on"
-        f" {text['heldout_tokens']:,} held-out tokens of {text['heldout_documents']} documents"
-        f" ({text['name']}); ± is the standard error over documents. {sizes['layers']} layers, D"
-        f" {sizes['hidden']}, F {sizes['ffn']}, V {sizes['vocab']:,}; samples of {text['length']}"
-        f" tokens at most, {text['fitted_tokens']:,} tokens may be fitted. Times are in minutes,"
-        " and in passes (x): forward passes of the whole base over the tokens that the row's start"
-        " is fitted to, or over as many if a rival has no such start, timed in the same process."
-        f"\n\n{table(columns, figures['rows'], words=2)}{left_out(figures.get('failed', {}))}"
+        f"Rows are compared with their base on {text['heldout_tokens']:,} held-out tokens of"
+        f" {text['heldout_documents']} documents ({text['name']}; ±: standard error over documents)"
+        f" and may fit {text['fitted_tokens']:,} others, in samples of at most {text['length']}."
+        " One pass is a forward pass of the base over the tokens that the start fits.\n\n"
+        f"{table(columns, figures['rows'], words=2)}{left_out(figures.get('failed', {}))}"
         f"{mixed if len(codes) > 1 else ''}"
     )
 
 
 def speed(figures: Json) -> str:
-    """Return machine, setting and tables of `speed.py`."""
-    shape, setting, roofline = (figures[key] for key in ("sizes", "setting", "roofline"))
-    device = figures["machine"]["device"]
-    count, in_bf16 = setting["batch_size"], setting.get("compute_dtype") == "bf16"
+    """Return machine, setting and table of `speed.py`."""
+    roofline, device = figures["roofline"], figures["machine"]["device"]
 
     def ratio(run: Json) -> str:
         if "speed_ratio" not in run:
@@ -249,49 +254,116 @@ def speed(figures: Json) -> str:
 
     columns: dict[str, Cell] = {
         "run": "`{name}`",
-        "tokens/s (lowest to highest)": "{tokens_per_second:,.0f}"
-        " ({tokens_per_second_range[0]:,.0f} to {tokens_per_second_range[1]:,.0f})",
-        "x two_model": ratio,
+        "tokens/s": "{tokens_per_second:,.0f}",
+        "over `two_model`": ratio,
         "peak MiB": lambda run: f"{run['peak_bytes'] / MIB:,.0f}",
-        "of which held": lambda run: f"{run['held_bytes'] / MIB:,.0f}",
-        "x two_model ": optional("memory_ratio", ".2f", missing="-"),
+        "held MiB": lambda run: f"{run['held_bytes'] / MIB:,.0f}",
+        "over `two_model` ": optional("memory_ratio", ".2f", missing="-"),
         "MFLOP/token": lambda run: f"{run['flops_per_token'] / 1e6:,.0f}",
-        "of roofline": lambda run: f"{100 * run['roofline_share']:.0f}%",
-        "trained": "{trainable_parameters:,}",
+        "roofline share": lambda run: f"{100 * run['roofline_share']:.0f}%",
+        "parameters": "{trainable_parameters:,}",
     }
     where = machine(figures) if device == "cpu" else f"{device}; {machine(figures)}"
     return (
         f"Machine: {where}; {versions(figures)}; fp32 products at"
         f" `{figures['machine']['matmul_precision']}`. Square products (side {roofline['size']})"
-        f" reach {roofline['flops_per_second'] / 1e9:,.0f} GFLOP/s.\n\n"
-        f"Shape `{figures['shape']}`: D {shape['hidden']}, F {shape['ffn']}, {shape['layers']}"
-        f" layers, {shape['heads']} heads, {shape['kv_heads']} of keys and values, V"
-        f" {shape['vocab']:,}; {setting['quantization'] or 'fp32'} base,"
-        f"{' its products and the square ones in bf16,' if in_bf16 else ''} layers"
-        f" `{setting['layers']}` converted, rank {setting['rank']}."
-        f" {count} row{'' if count == 1 else 's'} of {setting['length']:,} tokens a step,"
-        f" {setting['rounds']} rounds.\n\n"
+        f" reach {roofline['flops_per_second'] / 1e9:,.0f} GFLOP/s.\n\n{shape_line(figures)}\n\n"
         f"{table(columns, figures['runs'], words=1)}{left_out(figures['missing'])}"
     )
 
 
+def shape_line(figures: Json) -> str:
+    """Return the model and the step that `speed.py` measured."""
+    shape, setting = figures["sizes"], figures["setting"]
+    count = setting["batch_size"]
+    return (
+        f"Shape `{figures['shape']}`: D {shape['hidden']}, F {shape['ffn']}, {shape['layers']}"
+        f" layers, {shape['heads']} query heads, {shape['kv_heads']} key-value heads, V"
+        f" {shape['vocab']:,}; {setting['quantization'] or 'fp32'} base, layers"
+        f" `{setting['layers']}` converted, rank {setting['rank']}."
+        f" {count} row{'' if count == 1 else 's'} of {setting['length']:,} tokens a step,"
+        f" {setting['rounds']} rounds."
+    )
+
+
+PRECISIONS = {"highest": "fp32", "high": "TF32", "bf16": "bf16"}
+"""Precisions of products: torch's name (bf16: 4-bit products only) to a heading."""
+
+
+def speeds(figures: Mapping[str, Json]) -> list[str]:
+    """Return a table for each shape. figures: of `speed.py`, by "shape, precision"."""
+    shapes: dict[str, dict[str, Json]] = {}
+    for key, measured in figures.items():
+        shape, _, precision = key.partition(", ")
+        shapes.setdefault(shape, {})[precision] = measured
+    return [_speeds_of_shape(by_precision) for by_precision in shapes.values()]
+
+
+def _speeds_of_shape(measured: Mapping[str, Json]) -> str:
+    runs: dict[str, dict[str, Json]] = {}
+    for precision, figures in measured.items():
+        for run in figures["runs"]:
+            runs.setdefault(run["name"], {})[precision] = run
+
+    def largest(key: str) -> Callable[[Mapping[str, Json]], float]:
+        return lambda row: max(run[key] for run in row.values())
+
+    def cell(precision: str, write: Callable[[Json], str]) -> Callable[[Any], str]:
+        return lambda row: write(row[precision]) if precision in row else "–"
+
+    peak, held = largest("peak_bytes"), largest("held_bytes")
+    present = [precision for precision in PRECISIONS if precision in measured]
+    columns: dict[str, Cell] = {
+        "run": lambda row: f"`{next(iter(row.values()))['name']}`",
+        "peak MiB": lambda row: f"{peak(row) / MIB:,.0f}",
+        "held MiB": lambda row: f"{held(row) / MIB:,.0f}",
+    }
+    for heading, write in (
+        ("tokens/s", lambda run: f"{run['tokens_per_second']:,.0f}"),
+        ("roofline", lambda run: f"{run['roofline_share']:.0%}"),
+    ):
+        columns |= {f"{heading}, {PRECISIONS[p]}": cell(p, write) for p in present}
+    first = next(iter(measured.values()))
+    reached = ", ".join(
+        f"{measured[p]['roofline']['flops_per_second'] / 1e12:,.0f} TFLOP/s ({PRECISIONS[p]})"
+        for p in present
+    )
+    return (
+        f"{shape_line(first)} Square products reach {reached}.\n\n"
+        f"{table(columns, runs.values(), words=1)}"
+    )
+
+
+def products(rows: Iterable[Json]) -> str:
+    """Return TFLOP/s of 4-bit products by shape. rows: `products` of `gpu_check.py`'s figures."""
+    cases: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name = f"{row['out']}x{row['in']} | {row['rows']}"
+        cases.setdefault(name, {"case": name})[row["precision"]] = row["teraflops"]
+    columns: dict[str, Cell] = {"weight | rows": "{case}"}
+    for precision, name in PRECISIONS.items():
+        columns |= {
+            f"{name} {who}": partial(lambda p, k, case: f"{case[p][k]:.3g}", precision, key)
+            for who, key in (("bnb", "Linear4bit"), ("NPT", "product"))
+        }
+    return table(columns, cases.values()).replace("|---|", "|---|---|", 1)
+
+
 def step_cost(steps: Sequence[Json]) -> str:
-    """Return what a step asks of a GPU, by the steps of the work on it."""
-    columns: dict[str, Cell] = {"after": "{name}"}
+    """Return the cost of a step on a GPU after each optimisation."""
+    columns: dict[str, Cell] = {"with": "{name}"}
     for strategy in ("local", "end_to_end"):
         for heading, form in (
             (f"`{strategy}`: launches", "launches]:,"),
-            ("GB moved", "gigabytes]:.0f"),
-            ("TFLOP", "teraflops]:.1f"),
             ("ms", "milliseconds]:.0f"),
-            ("of roofline", "roofline_share]:.0%"),
+            ("roofline share", "roofline_share]:.0%"),
         ):
             columns[heading + " " * len(columns)] = f"{{{strategy}[{form}}}"
     return table(columns, steps, words=1)
 
 
 def gpu_check(figures: Json) -> str:
-    """Return the results of `gpu_check.py`."""
+    """Return the report of `gpu_check.py` or `h100_hour.py`."""
     card, sections = figures["machine"], figures["sections"]
     libraries = ", ".join(
         f"{name} {card[name]}"
@@ -302,7 +374,6 @@ def gpu_check(figures: Json) -> str:
         "section": "{number} {name}",
         "verdict": "{verdict}",
         "result": lambda section: section["text"].replace("|", "\\|"),
-        "seconds": "{seconds:.1f}",
     }
     date = max((section["ended"][:10] for section in sections), default="")
     program = figures.get("program", "gpu_check")

@@ -16,7 +16,7 @@ from npt.base.precision import matmul_precision
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the figures were measured on."""
+    """Return the machine and versions."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cpu": processor(),
@@ -30,7 +30,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -42,7 +42,7 @@ def processor() -> str:
 
 
 def code_hash() -> str:
-    """Return a hash of the package's source, by which figures of two versions are told apart."""
+    """Return a hash of the package's source, which tells figures of two versions apart."""
     digest = hashlib.sha256()
     for path in sorted(Path(npt.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Does a guard change a clean run? Small runs in the installed transformers and TRL, each plain and
-with npt.guard.protect, compared bit for bit.
+"""Check that npt.guard.protect changes no bit of a clean run: train small runs in the installed
+transformers and TRL, plain and guarded, and compare them.
 
-    python debug/compare_trainers.py                          all of them, some three minutes
+    python debug/compare_trainers.py                          all runs, some three minutes
     python debug/compare_trainers.py --only dpo,vit,AdamW-in-two-groups
     python debug/compare_trainers.py --json                   all differences
 
-Compared are weights, optimizer, schedule, random numbers, the log, what train(), evaluate() and
-predict() return, the Trainer's state, the files of checkpoints, and every callback event, with the
-gradients before a step. What the guard adds is left out: `refused` in the log. Nothing is left on
-the disk. The exit status is 0 when all runs are equal, else 1.
+The comparison covers weights, optimizer, schedule, random numbers, the log, the results of train(),
+evaluate() and predict(), the Trainer's state, checkpoint files, and every callback event with the
+gradients before a step. It leaves out `refused`, which the guard adds to the log. No files remain.
+The exit status is 0 if all runs are equal, else 1.
 """
 
 import argparse
@@ -33,29 +33,29 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--only", metavar="LIST", help="examples by name (default: all)")
     parser.add_argument(
-        "--json", action="store_true", help="print all differences as JSON instead of a table"
+        "--only", metavar="LIST", help="names of examples with commas (default: all)"
     )
+    parser.add_argument("--json", action="store_true", help="print all differences as JSON")
     args = parser.parse_args()
     names = [each.id for each in EXAMPLES] if args.only is None else args.only.split(",")
     unknown = next((name for name in names if name not in [e.id for e in EXAMPLES]), None)
     if unknown is not None:
         every = ", ".join(each.id for each in EXAMPLES)
         parser.error(f"there is no example {unknown!r}; choose from {every}")
-    torch.set_num_threads(1)  # at these sizes the fastest
+    torch.set_num_threads(1)  # fastest at these sizes
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    warnings.simplefilter("ignore")  # of transformers and TRL, twice for each run
+    warnings.simplefilter("ignore")  # from transformers and TRL, twice in each run
     console, progress = make_console(), make_console(stderr=True)
-    table = Table(title="a guard on clean runs of other people's trainers")
-    for heading in ("example", "of", "guarded"):
+    table = Table(title="clean runs in other trainers, plain and guarded")
+    for heading in ("example", "group", "guarded run"):
         table.add_column(heading, overflow="fold")
     figures = []
     for example in (each for each in EXAMPLES if each.id in names):
         try:
             differences = compared(example)
-        except Exception as error:  # one that cannot run is no proof, and ends no other
+        except Exception as error:  # an example that cannot run fails alone
             differences = [f"{type(error).__name__}: {error}"]
         result = "equal" if not differences else f"{len(differences)} differ: {differences[0]}"
         if progress.is_terminal:
@@ -67,7 +67,7 @@ def main() -> int:
         print(to_json({"examples": figures, "equal": equal, "total": len(figures)}, indent=2))
     else:
         console.print(table)
-        console.print(f"{equal} of {len(figures)} equal")
+        console.print(f"{equal} of {len(figures)} guarded runs are equal to the plain run")
     return 0 if equal == len(figures) else 1
 
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Which operation made the NaN? Traces one batch through a model, a checkpoint or the bundle of a
-run that gave up.
+"""Find the operation that produced a NaN: trace a batch through a model, a checkpoint or a
+post-mortem bundle.
 
     python debug/debug_nan.py --demo              plant faults in the embedded model and find them
     python debug/debug_nan.py --bundle RUN/postmortem/step-00000123
     python debug/debug_nan.py --model_name FOLDER --adapter RUN/checkpoints/step-00000400/adapter
 
-The last two are short for `npt replay` and `npt trace`, and take their flags. The exit status of
-the demonstration is 0 when every fault was found exactly and the clean model gave no alarm, else 1.
+The last two run `npt replay` and `npt trace`, and take their flags. The demo exits with status 0 if
+the tracer locates every fault exactly and raises no alarm on the clean model, else with 1.
 """
 
 import argparse
@@ -31,15 +31,11 @@ def main() -> int:
         allow_abbrev=False,
         takes_others=True,
     )
-    parser.add_argument("--demo", action="store_true", help="plant faults and find them")
+    parser.add_argument("--demo", action="store_true", help="plant faults and locate them")
     parser.add_argument(
-        "--case",
-        metavar="ID",
-        help="of the demonstration one fault only, with all that is said about it",
+        "--case", metavar="ID", help="plant only this fault of the demo and print the whole verdict"
     )
-    parser.add_argument(
-        "--bundle", metavar="FOLDER", help="a post-mortem bundle to replay and trace"
-    )
+    parser.add_argument("--bundle", metavar="FOLDER", help="replay and trace a post-mortem bundle")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args, others = parser.parse_known_args()
     as_json = ["--json"] if args.json else []
@@ -48,8 +44,8 @@ def main() -> int:
     if not args.demo and args.case is None:
         return npt(["trace", *others, *as_json], prog="debug_nan.py")
     if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    torch.set_num_threads(1)  # at these sizes the fastest
+        parser.error(f"the demo does not take {' '.join(others)}: remove it")
+    torch.set_num_threads(1)  # fastest at these sizes
     cases = [case for case in all_cases() if args.case in (None, case.id)]
     if not cases:
         parser.error(
@@ -64,7 +60,7 @@ def main() -> int:
     elif args.case is not None:
         print(
             f"planted: {lines[0].case.name}\n "
-            f" {lines[0].truth}\nfound:\n{lines[0].verdict or lines[0].error}"
+            f" {lines[0].truth}\nfound:\n{lines[0].verdict or lines[0].error or 'nothing'}"
         )
     else:
         print_lines(make_console(), lines, alarms)

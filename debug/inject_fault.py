@@ -1,18 +1,13 @@
 #!/usr/bin/env python
-"""The fault campaign: does a training step survive what can go wrong, and is it said exactly what
-went wrong?
+"""Plant faults in training steps, and check that each changes nothing and is located exactly.
 
-    python debug/inject_fault.py --list               the cases and their ground truth
-    python debug/inject_fault.py --case gradient-nan  one of them
-    python debug/inject_fault.py --all                all of them and 1,000 clean steps
-    python debug/inject_fault.py --trainer hf --all   transformers' Trainer under npt.guard; also
-                                                      loop, accelerate, trl, grpo. All but loop and
-                                                      trl with two processes too; fsdp (a sharded
-                                                      base), fsdp_sharded (what is trained is
-                                                      sharded too)
+    python debug/inject_fault.py --list               list the cases and what must happen
+    python debug/inject_fault.py --case gradient-nan  run one case
+    python debug/inject_fault.py --all                run every case and 1,000 clean steps
+    python debug/inject_fault.py --trainer hf --all   run the cases in transformers' Trainer
 
-Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every
-case passed, else 1.
+Faults are planted in copies in memory; files do not change. The exit status is 0 if every case
+passes, else 1.
 """
 
 import argparse
@@ -39,26 +34,26 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--list", action="store_true", help="the cases and their ground truth")
+    what.add_argument("--list", action="store_true", help="list the cases and what must happen")
     what.add_argument("--case", metavar="ID", help="run one case")
     what.add_argument("--all", action="store_true", help="run every case and the clean steps")
     parser.add_argument(
         "--trainer",
         choices=("npt", *TRAINERS),
         default="npt",
-        help="who trains: NPT, or under npt.guard a plain loop, one of accelerate's,"
-        " transformers' Trainer, TRL's SFTTrainer or GRPOTrainer, or a loop of two processes under"
-        " FSDP2",
+        help="the trainer: NPT (default), or under npt.guard a plain loop, accelerate,"
+        " transformers' Trainer (hf), TRL's SFTTrainer (trl) or GRPOTrainer (grpo), or two"
+        " processes under FSDP2 with a sharded base (fsdp), or sharded adapters too (fsdp_sharded)",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # at these sizes the fastest, and one order of summation
+    torch.set_num_threads(1)  # fastest at these sizes, and one order of summation
     console, ours = make_console(), args.trainer == "npt"
     cases: list[Any] = [*every_case()] if ours else cases_of(args.trainer)
     if args.case is not None:
         cases = [case for case in cases if case.id == args.case]
         if not cases:
-            parser.error(f"there is no case {args.case!r}; --list names them")
+            parser.error(f"there is no case {args.case!r}: choose one that --list prints")
     if args.list and args.json:
         print(to_json([{"id": c.id, "name": c.name, "truth": c.truth} for c in cases], indent=2))
         return 0
@@ -78,7 +73,7 @@ def main() -> int:
 
 
 def of_ours(cases: Sequence[Case]) -> Iterator[Line]:
-    """Judge cases of NPT's own training, and show progress on a terminal."""
+    """Judge cases of NPT's own training; print progress on a terminal."""
     progress = make_console(stderr=True)
     for case in cases:
         line = judged(case)
@@ -88,8 +83,8 @@ def of_ours(cases: Sequence[Case]) -> Iterator[Line]:
 
 
 def of_rows(cases: Sequence[RowCase], trainer: str) -> Iterator[Line]:
-    """Judge cases of other people's trainers, those of several processes last."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
+    """Judge cases of other trainers, those with several processes last."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # transformers' own, in each run
     yield from (row_runs.judged(case, trainer) for case in cases if case.processes == 1)
     yield from judged_by_processes([case for case in cases if case.processes > 1], trainer)
 

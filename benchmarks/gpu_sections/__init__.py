@@ -1,6 +1,4 @@
-"""The sections of gpu_check.py, in the order in which they run: cheap ones that say much come
-first.
-"""
+"""The sections of gpu_check.py in running order: cheap and telling ones first."""
 
 from gpu_sections.cost import GENERATION, GUARDS, MEMORY, SPEED
 from gpu_sections.files import FILES

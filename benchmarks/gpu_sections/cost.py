@@ -1,4 +1,4 @@
-"""Sections 8 to 12: memory against its plan, the guards' cost, speed, evaluation, generation."""
+"""Sections 8 to 12: memory and its plan, cost of the guards, speed, evaluation, generation."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ from npt.errors import is_out_of_memory
 from npt.evaluation.greedy import continue_greedily
 
 PLAN_TOLERANCE = 0.15
-"""Of a predicted peak, as in the tests on the CPU: what a kernel takes past its operands is not in
-the plan.
+"""Allowed error of a predicted peak, as in the tests on the CPU. The plan does not know the
+workspace of kernels.
 """
 
 
 def check_memory(bench: Bench, findings: Findings) -> None:
-    """The plan of a run against what it takes, and a run that outlives memory that does not do for
-    its micro-batches.
-    """
+    """Compare planned with measured memory, and train through an OOM."""
     _against_plan(bench, findings)
     _out_of_memory(bench, findings)
 
@@ -47,7 +45,8 @@ def check_memory(bench: Bench, findings: Findings) -> None:
 def _against_plan(bench: Bench, findings: Findings) -> None:
     length = bench.pick(64, 1024)
     config = llama_config(SHAPES[bench.pick("embedded", "llama-3.2-1b")], length)
-    lines = ["| strategy | predicted | measured | error |", "|---|---|---|---|"]
+    lines = [f"Peak of a step, 2 rows of {length:,} tokens:", ""]
+    lines += ["| strategy | predicted | measured | error |", "|---|---|---|---|"]
     for strategy in bench.pick(("local",), tuple(STRATEGIES)):
         training = npt.TrainConfig(strategy=strategy, batch_size=2, eval_samples=2)
         adapter = npt.NPTConfig(rank=16, layers="upper_half", init="random")
@@ -69,17 +68,18 @@ def _against_plan(bench: Bench, findings: Findings) -> None:
 
 
 def _out_of_memory(bench: Bench, findings: Findings) -> None:
-    """Eight samples at once do not fit, four do: forced on a GPU by a limit for this process,
-    elsewhere by a strategy that says so.
+    """Train where eight samples at once do not fit and four do. On a GPU a memory limit of this
+    process forces it, elsewhere a strategy that raises the error.
     """
-    length, rows = bench.pick(32, 2048), 8  # on a card most of the memory is the rows'
-    model = base_of(bench, "cpu-0.2b", length, vocab=2048)  # whose logits take less than its layers
+    length, rows = bench.pick(32, 2048), 8  # on a GPU the rows take most of the memory
+    # with this vocabulary the logits take less than the layers
+    model = base_of(bench, "cpu-0.2b", length, vocab=2048)
     npt.attach(model, npt.NPTConfig(rank=8, layers="upper_half"))
     limit = None
     if bench.cuda:
         config = npt.TrainConfig()
         peaks = {}
-        gc.collect()  # an earlier model would be in the peaks, and be gone at the limit
+        gc.collect()  # otherwise an earlier model counts in the peaks but not at the limit
         for count in (rows // 2, rows):
             batch = full_batch(count, length, model.config.vocab_size, bench.device)
             STRATEGIES["local"](model, batch, config)
@@ -87,7 +87,7 @@ def _out_of_memory(bench: Bench, findings: Findings) -> None:
             torch.cuda.reset_peak_memory_stats(bench.device)
             STRATEGIES["local"](model, batch, config)
             torch.cuda.synchronize(bench.device)
-            # not what is reserved: at its limit the allocator gives back what it does not use
+            # allocated, not reserved: at its limit the allocator returns unused memory
             peaks[count] = torch.cuda.max_memory_allocated(bench.device)
         for parameter in adapter_parameters(model).values():
             parameter.grad = None
@@ -111,12 +111,12 @@ def _out_of_memory(bench: Bench, findings: Findings) -> None:
     steps = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     findings.check("all steps made", len(steps) == 3, f"{len(steps)} of 3")
     if not bench.cuda:
-        findings.notes.append("memory that runs out is simulated without CUDA")
+        findings.notes.append("OOM is simulated without CUDA")
 
 
 @contextmanager
 def _little_memory(bench: Bench, limit: int | None) -> Iterator[None]:
-    """So many bytes and no more for this process."""
+    """Limit the GPU memory of this process to so many bytes."""
     if limit is None:
         yield
         return
@@ -131,7 +131,7 @@ def _little_memory(bench: Bench, limit: int | None) -> Iterator[None]:
 
 
 def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
-    """The folder of a run of three steps."""
+    """Train three steps; return the run folder."""
     ids = torch.randint(
         model.config.vocab_size, (3 * rows + 2, length), generator=torch.Generator().manual_seed(0)
     ).tolist()
@@ -167,8 +167,8 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
 
 
 def measure_guards(bench: Bench, findings: Findings) -> None:
-    """`benchmarks/guards.py` on the embedded model, and on one whose steps are not too short to be
-    measured.
+    """Run `benchmarks/guards.py` on the embedded model, and on one with steps long enough to
+    measure.
     """
     import guards
 
@@ -194,11 +194,11 @@ NAMES = ("local", "end_to_end", "two_model", "peft_lora_distill", "peft_lora_ce"
 
 
 def measure_speed(bench: Bench, findings: Findings) -> None:
-    """`benchmarks/speed.py` on the shapes that are trained, at every precision of products; with
-    4-bit ones in bf16, all else in TF32, ours alone.
+    """Run `benchmarks/speed.py` on both shapes at every precision. bf16 is 4-bit products in bf16
+    and the rest in TF32, for NPT alone.
     """
     import speed
-    from tables import speed as markdown
+    from tables import speeds
 
     cases = bench.pick(
         (("embedded", "upper_half", 64),),
@@ -214,45 +214,39 @@ def measure_speed(bench: Bench, findings: Findings) -> None:
                 setting, names = replace(setting, compute_dtype="bf16"), NAMES[:2]
             try:
                 figures = speed.measure(setting, names, 2, lambda line: None)
-            except Exception as error:  # three bases do not fit on every card; of ours there is one
+            except Exception as error:  # the rivals' bases do not fit on every GPU
                 if not is_out_of_memory(error):
                     raise
                 figures = None
             if figures is None:
                 gc.collect()
                 torch.cuda.empty_cache()
-                findings.notes.append(f"{shape}, {precision}: no memory for the others' bases")
+                findings.notes.append(f"{shape}, {precision}: the rivals run out of memory")
                 figures = speed.measure(setting, NAMES[:2], 2, lambda line: None)
             findings.figures[f"{shape}, {precision}"] = figures
-            findings.tables.append(
-                f"{shape}, layers {layers}, {length:,} tokens, `"
-                f"{'--compute_dtype' if in_bf16 else '--matmul_precision'} {precision}`:\n\n"
-                f"{markdown(figures)}"
-            )
+            findings.tables = speeds(findings.figures)
             losses = [row["loss"] for row in figures["runs"]]
             findings.check(f"{shape}, {precision}: finite losses", all(map(math.isfinite, losses)))
             _judge_speed(findings, f"{shape}, {precision}", figures)
 
 
 def _judge_speed(findings: Findings, name: str, figures: dict[str, Any]) -> None:
-    """The targets, which are the 8 B shape's with TF32 and in bf16; of the others the same figures
-    are told.
-    """
+    """Report the figures, and judge them against the targets of the 8B shape in TF32 and bf16."""
     ours = next((row for row in figures["runs"] if row["name"] == "local"), None)
     if ours is None:
-        findings.target(f"{name}: local", False, "it does not fit")
+        findings.target(f"{name}: local", False, "out of memory")
         return
     share = ours["roofline_share"]
     peak = shown(ours["peak_bytes"])
-    note = f"{name}: {ours['tokens_per_second']:,.0f} tokens/s, {peak}, {share:.0%} of the roofline"
-    wanted = f"at least 60% of the measured {'bf16' if name.endswith('bf16') else 'TF32'} products"
+    note = f"{name}: {ours['tokens_per_second']:,.0f} tokens/s, {share:.0%} of roofline"
+    wanted = f"at least 60% of {'bf16' if name.endswith('bf16') else 'TF32'} products"
     targets = [
         ("memory", ours["peak_bytes"] <= 10 * 2**30, f"{peak}, at most 10 GiB"),
         ("roofline", share >= 0.6, f"{share:.0%}, {wanted}"),
     ]
     if "speed_ratio" in ours:
         ratio, memory = ours["speed_ratio"]["median"], ours["memory_ratio"]
-        note += f", {ratio:.2f}x two_model in {memory:.2f} of its memory"
+        note += f", {ratio:.2f}x two_model"
         targets += [
             ("speed", ratio >= 1.8, f"{ratio:.2f}x two_model, at least 1.8x"),
             ("memory of two_model", memory <= 0.55, f"{memory:.2f} of it, at most 0.55"),
@@ -264,7 +258,7 @@ def _judge_speed(findings: Findings, name: str, figures: dict[str, Any]) -> None
 
 
 def measure_generation(bench: Bench, findings: Findings) -> None:
-    """Evaluation, greedy continuation and transformers' `generate`, in tokens a second."""
+    """Measure evaluation and generation in tokens a second, and check what they return."""
     length, count, new = bench.pick(48, 512), bench.pick(4, 16), bench.pick(8, 64)
     model = base_of(bench, "llama-3.2-1b", length + new)
     npt.attach(model, npt.NPTConfig(rank=16, layers="upper_half"))
@@ -295,16 +289,16 @@ def measure_generation(bench: Bench, findings: Findings) -> None:
     with torch.no_grad():
         logits = view(text[:, :-1], use_cache=False).logits[:, length - 1 :]
     short = logits.amax(dim=-1) - logits.gather(-1, text[:, length:, None])[..., 0]
-    # a cache of keys and one row at a time, against all at once: fp32 sums in other orders
+    # with and without a cache, fp32 sums have different orders
     findings.below("generate: below the most likely logit", float(short.max()), 1e-3)
     findings.figures |= {
         "evaluated_tokens_per_second": evaluated,
         "generated_tokens_per_second": generated,
     }
-    findings.notes.append(f"{evaluated:,.0f} tokens/s evaluated, {generated:,.0f} written")
+    findings.notes.append(f"{evaluated:,.0f} tokens/s evaluated, {generated:,.0f} generated")
 
 
-MEMORY = Section(8, "memory: plan, and too little of it", check_memory)
-GUARDS = Section(9, "what the guards cost", measure_guards)
+MEMORY = Section(8, "memory: plan and OOM", check_memory)
+GUARDS = Section(9, "cost of the guards", measure_guards)
 SPEED = Section(10, "speed and memory of a step", measure_speed)
 GENERATION = Section(12, "evaluate and generate", measure_generation)

@@ -1,4 +1,4 @@
-"""Section 14: a checkpoint of a real size, read whole and layer by layer."""
+"""Section 14: a checkpoint of realistic size, loaded whole and layer by layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from npt.doctor.shape import SHAPES, llama_config
 
 
 class HostPeak(AbstractContextManager["HostPeak"]):
-    """The rise of this process's memory on the host, pages of mapped files aside.
+    """The growth of this process's host memory, without pages of mapped files.
 
     Attributes:
         bytes: the largest so far.
@@ -48,8 +48,8 @@ class HostPeak(AbstractContextManager["HostPeak"]):
 
 
 def check_file(bench: Bench, findings: Findings) -> None:
-    """A random model is written as a checkpoint and read in NF4 at once and layer by layer: the
-    same bytes, and what each takes on host and device.
+    """Write a random model as a checkpoint, load it in NF4 whole and layer by layer, and compare
+    the bytes; measure the memory of each on host and device.
     """
     folder = bench.folder / "checkpoint"
     config = llama_config(SHAPES[bench.pick("embedded", "llama-3.2-1b")], 256)
@@ -74,13 +74,13 @@ def check_file(bench: Bench, findings: Findings) -> None:
                 str(folder), quantization="nf4", device=bench.device, layers_later=later
             )
             for _ in real_layers(model, bench.device) if later else ():
-                pass  # each is read when its turn comes
+                pass  # the iterator reads each layer in turn
         seconds = time.perf_counter() - started
         peaks = {"host": host.bytes}
         if bench.cuda:
             peaks["device"] = torch.cuda.max_memory_allocated(bench.device) - before
         told = ", ".join(f"{place} {shown(peak)}" for place, peak in peaks.items())
-        findings.notes.append(f"{name} {told} in {seconds:.1f} s")
+        findings.notes.append(f"{name}: {told}, {seconds:.1f} s")
         findings.figures[name] = {"peak_bytes": peaks, "seconds": seconds}
         identities.append(npt.base_identity(model))
         batch = full_batch(1, 32, config.vocab_size, bench.device)
@@ -88,12 +88,12 @@ def check_file(bench: Bench, findings: Findings) -> None:
             logits = model(batch.input_ids).logits
         findings.check(f"{name}: finite logits", bool(logits.isfinite().all()))
         if bench.cuda:
-            # a base of 70 B is read by a host that does not hold it
+            # so that a host can load a 70B base that does not fit its memory
             few = host.bytes <= size / 2
             findings.target(f"{name}: host", few, f"{shown(host.bytes)} of {shown(size)}")
         del model
     findings.check("the same bytes", identities[0] == identities[1])
-    findings.notes.insert(0, f"a file of {shown(size)}")
+    findings.notes.insert(0, f"{shown(size)} of files")
 
 
-FILES = Section(14, "a checkpoint's load", check_file)
+FILES = Section(14, "load a checkpoint", check_file)

@@ -12,11 +12,11 @@ from npt.guard import Guard
 
 WINDOWS, MICRO_BATCHES = 40, 4
 SCALE = 2.0**30
-"""At which every gradient of `Loop` overflows."""
+"""A scale at which every gradient of `Loop` overflows."""
 
 
 class Loop:
-    """A small model in fp16 autocast whose scaler begins too high, and its micro-batches."""
+    """A small model in fp16 autocast, a scaler that begins too high, and micro-batches."""
 
     def __init__(self, device: torch.device, scale: float = SCALE):
         torch.manual_seed(0)
@@ -33,7 +33,7 @@ class Loop:
         return (output.float() - inputs[:, :8]).square().mean()
 
     def plain(self) -> list[bool]:
-        """Train as torch's documentation does; return which windows had a step."""
+        """Train as torch's documentation does; return for each window whether it stepped."""
         steps = []
         for window in range(WINDOWS):
             for part in range(MICRO_BATCHES):
@@ -46,7 +46,7 @@ class Loop:
         return steps
 
     def guarded(self) -> tuple[list[bool], list[tuple[int, int]]]:
-        """Train under a guard; return which windows had a step, and what was refused."""
+        """Train under a guard; return whether each window stepped, and the refusals."""
         guard = Guard(self.model, self.optimizer, scaler=self.scaler, loss="mean")
         steps, refused = [], []
         for window in range(WINDOWS):
@@ -65,36 +65,36 @@ class Loop:
 
 
 def check_fp16(bench: Bench, findings: Findings) -> None:
-    """A scale that is far too high comes down as without a guard, window by window; of a bad
-    micro-batch later nothing remains.
+    """Check that a scale far too high comes down as it does without a guard, and that a later bad
+    micro-batch changes nothing.
     """
-    # the plain loop divides each loss by their number, and so bears as much more
+    # the plain loop divides each loss by MICRO_BATCHES, so its scale is that much larger
     plain = Loop(bench.device, MICRO_BATCHES * SCALE)
     guarded, poisoned = Loop(bench.device), Loop(bench.device)
     expected = plain.plain()
     steps, refused = guarded.guarded()
     missing = expected.index(True)
     findings.check("windows overflow", 2 <= missing < WINDOWS // 2, f"the first {missing}")
-    # where some micro-batches of a window overflow, a guard keeps the others
+    # if some micro-batches of a window overflow, the guard keeps the others
     findings.check(
-        "a step wherever the plain loop has one",
+        "a step wherever the plain loop steps",
         all(step >= plain_step for step, plain_step in zip(steps, expected, strict=True)),
         f"{sum(steps)}, the plain loop {sum(expected)}",
     )
     scales = guarded.scaler.get_scale(), plain.scaler.get_scale() / MICRO_BATCHES
     findings.check(
-        "the scale of the plain loop",
+        "the plain loop's scale",
         scales[1] <= scales[0] <= 2 * scales[1],
         f"{scales[0]:g}, without a guard {scales[1]:g}",
     )
     losses = guarded.mean_loss(), plain.mean_loss()
     findings.check("loss falls", losses[0] < 0.9 * Loop(bench.device).mean_loss())
-    findings.below("loss, off the plain loop's", abs(losses[0] / losses[1] - 1), 0.1)
+    findings.below("loss against the plain loop", abs(losses[0] / losses[1] - 1), 0.1)
     bad = (WINDOWS - 2, 1)
     poisoned.inputs[bad][0, 0] = math.nan
     steps_with, refused_with = poisoned.guarded()
     findings.check(
-        "a bad micro-batch alone is refused",
+        "only the bad micro-batch is refused",
         set(refused_with) - set(refused) == {bad} and steps_with == steps,
         f"refused {sorted(set(refused_with) - set(refused))}",
     )
@@ -103,4 +103,4 @@ def check_fp16(bench: Bench, findings: Findings) -> None:
     findings.notes.append(f"scale {SCALE:g} to {scales[0]:g} in {missing} windows")
 
 
-FP16 = Section(5, "fp16 and a GradScaler under a guard", check_fp16)
+FP16 = Section(5, "fp16 with a guarded GradScaler", check_fp16)

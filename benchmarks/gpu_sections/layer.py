@@ -1,4 +1,4 @@
-"""Section 2: a converted layer as it is trained, against its plain form."""
+"""Section 2: the kernels that train a converted layer, against its plain form."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.trained import unfused
 from npt.distill.strategies import STRATEGIES
+from tables import PRECISIONS
 
 
 def check_layer(bench: Bench, findings: Findings) -> None:
-    """Loss and gradients of one layer of the 8B shape by the kernels that train it (Triton's where
-    it is installed), and operation by operation; launches and time of both.
+    """Compare loss and gradients of one layer of the 8B shape, computed by the kernels that train
+    it (Triton's if installed) and operation by operation; count launches and time of both.
     """
     length = bench.pick(64, 2048)
     model = base_of(bench, "llama-3.1-8b", length, layers=2, vocab=512)
     npt.attach(model, npt.NPTConfig(rank=16, layers="upper_half", additive_scale=1.0), seed=0)
     parameters = adapter_parameters(model)
     generator = torch.Generator().manual_seed(0)
-    for parameter in parameters.values():  # no term is absent, as at a random start
+    for parameter in parameters.values():  # so that no term is zero, as it is at a random start
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator).to(bench.device)
     batch = full_batch(1, length, 512, bench.device)
     config = npt.TrainConfig(regularization_lambda=0.3)
@@ -40,8 +41,9 @@ def check_layer(bench: Bench, findings: Findings) -> None:
         sums = STRATEGIES["local"](model, batch, config)
         return [sums.loss, *(p.grad for p in parameters.values() if p.grad is not None)]
 
-    lines = ["| precision | form | launches | ms | error |", "|---|---|---|---|---|"]
-    # fp32: sums of thousands of terms in other blocks. TF32: both round, and not in the same places
+    lines = [f"Forward and backward of a layer, {length:,} tokens; error against plain torch:", ""]
+    lines += ["| precision | form | launches | ms | error |", "|---|---|---|---|---|"]
+    # fp32: thousands of terms summed in other blocks. TF32: both round, in different places
     for precision, limit in (("highest", 1e-4), ("high", 5e-3)):
         torch.set_float32_matmul_precision(precision)
         expected: list[Tensor] = []
@@ -52,13 +54,12 @@ def check_layer(bench: Bench, findings: Findings) -> None:
             expected = expected or found
             pairs = zip(found, expected, strict=True)
             error = max(float((a - b).norm() / b.norm()) for a, b in pairs)
-            lines.append(
-                f"| {precision} | {form} | {launches or ''} | {1000 * seconds:.3g} | {error:.1e} |"
-            )
+            cells = [PRECISIONS[precision], form, f"{launches or ''}", f"{1000 * seconds:.3g}"]
+            lines.append(f"| {' | '.join(cells)} | {error:.1e} |")
             name = f"{form}, {precision}"
             findings.figures[name] = {"launches": launches, "seconds": seconds, "error": error}
             if form == "trained":
-                findings.below(f"{precision}: off the plain form", error, limit)
+                findings.below(f"{precision}: error against the plain form", error, limit)
     findings.tables.append("\n".join(lines))
     if not bench.cuda:
         findings.notes.append("Triton's kernels need CUDA")
@@ -77,4 +78,4 @@ def _launches(act: Callable[[], Any]) -> int:
     return sum(event.count for event in events if event.device_type == DeviceType.CUDA)
 
 
-LAYER = Section(2, "a layer's kernels, as its plain form", check_layer)
+LAYER = Section(2, "layer kernels against plain torch", check_layer)

@@ -16,19 +16,18 @@ from random_base import random_base
 PAD_ID = 2
 
 LENGTHS = {"full": (48, 48), "padded": (48, 33), "packed": (20, 15, 13, 30, 11)}
-"""Tokens of the samples of a small batch; the packed ones lie in two rows, of 48 and of 41 tokens.
-"""
+"""Tokens of each sample of a small batch. The packed ones fill rows of 48 and 41 tokens."""
 
 
 def embedded_student(device: torch.device | str, compute_dtype: str = "fp32") -> Any:
-    """The embedded model in NF4 with adapters that change what it computes."""
+    """Return the embedded model in NF4 with adapters that change its output."""
     model, _ = npt.load_base("tiny", quantization="nf4", device=device, compute_dtype=compute_dtype)
     npt.attach(model, npt.NPTConfig(additive_scale=1.0), seed=0)
     return model
 
 
 def small_batch(kind: str, seed: int = 0, vocab: int = 2048) -> Batch:
-    """A batch of `LENGTHS` on the host."""
+    """Return a batch of `LENGTHS` on the host."""
     generator = torch.Generator().manual_seed(seed)
     ids = [
         tuple(torch.randint(3, vocab, (n,), generator=generator).tolist()) for n in LENGTHS[kind]
@@ -40,7 +39,7 @@ def small_batch(kind: str, seed: int = 0, vocab: int = 2048) -> Batch:
 
 
 def full_batch(rows: int, length: int, vocab: int, device: torch.device, seed: int = 0) -> Batch:
-    """Full rows of random tokens."""
+    """Return full rows of random tokens."""
     ids = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
     return batch_from_tensors(ids, torch.ones_like(ids)).to(device)
 
@@ -48,8 +47,8 @@ def full_batch(rows: int, length: int, vocab: int, device: torch.device, seed: i
 def base_of(
     bench: Bench, large: str, length: int, layers: int | None = None, vocab: int | None = None
 ) -> Any:
-    """A random base of the shape `large`, or of the embedded model's in a small check, for rows of
-    `length`; `layers` and `vocab` in place of the shape's.
+    """Return a random base of shape `large` (of the embedded model's in a small check) for rows of
+    `length`. `layers` and `vocab` override the shape's.
     """
     shape: Shape = SHAPES[bench.pick("embedded", large)]
     config = llama_config(shape, length)

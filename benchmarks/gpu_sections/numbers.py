@@ -1,4 +1,4 @@
-"""Sections 1, 3, 4 and 6: the machine, and whether it computes what the CPU, fp64 or fp32 does."""
+"""Sections 1, 3, 4 and 6: the machine, and its results against those of the CPU and of fp64."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import npt
+import tables
 from gpu_sections.models import base_of, embedded_student, small_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters
@@ -36,7 +37,7 @@ SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limi
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the results are of: the card and the libraries."""
+    """Return the GPU and the library versions."""
     about: dict[str, Any] = {"device": "cpu", "cuda": torch.version.cuda}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -55,7 +56,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _smi() -> dict[str, str]:
-    """Return what nvidia-smi says of the first card; empty without one."""
+    """Return nvidia-smi's values for the first GPU; empty without one."""
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader", "--id=0"]
@@ -69,15 +70,15 @@ def _smi() -> dict[str, str]:
 
 
 def describe_machine(bench: Bench, findings: Findings) -> None:
-    """A card that torch does not see, and a bitsandbytes without CUDA, are failures: both are
-    silent elsewhere.
+    """Report GPU and libraries. Fail if torch does not see the GPU or bitsandbytes has no CUDA:
+    elsewhere both are silent.
     """
     smi = _smi()
     findings.figures |= machine(bench.device) | {
         f"smi {name}": value for name, value in smi.items()
     }
     findings.check(
-        "torch sees the card that nvidia-smi sees",
+        "torch sees the GPU that nvidia-smi lists",
         bench.cuda or not smi,
         "torch.cuda.is_available() is False" if smi else "",
     )
@@ -88,14 +89,14 @@ def describe_machine(bench: Bench, findings: Findings) -> None:
             type(native).__name__,
         )
         total = torch.ones(1000, device=bench.device).sum()
-        findings.check("the card adds", total.item() == 1000.0)
-    names = ("device", "memory", "smi driver_version", "torch", "cuda", "transformers")
-    shown = {name: findings.figures.get(name) for name in (*names, "bitsandbytes")}
-    findings.notes.append(", ".join(f"{n.removeprefix('smi ')} {v}" for n, v in shown.items() if v))
+        findings.check("the GPU adds", total.item() == 1000.0)
+    shown = {name: findings.figures.get(name) for name in ("memory", "smi driver_version", "torch")}
+    label = {"smi driver_version": "driver"}
+    findings.notes.append(", ".join(f"{label.get(n, n)} {v}" for n, v in shown.items() if v))
 
 
 def _relative(value: Tensor, expected: Tensor) -> float:
-    """Frobenius norm of the difference over that of what is expected."""
+    """Return the Frobenius norm of the difference over that of the expected tensor."""
     return float(
         torch.linalg.vector_norm(value.double() - expected.double())
         / torch.linalg.vector_norm(expected.double())
@@ -103,7 +104,7 @@ def _relative(value: Tensor, expected: Tensor) -> float:
 
 
 def _packed_layer(shape: tuple[int, int], device: torch.device) -> Any:
-    """A `Linear4bit` of [out, in] with random weights, as a base has them."""
+    """Return a `Linear4bit` of [out, in] with random weights."""
     out_features, in_features = shape
     layer = bnb.nn.Linear4bit(
         in_features, out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
@@ -119,19 +120,18 @@ def _packed_layer(shape: tuple[int, int], device: torch.device) -> Any:
 
 
 def check_products(bench: Bench, findings: Findings) -> None:
-    """`Linear4bit` and the products that training makes, against fp64 products of the same
-    dequantised weight; and what bf16 products make of a student.
+    """Compare `Linear4bit` and the products of training with fp64 products of the same
+    dequantised weight, and a student with bf16 products with one in fp32.
     """
     shapes = bench.pick(
         ((256, 256), (704, 256), (256, 704), (64, 256)),
         ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)),
     )
     rows = (1, 4, 8, 64, bench.pick(256, 2048))
-    # fp32 and TF32: eps 6e-8 and 5e-4 of each product, errors of thousands of which average out.
-    # bf16: up to 4e-3 of each operand and of the result, 3e-3 in all
+    # fp32 and TF32: an eps of 6e-8 and 5e-4 for each product; thousands of errors average out.
+    # bf16: up to 4e-3 for each operand and the result, 3e-3 in all
     limits = {"highest": 2e-5, "high": 2e-3, "bf16": 4e-3}
-    heads = "out x in | rows | precision | Linear4bit error | its TFLOP/s | product error"
-    lines = [f"| {heads} | its TFLOP/s |", "|---|---|---|---|---|---|---|"]
+    cases: list[dict[str, Any]] = []
     worst: dict[tuple[str, str], float] = {}
     layers = {shape: _packed_layer(shape, bench.device) for shape in shapes}
     for shape, count in product(shapes, rows):
@@ -157,28 +157,30 @@ def check_products(bench: Bench, findings: Findings) -> None:
             for name, error in errors.items():
                 worst[name, precision] = max(worst.get((name, precision), 0.0), error)
                 if not error <= limit:
-                    case = f"{name}, {count} rows, {shape[0]}x{shape[1]}, {precision}"
-                    findings.check(case, False, f"error {error:.2g} > {limit:.0e}")
+                    where = f"{name}, {count} rows, {shape[0]}x{shape[1]}, {precision}"
+                    findings.check(where, False, f"error {error:.2g} > {limit:.0e}")
             operations = 2 * count * shape[0] * shape[1] / 1e12
-            cells = [f"{errors[name]:.1e} | {operations / seconds[name]:.3g}" for name in acts]
-            start = f"{shape[0]} x {shape[1]} | {count} | {precision}"
-            lines.append(f"| {start} | {' | '.join(cells)} |")
+            case = {"out": shape[0], "in": shape[1], "rows": count, "precision": precision}
+            case["errors"] = {name: errors[name] for name in acts}
+            case["teraflops"] = {name: operations / seconds[name] for name in acts}
+            cases.append(case)
     for (name, precision), error in worst.items():
         findings.below(f"{name}, {precision}, largest relative error", error, limits[precision])
         findings.figures[f"{name} error, {precision}"] = error
-    findings.tables.append("\n".join(lines))
+    findings.figures["products"] = cases
+    findings.tables.append(f"TFLOP/s of 4-bit products:\n\n{tables.products(cases)}")
     torch.set_float32_matmul_precision("highest")
     _check_bf16_student(bench, findings)
 
 
 def _check_bf16_student(bench: Bench, findings: Findings) -> None:
-    """Loss and gradients with 4-bit products in bf16, against those in fp32."""
+    """Compare loss and gradients with 4-bit products in bf16 with those in fp32."""
     for strategy in STRATEGIES:
         (loss, expected), (other, gradients) = (
             _gradients(bench.device, strategy, "padded", bench.device, compute_dtype)
             for compute_dtype in ("fp32", "bf16")
         )
-        # 3e-3 of each of some fifty products, which add up in quadrature; a loss averages them
+        # some fifty products of error 3e-3 add up in quadrature; the loss averages them
         findings.below(f"{strategy}, bf16: loss", abs(other / loss - 1), 5e-3)
         apart = max(_relative(gradients[name], value) for name, value in expected.items())
         findings.below(f"{strategy}, bf16: gradients", apart, 3e-2)
@@ -189,8 +191,8 @@ KINDS = ("no mask", "padded right", "padded left", "packed")
 
 
 def _attention_batch(kind: str, length: int, vocab: int) -> Batch:
-    """One row of `length` places; a quarter of them is padding if it is padded, and two
-    documents if it is packed.
+    """Return one row of `length` tokens. "padded": a quarter is padding. "packed": it holds two
+    documents.
     """
     ids = torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -210,14 +212,14 @@ def _attention_batch(kind: str, length: int, vocab: int) -> Batch:
 
 
 def check_attention(bench: Bench, findings: Findings) -> None:
-    """A layer's attention, forward and backward: which kernel, how much memory, how long; padding
-    changes no valid token.
+    """Measure kernel, memory and time of a layer's attention, forward and backward, and check
+    that padding changes no valid token.
     """
     lengths = bench.pick((64, 256), (2048, 8192))
     model = base_of(bench, "llama-3.1-8b", lengths[-1], layers=1, vocab=512)
     layer, kernels = model.model.layers[0], set[str]()
-    heads = "tokens | mask | kernel | forward, ms | forward and backward, ms | peak of both"
-    lines = [f"| {heads} | the scores alone |", "|---|---|---|---|---|---|---|"]
+    heads = "tokens | mask | forward, ms | with backward, ms | peak | scores alone"
+    lines = ["Attention of a layer, one row:", "", f"| {heads} |", "|---|---|---|---|---|---|"]
     for length in lengths:
         scores = 4 * model.config.num_attention_heads * length**2
         for kind in KINDS:
@@ -240,10 +242,10 @@ def check_attention(bench: Bench, findings: Findings) -> None:
             name = f"{length} tokens, {kind}"
             finite = torch.isfinite(valid).all() and torch.isfinite(gradient).all()
             findings.check(f"{name}: finite", bool(finite))
-            # causal: what comes after the valid tokens changes none of them
+            # causal: later tokens do not change earlier ones
             if kind == "padded right":
                 alone = attention_of_valid(model, layer, batch)
-                # fp32 sums over as many keys, in blocks of another size
+                # fp32 sums over the same keys, in blocks of another size
                 findings.below(f"{name}: as without padding", _relative(valid, alone), 1e-5)
             elif kind == "no mask":
                 torch.set_float32_matmul_precision("high")
@@ -253,7 +255,7 @@ def check_attention(bench: Bench, findings: Findings) -> None:
                     "seconds": bench.seconds(forward),
                 }
                 torch.set_float32_matmul_precision("highest")
-                # 11 bits (TF32, fp16) of the operands of four projections and of the attention
+                # TF32 and fp16 round the operands of four projections and attention to 11 bits
                 findings.below(f"{name}: under TF32", _relative(rounded, valid), 3e-3)
             kernel = _kernel(both)
             kernels.add(kernel)
@@ -266,7 +268,7 @@ def check_attention(bench: Bench, findings: Findings) -> None:
                 # The math kernel holds at least the scores and their gradient, fp32 for every head.
                 detail = f"peak {of_both} by {kernel}, the scores alone are {shown(scores)}"
                 findings.check(f"{name}: memory", peak < scores / 2, detail)
-            cells = [kernel, *(f"{1000 * spent:.3g}" for spent in times), of_both, shown(scores)]
+            cells = [*(f"{1000 * spent:.3g}" for spent in times), of_both, shown(scores)]
             lines.append(f"| {length} | {kind} | {' | '.join(cells)} |".replace("|  |", "| |"))
     findings.tables.append("\n".join(lines))
     findings.notes.append(
@@ -275,7 +277,7 @@ def check_attention(bench: Bench, findings: Findings) -> None:
 
 
 def attention_of_valid(model: Any, layer: Any, batch: Batch) -> Tensor:
-    """[N, D], the attention of the valid tokens of a single padded row in a row of their own."""
+    """Return [N, D], the attention of a padded row's valid tokens, computed without padding."""
     ids = batch.input_ids[batch.attention_mask.bool()][None].cpu()
     stream = open_stream(
         model, batch_from_tensors(ids, torch.ones_like(ids)).to(batch.input_ids.device)
@@ -285,7 +287,7 @@ def attention_of_valid(model: Any, layer: Any, batch: Batch) -> Tensor:
 
 
 def _kernel(act: Any) -> str:
-    """The attention kernels that a call runs, by torch's names for them."""
+    """Return torch's names of the attention kernels that a call runs."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         act()
     prefix = "aten::_scaled_dot_product_"
@@ -299,18 +301,18 @@ def _kernel(act: Any) -> str:
 
 
 def compare_gradients(bench: Bench, findings: Findings) -> None:
-    """Loss and gradients of every strategy on the GPU against those on the CPU, from the same
-    codes.
+    """Compare every strategy's loss and gradients on the GPU with those on the CPU, from the same
+    4-bit codes.
     """
     bench.need_cuda()
     for strategy, kind in product(STRATEGIES, ("full", "padded", "packed")):
-        # packed weights keep the codes that the CPU made
+        # both devices use the codes that the CPU packed
         (loss, expected), (other, gradients) = (
             _gradients(device, strategy, kind, torch.device("cpu"))
             for device in (torch.device("cpu"), bench.device)
         )
         name = f"{strategy}, {kind}"
-        # fp32 on both, by kernels that sum some hundred terms in other orders, through eight layers
+        # fp32 on both: kernels sum some hundred terms in different orders, through eight layers
         findings.below(f"{name}: loss", abs(other / loss - 1), 1e-4)
         findings.check(
             f"{name}: the same tensors have gradients", gradients.keys() == expected.keys()
@@ -340,4 +342,4 @@ def _gradients(
 MACHINE = Section(1, "driver, card, libraries", describe_machine)
 PRODUCTS = Section(3, "4-bit products against fp64", check_products)
 ATTENTION = Section(4, "attention: kernel, memory, time", check_attention)
-GRADIENTS = Section(6, "loss and gradients, as on the CPU", compare_gradients)
+GRADIENTS = Section(6, "loss and gradients against the CPU", compare_gradients)

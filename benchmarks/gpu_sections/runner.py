@@ -1,8 +1,8 @@
-"""Runs sections one after the other: a line for each, figures in a file that is whole at any
-moment, and an exit status.
+"""Run sections in turn: print a line for each, keep the results file complete, and return an exit
+status.
 
-A section is a function of a `Bench` and of `Findings`, to which it adds checks, figures and targets
-as it goes. What it raises is its failure and ends nothing else; what it had found by then is kept.
+A section is a function of a `Bench` and `Findings`, to which it adds checks, figures and targets.
+An error fails its section only, and the findings so far are kept.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ PASS, FAIL, MISS = "PASS", "FAIL", "MISS"
 NEEDS_CUDA, LEFT = "needs CUDA", "not reached"
 
 DONE, FAILED, CUT = 0, 1, 3
-"""Exit statuses: nothing failed; something did; nothing did, but not all was reached."""
+"""Exit statuses: nothing failed; a section failed; nothing failed, but time ran out."""
 
 
 class UnavailableError(Exception):
-    """This machine cannot run a section at all. Its text is the verdict."""
+    """This machine cannot run the section. The text is the verdict."""
 
 
 class OutOfTimeError(BaseException):
-    """The time of all sections is over; no handler of `Exception` on the way keeps it from ending
-    the section.
+    """The time of all sections is over. Not an `Exception`, so that no handler in a section
+    catches it.
     """
 
 
@@ -50,10 +50,10 @@ class Findings:
 
     Attributes:
         checks: name, passed, detail.
-        targets: name, met, detail, of which a missed one is no failure.
+        targets: name, met, detail. A missed target is not a failure.
         figures: by name.
         tables: in Markdown.
-        notes: for the closing line, what was left out among them.
+        notes: for the section's line.
     """
 
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -63,20 +63,20 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def check(self, name: str, passed: bool, detail: str = "") -> None:
-        """Something that holds on every machine."""
+        """Add a check that must pass on every machine."""
         self.checks.append({"name": name, "passed": bool(passed), "detail": detail})
 
     def below(self, name: str, value: float, limit: float) -> None:
-        """A check that a value is finite and at most its limit."""
+        """Check that a value is finite and at most its limit."""
         good = math.isfinite(value) and value <= limit
         self.check(name, good, f"{value:.3g}, at most {limit:.3g}")
 
     def target(self, name: str, met: bool, detail: str) -> None:
-        """Check a figure that must be reached, and report it if it is not."""
+        """Add a target, reported if it is missed."""
         self.targets.append({"name": name, "met": bool(met), "detail": detail})
 
     def judged(self, failure: str) -> tuple[str, str]:
-        """Return the verdict and the text of the section's line. failure: what it raised."""
+        """Return the verdict and the text of the section's line. failure: the error it raised."""
         failed = [
             f"{check['name']}: {check['detail']}".removesuffix(": ")
             for check in self.checks
@@ -93,11 +93,12 @@ class Findings:
 
 @dataclass
 class Bench:
-    """The place that sections run in.
+    """The environment of the sections.
 
     Attributes:
-        folder: for what they write, removed at the end.
-        small: tiny models and shapes.
+        device: where they compute.
+        small: use tiny models and shapes.
+        folder: for their files, removed at the end.
     """
 
     device: torch.device
@@ -114,13 +115,13 @@ class Bench:
     def need_cuda(self) -> None:
         """
         Raises:
-            UnavailableError: there is no GPU.
+            UnavailableError: without a GPU.
         """
         if not self.cuda:
             raise UnavailableError(NEEDS_CUDA)
 
     def seconds(self, act: Callable[[], Any], repeats: int = 5, warmups: int = 1) -> float:
-        """The median time of a call."""
+        """Return the median time of a call."""
         spent = []
         for _ in range(warmups + repeats):
             wait_for(self.device)
@@ -133,7 +134,13 @@ class Bench:
 
 @dataclass(frozen=True)
 class Section:
-    """number: by which it is selected. name: for its line."""
+    """A section.
+
+    Attributes:
+        number: for --only.
+        name: for its line.
+        run: adds its findings.
+    """
 
     number: int
     name: str
@@ -141,11 +148,11 @@ class Section:
 
 
 Result = dict[str, Any]
-"""Of a section: number, name, verdict, text, seconds, ended, and its findings."""
+"""A section's number, name, verdict, text, seconds, end and findings."""
 
 
 def line_of(result: Result) -> str:
-    """Return a section's line."""
+    """Return the printed line of a section."""
     judged = result["verdict"] in (PASS, FAIL, MISS)
     words = ["" if judged else result["verdict"], result["text"], f"{result['seconds']:.1f} s"]
     mark = result["verdict"] if judged else "-"
@@ -154,13 +161,13 @@ def line_of(result: Result) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's kind and the first line of what it says."""
+    """Return an error's class and the first line of its message."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first}"[:300].removesuffix(": ")
 
 
 def run_section(section: Section, bench: Bench, left: float) -> Result:
-    """Run one section, whatever error it raises; it is cut off when `left` seconds are over."""
+    """Run a section, catching its error; cut it off after `left` seconds."""
     findings, started = Findings(), time.perf_counter()
     failure = unjudged = ""
     try:
@@ -174,11 +181,11 @@ def run_section(section: Section, bench: Bench, left: float) -> Result:
         failure = one_line(error)
     seconds = time.perf_counter() - started
     if bench.cuda:
-        # After the handlers, which hold the frames and so the tensors of what failed.
+        # after the handlers, which keep the frames and so the tensors alive
         gc.collect()
         try:
             torch.cuda.empty_cache()
-        except RuntimeError as error:  # of an earlier kernel
+        except RuntimeError as error:  # an earlier kernel's error
             failure = failure or one_line(error)
     verdict, text = findings.judged(failure)
     failed = any(not check["passed"] for check in findings.checks)
@@ -195,7 +202,7 @@ def run_section(section: Section, bench: Bench, left: float) -> Result:
 
 @contextmanager
 def _as_it_was(device: torch.device) -> Iterator[None]:
-    """Restore after sections what they set for the whole process."""
+    """Restore the process-wide settings that sections change."""
     torch.manual_seed(0)
     try:
         with fp32_products(matmul_precision()):
@@ -207,7 +214,7 @@ def _as_it_was(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTimeError` in the main thread once so much time is over."""
+    """Raise `OutOfTimeError` in the main thread after so many seconds."""
 
     def over(*_: Any) -> None:
         raise OutOfTimeError
@@ -215,7 +222,7 @@ def _deadline(seconds: float) -> Iterator[None]:
     if seconds <= 0:
         raise OutOfTimeError
     before, started = signal.signal(signal.SIGALRM, over), time.monotonic()
-    # somebody else's alarm, such as that of a test with a time limit
+    # an alarm that is set already, such as pytest-timeout's
     due, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -227,11 +234,11 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 class Report:
-    """The file of all results, and their rows in Markdown; sections that ran earlier, on the same
-    machine into the same folder, stay.
+    """The results as JSON and Markdown. Results of earlier sections, from the same machine and in
+    the same folder, are kept.
 
     Args:
-        program: by which the files are named.
+        program: name of the files.
     """
 
     def __init__(self, folder: Path, machine: dict[str, Any], small: bool, program: str):
@@ -242,11 +249,11 @@ class Report:
             if (earlier["machine"], earlier["small"]) == (json.loads(json.dumps(machine)), small):
                 self.sections = {section["number"]: section for section in earlier["sections"]}
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # there is none that could be added to
+            pass  # no earlier results
 
     def add(self, result: Result) -> None:
-        """Write the files anew, with one more result; one that was not reached replaces none that
-        was.
+        """Add a result and rewrite the files. A section that was not reached does not replace an
+        earlier result.
         """
         if result["verdict"] == LEFT and result["number"] in self.sections:
             return
@@ -265,8 +272,8 @@ def run_sections(
     minutes: float,
     say: Callable[[str], None],
 ) -> int:
-    """Run sections in their order until the minutes are over, telling `report` and `say` of each;
-    return the exit status.
+    """Run sections in order until the minutes are over, passing each result to `report` and its
+    line to `say`; return the exit status.
     """
     until = time.perf_counter() + 60 * minutes
     verdicts = []

@@ -1,4 +1,4 @@
-"""Section 7: a step whose bits are what they are to be."""
+"""Section 7: steps that must be equal bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIRST = 3
 
 @contextmanager
 def _bad_gradient(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
-    """A micro-batch one of whose gradients is not a number."""
+    """Set an element of one gradient to NaN."""
 
     def fill() -> BatchSums:
         sums = student.fill(batch)
@@ -39,8 +39,9 @@ def _bad_gradient(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill 
 
 
 def check_bits(bench: Bench, findings: Findings) -> None:
-    """Weights, moments and counts, bit for bit, of equal runs, of flags read late and at once, with
-    a micro-batch refused and without it, and of a run that is resumed."""
+    """Compare weights, moments and counts bit for bit: two equal runs; flags read late and at
+    once; a micro-batch refused and absent; a run resumed and uninterrupted.
+    """
     model = npt.load_base("tiny", quantization="nf4", device=bench.device)[0]
     set_deterministic(model, True)
     place = (1, 2)
@@ -56,7 +57,7 @@ def check_bits(bench: Bench, findings: Findings) -> None:
         }
         refused = [(window, refusal.micro_batch) for window, refusal in runs["late"].refusals]
         findings.check(
-            f"{strategy}: the bad micro-batch alone is refused",
+            f"{strategy}: only the bad micro-batch is refused",
             refused == [place],
             f"refused {refused}",
         )
@@ -71,8 +72,8 @@ def check_bits(bench: Bench, findings: Findings) -> None:
 
 
 def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
-    """Return what differs between a run of six steps and one resumed after three, with a
-    micro-batch refused in each half.
+    """Return the first tensor that differs between a run of six steps and one resumed after
+    three, with a micro-batch refused in each half.
     """
 
     def train(name: str, **settings: Any) -> Path:
@@ -127,4 +128,4 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
     return None if apart is None else f"differs in {apart}"
 
 
-BITS = Section(7, "bits: late, refused, resumed", check_bits)
+BITS = Section(7, "bits: late flags, refusal, resume", check_bits)

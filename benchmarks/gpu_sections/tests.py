@@ -1,4 +1,4 @@
-"""Section 13: the tests of the GPU."""
+"""Section 13: the GPU's tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_tests(bench: Bench, findings: Findings) -> None:
-    """`pytest -m gpu tests/gpu`; without a GPU, which deselects them, they are collected."""
+    """Run `pytest -m gpu tests/gpu`; without a GPU only collect the tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     command += ["-o", "addopts=", "tests/gpu"]
     if not bench.cuda:
@@ -27,7 +27,7 @@ def run_tests(bench: Bench, findings: Findings) -> None:
     closing = next(
         (line.strip("= ") for line in reversed(lines) if line.strip()), answer.stderr[-200:]
     )
-    nothing_ran = 5  # pytest's status if all are deselected
+    nothing_ran = 5  # pytest's status if it deselects all tests
     findings.check(
         "pytest -m gpu tests/gpu", answer.returncode == (0 if bench.cuda else nothing_ran), closing
     )

@@ -1,9 +1,9 @@
-"""Clean training runs in transformers' and TRL's Trainers, plain and guarded, compared."""
+"""Compare clean runs in transformers' and TRL's Trainers, plain and guarded."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # of random_base
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # for random_base
 
 from clean_runs.by_arguments import by_arguments
 from clean_runs.by_optimizer import by_optimizer

@@ -54,7 +54,7 @@ SETS: dict[str, dict[str, Any]] = {
 
 
 def resumed(trainer: Any) -> Any:
-    """Train for two steps of four, and then the rest from the checkpoint."""
+    """Train for two of four steps, then resume from the checkpoint."""
     trainer.args.max_steps = 2
     trainer.train()
     trainer.args.max_steps = 4
@@ -69,13 +69,13 @@ def evaluated(trainer: Any) -> Any:
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    """Return the share of tokens that are guessed."""
+    """Return the share of correct tokens."""
     guessed = prediction.predictions.argmax(-1)[:, :-1]
     return {"accuracy": float((guessed == prediction.label_ids[:, 1:]).mean())}
 
 
 def last_layer_alone() -> Any:
-    """Return the model with all but its head frozen."""
+    """Return the model with only its head trainable."""
     model = llama(tie_word_embeddings=False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == "lm_head.weight")
@@ -83,20 +83,19 @@ def last_layer_alone() -> Any:
 
 
 class Halving(TrainerCallback):
-    """Halves gradients before each step, by replacing them in one of the ways that people write,
-    and lowers the norm that they are clipped to."""
+    """Halve gradients before each step by replacing them, and lower the clipping norm."""
 
     def __init__(self, how: str):
         self.how = how
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Set the norm of the step."""
+        """Set the clipping norm of the step."""
         args.max_grad_norm = 0.5 / (1 + state.global_step)
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any, **_: Any
     ) -> None:
-        """Replace what the parameters hold; the head's is dropped."""
+        """Replace gradients; drop the head's."""
         for name, parameter in model.named_parameters():
             if name == "lm_head.weight":
                 parameter.grad = None
@@ -123,9 +122,9 @@ MORE: dict[str, Callable[[], dict[str, Any]]] = {
     "frozen": lambda: {"model": last_layer_alone()},
     "iterable": lambda: {"train_dataset": Stream(), "arguments": {"max_steps": 8}},
 }
-"""What else a Trainer is given."""
+"""Other arguments of the Trainer, by example."""
 RUNS = {"resumed": resumed, "evaluated": evaluated}
-"""What is done with a Trainer besides training it."""
+"""How the Trainer is used, by example (default: `train`)."""
 
 
 def by_arguments() -> list[Example]:

@@ -1,4 +1,4 @@
-"""Examples by optimizer: those of transformers' names that can run here, and torch's own."""
+"""Examples by optimizer: transformers' names that can run here, and torch's own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "rmsprop_bnb_8bit": {},
     "sgd": {"optim_args": "momentum=0.9,nesterov=True"},
 }
-"""Names of `optim`, and what else they are given."""
+"""Names of `optim` and their other arguments."""
 
 OWN: dict[str, tuple[type, dict[str, Any]]] = {
     "Adadelta": (torch.optim.Adadelta, {}),
@@ -41,20 +41,20 @@ OWN: dict[str, tuple[type, dict[str, Any]]] = {
     "RAdam": (torch.optim.RAdam, {}),
     "Rprop": (torch.optim.Rprop, {}),
 }
-"""torch's optimizers, given by their class."""
+"""torch's optimizers, passed as a class."""
 
 ACCUMULATED = {"gradient_accumulation_steps": 2, "max_steps": 4}
 
 
 def given_by_class(folder: Path, kind: type, settings: dict[str, Any]) -> Any:
-    """Return a Trainer that makes the optimizer itself."""
+    """Return a Trainer that creates the optimizer."""
     return causal(
         folder, arguments=ACCUMULATED, optimizer_cls_and_kwargs=(kind, {"lr": 0.01, **settings})
     )
 
 
 def in_two_groups(folder: Path) -> Any:
-    """Return a Trainer with its optimizer and schedule given, two rates, and moments in bf16."""
+    """Return a Trainer with a passed optimizer and schedule, two rates and bf16 moments."""
     model = llama().to(torch.bfloat16)
     norms = [p for p in model.parameters() if p.ndim == 1]
     rest = [p for p in model.parameters() if p.ndim > 1]

@@ -31,13 +31,13 @@ LORA = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
 
 
 def seeded(kind: Any, config: Any) -> Any:
-    """Return a model of random weights."""
+    """Return a model with random weights."""
     torch.manual_seed(0)
     return kind(config)
 
 
 def on_rows(model: nn.Module, rows: list[Row], **more: Any) -> dict[str, Any]:
-    """Return a Trainer's arguments for a model and its data."""
+    """Return the arguments of a Trainer for a model and its data."""
     collator = hf.default_data_collator
     data = {"train_dataset": rows, "eval_dataset": rows[:3], "data_collator": collator}
     return {"model": model, "arguments": SETTINGS, **data, **more}
@@ -66,27 +66,27 @@ def vit() -> dict[str, Any]:
 
 
 def resnet(width: int = 8, depth: tuple[int, int] = (8, 8)) -> dict[str, Any]:
-    """Train a ResNet, whose normalisation has statistics."""
+    """Train a ResNet, which has batch norm."""
     config = hf.ResNetConfig(embedding_size=width, hidden_sizes=list(depth), depths=[1, 1])
     return pictures(seeded(hf.ResNetForImageClassification, config), 32)
 
 
 def channels_last() -> dict[str, Any]:
-    """Train a ResNet whose weights, and so gradients, lie in another order than their indices."""
+    """Train a ResNet in channels_last."""
     given = resnet(16, (16, 32))
     given["model"] = given["model"].to(memory_format=torch.channels_last)
     return {**given, "arguments": {**SETTINGS, "max_grad_norm": 0.01}}
 
 
 def experts() -> dict[str, Any]:
-    """Train a mixture of experts with the loss of its router."""
+    """Train a mixture of experts with its router loss."""
     more = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
     model = seeded(hf.MixtralForCausalLM, hf.MixtralConfig(**sizes(**more)))
     return {"model": model, "arguments": SETTINGS}
 
 
 class Points(nn.Module):
-    """A model of one's own, with batch norm."""
+    """A custom model with batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,14 +99,14 @@ class Points(nn.Module):
 
 
 def of_ones_own() -> dict[str, Any]:
-    """Train a module that is none of transformers'."""
+    """Train a module that is not from transformers."""
     torch.manual_seed(0)
     rows = [{"values": torch.randn(3), "labels": i % 2} for i in range(8)]
     return on_rows(Points(), rows)
 
 
 def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """Return a loss whose ignored label is -1, as no stock loss has it."""
+    """Return a loss with `ignore_index=-1`, which no stock loss has."""
     targets = torch.where(labels < 0, -1, labels)[:, 1:].flatten()
     scores = outputs.logits[:, :-1].flatten(0, 1)
     loss = nn.functional.cross_entropy(scores, targets, ignore_index=-1, reduction="sum")
@@ -114,7 +114,7 @@ def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tens
 
 
 def lora(model: Any) -> Any:
-    """Return the model with a LoRA that drops out."""
+    """Return the model with a LoRA that has dropout."""
     torch.manual_seed(1)
     return get_peft_model(model, LORA)
 
@@ -138,7 +138,7 @@ BY_MODEL: dict[str, Callable[[], dict[str, Any]]] = {
     "lora": lambda: {"model": lora(llama()), "arguments": SETTINGS},
     "lora-4-bit": lora_in_4_bit,
 }
-"""What transformers' Trainer is given."""
+"""Arguments of transformers' Trainer, by example."""
 
 
 def translator(folder: Path) -> Any:
@@ -171,7 +171,7 @@ def chats() -> list[Row]:
 
 
 def judged() -> list[Row]:
-    """Return prompts with completions, of which some are unwanted."""
+    """Return prompts with wanted and unwanted completions."""
     rows = [{"completion": sentence(i), "label": i % 2 == 0} for i in range(ROWS)]
     return [{"prompt": "tell me: ", **row} for row in rows]
 
@@ -189,14 +189,14 @@ def prompted_pairs() -> list[Row]:
 
 
 def judge() -> Any:
-    """Return a model that gives a text one score."""
+    """Return a model that scores a text."""
     return seeded(hf.LlamaForSequenceClassification, hf.LlamaConfig(**sizes(num_labels=1)))
 
 
 def of_trl(
     folder: Path, name: str, rows: list[Row], arguments: dict[str, Any], given: dict[str, Any]
 ) -> Any:
-    """Return a Trainer of TRL. given: its arguments, those that are functions to be called."""
+    """Return a Trainer of TRL. given: its arguments; functions among them are called."""
     from datasets import Dataset
     from datasets.utils.logging import disable_progress_bar
 
@@ -232,7 +232,7 @@ BY_TRL: dict[str, tuple[str, Callable[[], list[Row]], dict[str, Any], dict[str, 
     "rloo": ("RLOO", prompted_pairs, {**GENERATED, "num_iterations": 2}, SCORED),
     "gkd": ("GKD", chats, {"max_new_tokens": 4, "lmbda": 0.5}, {"teacher_model": llama}),
 }
-"""Names of TRL's Trainers, their rows, settings, and what else they are given."""
+"""TRL's Trainers with their rows, settings and other arguments."""
 
 
 def by_trainer() -> list[Example]:

@@ -23,7 +23,7 @@ from transformers import (
 from npt.base.load import EMBEDDED_FOLDER
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
-"""A data set has a row for each: an odd number, so that windows and batches end short."""
+"""A data set has a row for each word: an odd number, so that windows and batches end short."""
 
 ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 @cache
 def tokenizer() -> Any:
-    """Return the tokenizer of the embedded model, with a template for chats."""
+    """Return the embedded model's tokenizer with a chat template."""
     made = AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER))
     if made.pad_token is None:
         made.pad_token = made.eos_token
@@ -55,7 +55,7 @@ def tokenizer() -> Any:
 
 
 def sizes(**more: Any) -> dict[str, Any]:
-    """Return the settings of a tiny decoder; its attention drops out, so that it draws numbers."""
+    """Return the settings of a tiny decoder with attention dropout, so that it draws numbers."""
     return {
         "vocab_size": len(tokenizer()),
         "hidden_size": 16,
@@ -76,7 +76,7 @@ def llama(**more: Any) -> nn.Module:
 
 
 def sentence(i: int) -> str:
-    """Return a sentence; no two neighbours have the same length."""
+    """Return a sentence. Neighbouring sentences differ in length."""
     return f"the number {WORDS[i]} " + "and so on " * (i * 5 % 7)
 
 
@@ -87,7 +87,7 @@ def token_rows() -> list[Row]:
 
 
 class Stream(IterableDataset):
-    """The rows without a length and without indices."""
+    """The rows as an iterable without length and indices."""
 
     def __iter__(self) -> Iterator[Row]:
         return iter(token_rows())
@@ -113,5 +113,5 @@ def causal(folder: Path, **given: Any) -> Any:
 
 
 def called(make: Callable[[], dict[str, Any]]) -> Callable[[Path], Any]:
-    """Return what makes a Trainer with arguments that are made anew for it."""
+    """Return a function that builds a Trainer with newly made arguments."""
     return lambda folder: causal(folder, **make())

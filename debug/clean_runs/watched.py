@@ -1,4 +1,4 @@
-"""What a run leaves and what its callbacks saw, plain or guarded, and where two runs differ."""
+"""Record the results and callbacks of a run, plain or guarded, and compare two runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from transformers import PrinterCallback, TrainerCallback, set_seed
 from npt.guard import protect
 
 Build = Callable[[Path], Any]
-"""Makes a Trainer that writes into a folder; nothing else may differ between two calls."""
+"""Makes a Trainer that writes into a folder. Calls may differ in nothing else."""
 
 OF_THE_CLOCK = ("_runtime", "_per_second", "step_time")
-"""Endings of figures in a log that no two runs share."""
+"""Endings of log entries that differ between any two runs."""
 ADDED_FIGURE = "refused"
-"""What docs/guides/guard.md says that a guard adds to each log entry."""
+"""The entry that a guard adds to each log line (docs/guides/guard.md)."""
 
 
 def train(trainer: Any) -> Any:
-    """Train, and return what train() says."""
+    """Train and return the metrics."""
     return trainer.train().metrics
 
 
@@ -35,7 +35,7 @@ class Example:
     """A small training run.
 
     Attributes:
-        run: what to do with the Trainer; returns what the caller of it sees.
+        run: uses the Trainer and returns the results.
     """
 
     id: str
@@ -45,13 +45,13 @@ class Example:
 
 
 class Watching(TrainerCallback):
-    """Notes each event with the Trainer's state at it."""
+    """Record each event with the Trainer's state."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
 
     def noted(self, event: str, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Note an event; the state's log is compared as a whole afterwards."""
+        """Record an event. The state's log is compared as a whole afterwards."""
         entry = {"event": event, **asdict(control)}
         entry |= {name: getattr(state, name) for name in ("global_step", "epoch", "total_flos")}
         entry["num_input_tokens_seen"] = state.num_input_tokens_seen
@@ -76,7 +76,7 @@ for _event in (name for name in dir(TrainerCallback) if name.startswith("on_")):
 
 
 def run(example: Example, guarded: bool, folder: Path) -> dict[str, Any]:
-    """Run an example in an empty folder; return all that is compared."""
+    """Run an example in an empty folder; return everything to compare."""
     set_seed(0)
     trainer = example.build(folder)
     watching = Watching()
@@ -101,7 +101,7 @@ def run(example: Example, guarded: bool, folder: Path) -> dict[str, Any]:
 
 
 def unclocked(figures: Any) -> Any:
-    """Return figures without those of the clock, and without what the guard adds."""
+    """Return figures without times and without the guard's entry."""
     if not isinstance(figures, dict):
         return figures
     return {
@@ -112,19 +112,19 @@ def unclocked(figures: Any) -> Any:
 
 
 def compared(example: Example) -> list[str]:
-    """Run an example plain and guarded; return where the two differ."""
+    """Run an example plain and guarded; return the differences."""
     parent = Path(tempfile.mkdtemp())
     try:
-        folder = parent / "run"  # one path for both: states hold it
+        folder = parent / "run"  # one path for both, because states contain it
         plain = run(example, False, folder)
-        shutil.rmtree(folder, ignore_errors=True)  # some write nothing
+        shutil.rmtree(folder, ignore_errors=True)  # some examples write nothing
         return list(differences(plain, run(example, True, folder)))
     finally:
         shutil.rmtree(parent, ignore_errors=True)
 
 
 def differences(plain: Any, guarded: Any, where: str = "") -> Iterator[str]:
-    """Yield where two nested states differ in a bit, each as one line."""
+    """Yield a line for each bitwise difference of two nested states."""
     if isinstance(plain, dict) and isinstance(guarded, dict):
         for key in [*plain, *(key for key in guarded if key not in plain)]:
             if key not in plain or key not in guarded:

@@ -1,5 +1,6 @@
-"""Checks in which two ways to compute must agree: attention, windows, tokens, whole layers called.
-Nothing is refused and nothing may differ.
+"""Checks that two ways to compute agree: attention, windows, tokens, calls of whole layers.
+
+Nothing may be refused, and nothing may differ.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from random_base import random_base
 
 
 def other_attention(setting: Setting) -> Verdict:
-    """A second model as the teacher, whose masks are another kind of tensor than the student's."""
+    """Check a second model as the teacher, with another attention and so another kind of mask."""
     teacher = copy.deepcopy(embedded(setting.base_layers))
     batch = setting.batch((0, 0))
     complaints = []
@@ -38,7 +39,7 @@ def other_attention(setting: Setting) -> Verdict:
         for attention in ("sdpa", "eager"):
             teacher.set_attn_implementation(attention)
             losses[attention] = float(drive(student.model, batch, student.config, teacher).loss)
-        # another order of summation, in states whose difference loses digits
+        # sums have another order, and the difference of states loses digits
         if not abs(losses["eager"] / losses["sdpa"] - 1) < 1e-3:
             complaints.append(
                 f"{strategy}: a loss of {losses['eager']:.6g} from an eager teacher,"
@@ -73,8 +74,8 @@ def as_called(setting: Setting) -> Verdict:
 
 
 def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tensor:
-    """Return a strategy's loss on hidden states, a scalar with its graph, from calls of whole
-    decoder layers alone.
+    """Return a strategy's loss on hidden states, a scalar with its graph, computed from calls of
+    whole decoder layers.
     """
     stream = open_stream(model, batch)
     taught = hidden = stream.hidden
@@ -94,7 +95,7 @@ def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tenso
 
 
 def unequal_prompts(setting: Setting) -> Verdict:
-    """Prompts of unequal length in one batch, of a model that looks back on four tokens."""
+    """Check prompts of unequal length in one batch, with a sliding window of four tokens."""
     size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = MistralConfig(**size, **heads, sliding_window=4)
@@ -102,7 +103,7 @@ def unequal_prompts(setting: Setting) -> Verdict:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(12.0)  # so that attention decides which token is next
+                parameter.mul_(12.0)  # so that attention decides the next token
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in (2, 9, 5)]
     names = [f"prompt {row}" for row in range(3)]
@@ -111,12 +112,12 @@ def unequal_prompts(setting: Setting) -> Verdict:
     for name, prompt, found in zip(names, prompts, together, strict=True):
         (alone,) = continue_greedily(model, [prompt], 8, (), [name])
         if found != alone:
-            complaints.append(f"{name} continues with {found}, alone with {alone}")
+            complaints.append(f"{name} continues with {found} in a batch and with {alone} alone")
     return verdict_of("unharmed", complaints)
 
 
 def space_in_front(setting: Setting) -> Verdict:
-    """A tokenizer that begins every text with a space of its own."""
+    """Check a tokenizer that begins every text with a space."""
     tokenizer = _metaspace()
     complaints = []
     for prompt, completion in (("the:", "answer"), ("the", " answer"), ("the: ", "answer")):

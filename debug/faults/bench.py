@@ -1,7 +1,7 @@
-"""A small student on the embedded 4-bit model, trained for a few windows with faults in them.
+"""Train a small student on the embedded 4-bit model for a few windows with faults in them.
 
-A `Run` drives strategies and guarded step as the training loop does. Its outcome holds everything
-that a fault could leave a trace in; two outcomes are compared bit for bit.
+A `Run` drives strategies and the guarded step as the training loop does. Its outcome holds
+everything that a fault could change; outcomes are compared bit for bit.
 
 Shapes: K micro-batches of a window; B rows, T tokens.
 """
@@ -37,7 +37,7 @@ from npt.guard.spikes import HISTORY
 
 PAD_ID = 2
 FIRST_ID = 3
-"""Smallest token id that samples are made of: below lie the start, end and padding tokens."""
+"""Smallest token id of samples: below are the start, end and padding tokens."""
 
 Place = tuple[int, int]
 """A micro-batch: window, index in the window."""
@@ -45,18 +45,19 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Setting:
-    """The subject and the way of a training.
+    """The student and the training.
 
     Attributes:
         late: the guarded step reads its flags one window late.
-        layers, targets: of the student.
+        layers: converted layers.
+        targets: targets of the adapters.
         size: K.
-        padding: its side.
-        rates: of the steps; default falling linearly from `learning_rate`.
+        padding: side of the padding.
+        rates: rate of each step (default: falling linearly from `learning_rate`).
         spike_history: accepted steps that the spike guard remembers.
-        vocabulary: V; default the embedded model's.
-        base_layers: of the embedded model.
-        change: done to the copy of the embedded model first.
+        vocabulary: V (default: the embedded model's).
+        base_layers: layers of the embedded model that are used.
+        change: applied to the copy of the embedded model first.
     """
 
     late: bool = False
@@ -89,8 +90,8 @@ class Setting:
         )
 
     def batch(self, place: Place) -> Batch:
-        """Return the micro-batch at a place: random tokens that depend on nothing else, the last of
-        several rows padded.
+        """Return the micro-batch at a place. Its random tokens depend only on the place; the last
+        of several rows is padded.
         """
         window, micro = place
         generator = torch.Generator().manual_seed(10_007 * window + micro)
@@ -114,7 +115,7 @@ SMALL = Setting()
 
 @functools.cache
 def embedded(layers: int = SMALL.base_layers) -> PreTrainedModel:
-    """Return the first layers of the embedded model in NF4, loaded once and never changed."""
+    """Return the first layers of the embedded model in NF4, loaded once. Do not change it."""
     model = load_base("tiny", quantization="nf4", device="cpu")[0]
     model.config.num_hidden_layers = layers
     decoder: Any = model.model
@@ -123,7 +124,7 @@ def embedded(layers: int = SMALL.base_layers) -> PreTrainedModel:
 
 
 def let_draw(model: PreTrainedModel) -> None:
-    """Add hooks that stay: dropout after every attention in every mode, noise on the embeddings."""
+    """Add permanent hooks: dropout after every attention in every mode, noise on embeddings."""
 
     def drop(_module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (nn.functional.dropout(output[0], 0.1, training=True), *output[1:])
@@ -136,7 +137,7 @@ def let_draw(model: PreTrainedModel) -> None:
 
 
 class Around(nn.Module):
-    """A frozen linear layer with a LoRA, made as PEFT's are: its `weight` is the base's alone."""
+    """A frozen linear layer with a LoRA, like PEFT's: `weight` is the base's weight."""
 
     def __init__(self, base_layer: Any, seed: int, rank: int = 4):
         super().__init__()
@@ -169,7 +170,7 @@ def put_around(model: PreTrainedModel) -> None:
 
 
 def let_change(model: PreTrainedModel) -> None:
-    """Add hooks that stay and change what MLPs, their down_proj and whole layers give."""
+    """Add permanent hooks that change the outputs of MLPs, their down_proj and whole layers."""
     for layer in decoder_layers(model):
         mlp: Any = layer.mlp
         mlp.down_proj.register_forward_hook(
@@ -181,8 +182,8 @@ def let_change(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class Base:
-    """Another model than a copy of the embedded one to make students on, and how to train them. It
-    bears one student at a time: the next one replaces the last.
+    """A model for students instead of a copy of the embedded one, and how to train them. It has one
+    student at a time; a new student replaces the last.
     """
 
     model: PreTrainedModel
@@ -191,7 +192,7 @@ class Base:
 
 
 class Student:
-    """A fresh student with its optimizer."""
+    """A new student with its optimizer."""
 
     def __init__(self, setting: Setting, base: Base | None = None):
         torch.manual_seed(0)
@@ -233,8 +234,8 @@ class Student:
 
 Fill = Callable[[], BatchSums]
 Fault = Callable[[Student, Batch], AbstractContextManager[tuple[Batch, Fill | None]]]
-"""A transient fault: the context of one micro-batch, which gives the batch to use and, if anything,
-what to fill gradients with instead."""
+"""A transient fault: the context of one micro-batch. It yields the batch to use and, optionally, a
+function that fills the gradients instead."""
 
 
 @contextmanager
@@ -244,7 +245,7 @@ def no_fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | Non
 
 @dataclass
 class Outcome:
-    """All that a run comes to. rng: the CPU's random state."""
+    """The result of a run. rng: the CPU's random state."""
 
     state: dict[str, Tensor]
     rng: Tensor
@@ -260,11 +261,11 @@ class Outcome:
 
     @property
     def refusals(self) -> list[tuple[int, Refusal]]:
-        """Return (window, refusal) of everything that was refused."""
+        """Return (window, refusal) of every refusal."""
         return [(r.index, refusal) for r in self.results for refusal in r.refused]
 
     def difference(self, other: Outcome) -> str | None:
-        """Return what differs from another outcome, by name, or None if not one bit does."""
+        """Return the name of the first difference from another outcome, None if all bits agree."""
         for what in ("rates", "steps"):
             if getattr(self, what) != getattr(other, what):
                 return f"{what}: {getattr(self, what)} and {getattr(other, what)}"
@@ -274,7 +275,7 @@ class Outcome:
 
 
 def difference(one: Any, other: Any, place: str = "") -> str | None:
-    """Return where two nested states first differ in a bit, or None."""
+    """Return the first path at which two nested states differ in a bit, or None."""
     if isinstance(one, Mapping):
         if one.keys() != other.keys():
             return f"the entries of {place or 'the state'}"
@@ -285,8 +286,8 @@ def difference(one: Any, other: Any, place: str = "") -> str | None:
 
 
 def add_batch(guard: Guard, batch: Batch, compute: Any, vocab_size: int | None) -> None:
-    """Add a micro-batch to the guard's window, or refuse it, as the training loop does. `compute`
-    returns its sums; without `vocab_size` the batch is not checked.
+    """Add a micro-batch to the guard's window or refuse it, as the training loop does. `compute`
+    returns its sums. Without `vocab_size` the batch is not checked.
     """
     fault = None if vocab_size is None else find_fault(batch, vocab_size)
     if fault is not None:
@@ -299,11 +300,11 @@ def add_batch(guard: Guard, batch: Batch, compute: Any, vocab_size: int | None) 
 
 
 class Run(Student):
-    """A student trained through the guarded step, as `npt.train.loop` does it."""
+    """A student trained through the guarded step, like in `npt.train.loop`."""
 
     def __init__(self, setting: Setting, base: Base | None = None):
         super().__init__(setting, base)
-        # Every step has a rate of its own, so a schedule that moved by one is seen.
+        # every step has another rate, so that a schedule off by one step shows
         rates = setting.rates or rate_table(setting.learning_rate, "linear", 0, 2 * setting.windows)
         strategy = STRATEGIES[self.config.strategy]
         with mock.patch("npt.guard.spikes.HISTORY", setting.spike_history):
@@ -346,14 +347,14 @@ def run(
     absent: Iterable[Place] = (),
     before: Mapping[int, Act] | None = None,
 ) -> tuple[Run, Outcome]:
-    """Train a fresh student.
+    """Train a new student.
 
     Args:
-        setting: what and how.
-        base: on what, if not the embedded model.
-        faults: transient ones, by their micro-batch.
+        setting: the student and the training.
+        base: model to train on (default: the embedded one).
+        faults: transient faults by micro-batch.
         absent: micro-batches that this run never sees.
-        before: what is done to the run before a window.
+        before: by window, applied to the run before it.
     """
     made, missing = Run(setting, base), frozenset(absent)
     for number in range(setting.windows):
@@ -364,9 +365,9 @@ def run(
 
 
 def clean_run(setting: Setting, absent: Iterable[Place] = ()) -> Outcome:
-    """Return the outcome of the run that never saw the micro-batches `absent`, nor a fault.
+    """Return the outcome of a run without faults that never saw the micro-batches `absent`.
 
-    Its flags are read at once: a clean run is the same in both modes, so it is made once.
+    A clean run is the same in both modes, so only the one that reads flags at once is made.
     """
     return _clean_run(replace(setting, late=False), frozenset(absent))
 

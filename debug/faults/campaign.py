@@ -1,4 +1,4 @@
-"""The campaign: every case judged, the clean steps counted, and the scorecard."""
+"""The fault campaign: every case, the clean steps and the scorecard."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CLEAN_STEPS = 1000
 
 
 def judged(case: Case) -> Line:
-    """Run a case in each of its modes. What it raises is a verdict too: a fault that ends the
-    campaign was not survived.
+    """Run a case in each of its modes. An error that escapes is a verdict too: the fault was not
+    survived.
     """
     started = time.perf_counter()
     verdicts = []
@@ -36,7 +36,7 @@ def judged(case: Case) -> Line:
 
 
 def clean_steps(count: int = CLEAN_STEPS) -> Case:
-    """Make the case of steps without a fault, spike refusal on."""
+    """Return the case of clean steps with spike refusal on."""
     name = f"{count:,} clean steps, spike refusal on"
     return Case("clean-steps", name, "no alarm", scenarios.clean, replace(LONG, windows=count))
 
@@ -46,7 +46,7 @@ def every_case() -> list[Case]:
 
 
 def summary(lines: Sequence[Line]) -> dict[str, Any]:
-    """Return the campaign as JSON. A survived case that is wrongly located has not passed."""
+    """Return the campaign as JSON. A survived case that is located wrongly has not passed."""
     return {
         "cases": [line.as_dict() for line in lines],
         "passed": sum(line.verdict.passed for line in lines),
@@ -58,7 +58,8 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
 def print_scorecard(
     console: Console, lines: Sequence[Line], title: str = "fault campaign", remark: str = "time"
 ) -> None:
-    """Print the lines, the details of the verdicts that have some, and how many cases passed.
+    """Print a row for each case, the details of failures, and how many cases passed.
+
     remark: heading of the last column.
     """
     table = Table(title=title)

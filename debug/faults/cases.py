@@ -1,7 +1,6 @@
-"""The cases: what is planted, what must be said about it, and what may remain of it: nothing.
+"""The cases: each plants a fault and states what must be reported. The fault must change nothing.
 
-Every case has its ground truth and runs in both reading modes of the guarded step if it goes
-through one.
+A case with a guarded step runs in both of its modes, with flags read at once and one window late.
 """
 
 from __future__ import annotations
@@ -70,34 +69,36 @@ HUGE_GRADIENT = gradient_spoilt((0, 0), 1e10, "model.layers.0.npt.B.gate")
 TWO, EACH_WINDOW = ((1, 0), (1, 2)), ((0, 2), (1, 0), (2, 1))
 AT_ONCE = (False,)
 
-# The tables below keep their lines: the formatter would write one word on each.
+# Unformatted tables: the formatter would write one word a line.
 # fmt: off
 
 
 def data_cases() -> list[Case]:
     outside = "outside the vocabulary [0, 2048)"
     return [
-        costs_itself("data-id-too-large", "a token id of V", id_at(1, 3, 2048),
+        costs_itself("data-id-too-large", "a token id equal to the vocabulary size",
+                     id_at(1, 3, 2048),
                      "data", f"token id 2048 {outside} at row 1, position 3", "w1-m1-r1"),
-        costs_itself("data-id-negative", "a token id of -1", id_at(0, 0, -1),
+        costs_itself("data-id-negative", "a negative token id", id_at(0, 0, -1),
                      "data", f"token id -1 {outside} at row 0, position 0", "w1-m1-r0"),
         costs_itself("data-label", "a label out of range", label_at(0, 5, 9999),
                      "data", f"label 9999 {outside} at row 0, position 5", "w1-m1-r0"),
-        costs_itself("data-no-rows", "a batch of no rows", empty(rows=True),
+        costs_itself("data-no-rows", "a batch without rows", empty(rows=True),
                      "data", "shapes (0, 16)"),
-        costs_itself("data-no-tokens", "rows of no tokens", empty(rows=False),
+        costs_itself("data-no-tokens", "rows without tokens", empty(rows=False),
                      "data", "shapes (2, 0)"),
         costs_itself("data-shapes", "a mask shorter than its ids", changed_batch(short_mask),
                      "data", "(2, 16) of ids", "(2, 15) of mask"),
         Case("data-teacher-nan", "NaN among the teacher's logits",
-             "micro-batch 1 of window 1: loss; the guard names [b=0, t=5, v=77]",
+             "micro-batch 1 of window 1: refused as loss; the guard names [b=0, t=5, v=77]",
              scenarios.teacher_logits, END_TO_END),
         costs_nothing("data-padding-inf", "-Inf as the padding token's embedding",
                       padding_embedding(-INF)),
         costs_nothing("data-padding-nan",
                       "NaN as the padding token's embedding, padding on the left",
                       padding_embedding(NAN), LEFT),
-        costs_nothing("data-padding-stream", "the same on the student's own stream",
+        costs_nothing("data-padding-stream",
+                      "NaN as the padding token's embedding, student's own stream",
                       padding_embedding(NAN), replace(LEFT, strategy="end_to_end")),
     ]
 
@@ -109,7 +110,7 @@ def mask_and_loss_cases() -> list[Case]:
                         attention_masks(MASK_FORMS[form]), LEFT)
           for key, form in forms.items()),
         *(found(f"mask-row-{key}", f"a valid token without a key, mask as {form}",
-                "the mask guard names [b=1, t=5]", scenarios.masked_row(form))
+                "the mask check names [b=1, t=5]", scenarios.masked_row(form))
           for key, form in forms.items()),
         costs_itself("mask-row-empty", "a row without a valid token", mask_out(1),
                      "data", "no valid token in row 1", "w1-m1-r1"),
@@ -120,9 +121,9 @@ def mask_and_loss_cases() -> list[Case]:
         costs_itself("loss-labels-mean", "every label -100 under a mean cross-entropy", NAN_LOSS,
                      "loss", "nan"),
         Case("loss-labels-sum", "every label -100 under a summed cross-entropy, a count of 0",
-             "no alarm, and the run equals the one without the micro-batch",
+             "no alarm; the run equals the one without the micro-batch",
              scenarios.empty_sum([1])),
-        Case("loss-labels-window", "the same in every micro-batch of a window",
+        Case("loss-labels-window", "no label in any micro-batch of a window",
              "no alarm, no step", scenarios.empty_sum([0, 1, 2])),
         costs_nothing("loss-padding-inf", "Inf at padded positions of a layer's output",
                       padding_spoilt("model.layers.0", INF)),
@@ -152,13 +153,13 @@ def weight_cases() -> list[Case]:
                          "an exponent bit of an adapter's weight flipped: finite, 1e35",
                          flipped_bit("model.layers.2.npt.B.down", (4, 1), 30),
                          "loss", "loss is", scenarios.too_large),
-        Case("weight-flip-bounded", "the same in M, after the bound",
-             "no alarm, all stays finite; the size guard names M.gate[3, 1]",
+        Case("weight-flip-bounded", "an exponent bit of M flipped, inside the bound",
+             "no alarm, everything stays finite; the size limit names M.gate[3, 1]",
              scenarios.bounded_flip),
         found("weight-dtype", "a 4-bit layer flipped to fp16",
               "the audit names model.layers.3.self_attn.k_proj", runs.dtype_flipped),
-        Case("weight-autocast", "autocast switched on by the caller",
-             "the loop computes the same, bit for bit; the audit names autocast", runs.autocast),
+        Case("weight-autocast", "autocast enabled by the caller",
+             "the run is the same, bit for bit; the audit names autocast", runs.autocast),
     ]
 
 
@@ -166,10 +167,10 @@ def activation_cases() -> list[Case]:
     return [
         costs_itself("activation-inf", "Inf in a gate", output_spoilt(GATE, (3, 17), INF),
                      "loss", "nan"),
-        costs_nothing("activation-clamped", "Inf in a gate, hidden by a clamp",
+        costs_nothing("activation-clamped", "Inf in a gate, masked by a clamp",
                       output_spoilt(GATE, (3, 17), INF, clamp=50.0),
                       instead=output_spoilt(GATE, (3, 17), 50.0, clamp=50.0)),
-        costs_itself("activation-softmax", "Inf in a key, of which softmax makes NaN and zeros",
+        costs_itself("activation-softmax", "Inf in a key, which softmax turns into NaN and zeros",
                      output_spoilt("model.layers.1.self_attn.k_proj", (3, 17), INF),
                      "loss", "nan", setting=STUDENT_STREAM),
         costs_itself("activation-fp16", "fp16 overflow inside a 4-bit layer",
@@ -203,7 +204,8 @@ def gradient_cases() -> list[Case]:
         Case("gradient-all", "every micro-batch of a window", "three refusals, no step",
              partial(scenarios.whole_window_refused, 1)),
         Case("gradient-interrupted", "an exception in the middle of a micro-batch",
-             "no refusal; the micro-batch has not happened", survived(interruption, "")),
+             "no refusal; the run equals the one without the micro-batch",
+             survived(interruption, "")),
     ]
 
 
@@ -223,23 +225,24 @@ def optimizer_cases() -> list[Case]:
                          one_bad_write(count, NAN)),
         costs_itself("optimizer-first", "a fault on step 1", NAN_GRADIENT,
                      "gradient", TENSOR, places=((0, 1),)),
-        Case("optimizer-first-all", "nothing but faults before step 1",
-             "moments and counts stay at zero, the schedule at its start",
+        Case("optimizer-first-all", "only faults before step 1",
+             "moments and counts stay 0, and the schedule at its start",
              partial(scenarios.whole_window_refused, 0)),
         Case("optimizer-rate", "a learning rate that overflows every weight",
-             "each step taken back; schedule and counters do not move",
+             "each step is taken back; schedule and counters stay",
              scenarios.overflowing_rate),
     ]
 
 
 def drawing_cases() -> list[Case]:
-    """The base draws random numbers (dropout, noise), and a refused micro-batch must not leave
-    others to later ones.
+    """Return cases with a base that draws random numbers (dropout, noise): a refused micro-batch
+    must not change the draws of later ones.
     """
-    draws, under = replace(SMALL, change=let_draw), "under a base that draws"
+    draws, under = replace(SMALL, change=let_draw), "on a base with dropout"
     id_of_v, nan = id_at(1, 3, 2048), NAN_GRADIENT
     costly = [
-        ("data", "a token id of V", id_of_v, "data", "token id 2048", SMALL, ((1, 1),)),
+        ("data", "a token id equal to the vocabulary size", id_of_v, "data", "token id 2048", SMALL,
+         ((1, 1),)),
         ("loss", "a NaN loss", NAN_LOSS, "loss", "nan", SMALL, ((1, 1),)),
         ("gradient", "NaN in one tensor", nan, "gradient", TENSOR, SMALL, ((1, 1),)),
         ("propagated", "NaN in one tensor, propagated,",
@@ -257,12 +260,13 @@ def drawing_cases() -> list[Case]:
              partial(scenarios.whole_window_refused, 1), draws),
         costs_its_window("draw-update", f"a step that writes NaN into a weight, {under}",
                          one_bad_write(TENSOR, NAN), draws),
-        Case("draw-spike", f"a finite 1e10 in one gradient {under}", "window 30: spike",
+        Case("draw-spike", f"a finite 1e10 in one gradient {under}", "window 30: refused as spike",
              scenarios.spike(HUGE_GRADIENT), replace(LONG, change=let_draw)),
         Case("draw-interrupted", f"an exception in the middle of a micro-batch {under}",
-             "no refusal; the micro-batch has not happened", survived(interruption, ""), draws),
+             "no refusal; the run equals the one without the micro-batch",
+             survived(interruption, ""), draws),
         Case("draw-diagnosed", f"a refused micro-batch that is diagnosed {under}",
-             "micro-batch 1 of window 1: gradient; looking into it draws nothing from training",
+             "micro-batch 1 of window 1: refused as gradient; tracing draws nothing from training",
              scenarios.diagnosed, draws),
     ]
 
@@ -270,34 +274,34 @@ def drawing_cases() -> list[Case]:
 def run_cases() -> list[Case]:
     return [
         Case("spike-loss", "loss and gradient of a step 1,000 times too large",
-             "window 30: spike", scenarios.spike(scaled(1000.0)), LONG),
+             "window 30: refused as spike", scenarios.spike(scaled(1000.0)), LONG),
         Case("spike-gradient", "a finite 1e10 in one gradient",
-             "window 30: spike", scenarios.spike(HUGE_GRADIENT), LONG),
+             "window 30: refused as spike", scenarios.spike(HUGE_GRADIENT), LONG),
         Case("run-packed", "a bad record in a packed row",
-             "stopped at once; the bundle knows where documents end", runs.packed_run),
+             "stopped at once; the bundle keeps where documents end", runs.packed_run),
         Case("run-data", "bad micro-batches in a row",
              "stopped after 3, exit status 3, with the bundle", runs.bad_in_a_row),
         Case("run-weight", "NaN in an adapter's tensor during a run",
-             "stopped, exit status 3; the bundle holds it and nothing else that is not finite;"
-             " nothing saved", runs.poisoned_run),
+             "stopped, exit status 3; the only non-finite value in the bundle is this one;"
+             " nothing is saved", runs.poisoned_run),
         Case("run-budget", "every other micro-batch bad",
              "stopped over the share of refusals, with the bundle", runs.over_budget),
         Case("run-dtype", "a 4-bit layer flipped to fp16 during a run",
-             "the audit at the next checkpoint names it; no checkpoint of that step",
+             "the audit at the next checkpoint names it; that step is not saved",
              runs.dtype_flipped_in_a_run),
         Case("run-save", "saving over a good adapter while a tensor is not finite",
              "refused, naming the tensor; the good files stay", runs.refused_save, modes=AT_ONCE),
-        Case("run-tracker", "NaN and Inf shown to a tracker and to JSON",
-             "left out there, null here, no crash", runs.tracker, modes=AT_ONCE),
+        Case("run-tracker", "NaN and Inf in a tracker and in JSON",
+             "not drawn, null in JSON, no crash", runs.tracker, modes=AT_ONCE),
         Case("run-after-nan", "129 clean steps after one NaN loss, spike refusal on",
-             "micro-batch 0 of window 0: loss; nothing else",
+             "micro-batch 0 of window 0: refused as loss; nothing else",
              survived(NAN_LOSS, "loss", ("nan",), [(0, 0)]), replace(LONG, windows=130)),
     ]
 
 
 def foreign_cases() -> list[Case]:
-    """Somebody else's parts are in the base: what they compute is trained with, and faults are
-    refused as ever.
+    """Return cases with foreign parts in the base, such as LoRA: training must compute with them,
+    and refuse faults as usual.
     """
     cases = []
     for id, change, name in (
@@ -306,9 +310,10 @@ def foreign_cases() -> list[Case]:
     ):
         foreign = replace(SMALL, change=change)
         cases += [
-            Case(f"foreign-{id}", name, "loss and gradients are those of whole layers, called",
+            Case(f"foreign-{id}", name, "loss and gradients equal those of calls of whole layers",
                  agreement.as_called, foreign, AT_ONCE),
-            Case(f"foreign-{id}-whole", f"{name}, end to end", "likewise",
+            Case(f"foreign-{id}-whole", f"{name}, end to end",
+                 "loss and gradients equal those of calls of whole layers",
                  agreement.as_called, replace(END_TO_END, change=change), AT_ONCE),
             costs_itself(f"foreign-{id}-nan", f"NaN in one tensor under {name}", NAN_GRADIENT,
                          "gradient", TENSOR, setting=foreign),
@@ -318,7 +323,7 @@ def foreign_cases() -> list[Case]:
 
 def agreement_cases() -> list[Case]:
     return [
-        Case("sight-attention", "a teacher of its own in eager attention, the student under SDPA",
+        Case("sight-attention", "a separate teacher with eager attention, the student under SDPA",
              "no difference", agreement.other_attention, modes=AT_ONCE),
         Case("sight-window", "prompts of unequal length under a sliding window",
              "no difference", agreement.unequal_prompts, modes=AT_ONCE),

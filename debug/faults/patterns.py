@@ -1,10 +1,9 @@
-"""Cases in four patterns, each judged against the run that never saw the fault:
+"""Four patterns of cases, each compared with the run that never saw the fault:
 
 - `costs_itself`: a micro-batch is refused, and the run equals the one without it;
 - `costs_nothing`: no alarm, and the run equals the one without the fault;
 - `costs_its_window`: a whole step is refused, and the run equals the one without the window;
-- `stops_everything`: state is spoilt for good, so everything is refused and nothing changes any
-  more.
+- `stops_everything`: the state is damaged, so everything is refused and nothing changes any more.
 """
 
 from __future__ import annotations
@@ -19,22 +18,20 @@ from faults.verdict import Verdict
 from npt.tracer.watchdogs import BadNumber
 
 Check = Callable[[Setting], Verdict]
-"""Judges a case in a setting, which says how the guarded step reads its flags."""
+"""Judges a case in a setting."""
 
 Expected = tuple[int, str, int | None, tuple[str, ...]]
-"""A refusal that must come: window, kind, micro-batch (None: the whole window), and parts of its
-detail.
-"""
+"""An expected refusal: window, kind, micro-batch (None: the whole window), parts of its detail."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One fault and its ground truth.
+    """A fault and its ground truth.
 
     Attributes:
-        truth: what must be located or must happen, for people.
-        check: judges it.
-        modes: of reading flags, late or not, that it runs in.
+        truth: what must be located or must happen, in words.
+        check: judges the case.
+        modes: whether flags are read late, for each run of the case.
     """
 
     id: str
@@ -50,9 +47,7 @@ class Case:
 
 
 def match(outcome: Outcome, expected: Sequence[Expected]) -> tuple[bool, int]:
-    """Return whether exactly the expected was refused and said, and how many refusals nobody
-    planted.
-    """
+    """Return whether exactly the expected refusals came, and the number of others."""
     left = list(expected)
     strangers = 0
     for window, refusal in outcome.refusals:
@@ -61,7 +56,7 @@ def match(outcome: Outcome, expected: Sequence[Expected]) -> tuple[bool, int]:
             for e in left
             if e[:3] == (window, refusal.kind, refusal.micro_batch)
             and all(part in refusal.detail for part in e[3])
-            # The samples are those of the spoilt micro-batch, if a refusal is of one.
+            # the samples of a refusal are those of its micro-batch
             and all(name.startswith(f"w{window}-m{e[2]}-") for name in refusal.sample_ids)
         ]
         if fits:
@@ -78,7 +73,7 @@ def judge(
     word: str = "survived",
     also: Sequence[str] = (),
 ) -> Verdict:
-    """Compare with the counterfactual and with the expected words; `also` are complaints of
+    """Compare an outcome with the counterfactual and the expected refusals. also: complaints of
     further checks.
     """
     found, strangers = match(outcome, expected)
@@ -102,8 +97,8 @@ def judge(
 def survived(
     fault: Fault, kind: str, says: Sequence[str] = (), places: Sequence[Place] = ((1, 1),)
 ) -> Check:
-    """Every place is refused for `kind` (empty: not refused), its detail saying `says`, nothing
-    else is, and the run equals the one without the places.
+    """Check that exactly `places` are refused as `kind` (empty: not refused) with `says` in the
+    detail, and that the run equals the one without them.
     """
 
     def check(setting: Setting) -> Verdict:
@@ -126,9 +121,9 @@ def costs_itself(
     setting: Setting = SMALL,
     places: Sequence[Place] = ((1, 1),),
 ) -> Case:
-    """Every place is refused for `kind`, its detail saying `says`; nothing else is."""
+    """Return a case in which exactly `places` are refused as `kind`, with `says` in the detail."""
     where = " and ".join(f"micro-batch {micro} of window {window}" for window, micro in places)
-    truth = f"{where}: {kind}" + (f", saying {', '.join(says)}" if says else "")
+    truth = f"{where}: refused as {kind}" + (f", naming {', '.join(says)}" if says else "")
     return Case(id, name, truth, survived(fault, kind, says, places), setting)
 
 
@@ -139,7 +134,7 @@ def costs_nothing(
     setting: Setting = SMALL,
     instead: Fault | None = None,
 ) -> Case:
-    """No alarm, and the run equals the clean one, or the one with `instead` for the fault."""
+    """Return a case without an alarm, whose run equals the clean one, or the one with `instead`."""
 
     def check(setting: Setting) -> Verdict:
         if isinstance(fault, PersistentFault):
@@ -149,15 +144,15 @@ def costs_nothing(
         twin = clean_run(setting) if instead is None else run(setting, faults={(1, 1): instead})[1]
         return judge(outcome, twin, [], "unharmed")
 
-    truth = "no alarm, and the same run"
+    truth = "no alarm; the run is the same"
     return Case(
         id, name, truth + (" as with the clamped value itself" if instead else ""), check, setting
     )
 
 
 def costs_its_window(id: str, name: str, fault: PersistentFault, setting: Setting = SMALL) -> Case:
-    """A fault before window 1 makes its step go wrong, once, so the window is refused for what it
-    names.
+    """Return a case in which a fault before window 1 spoils that step once. The window is refused
+    and its refusal names the fault.
     """
 
     def check(setting: Setting) -> Verdict:
@@ -165,7 +160,7 @@ def costs_its_window(id: str, name: str, fault: PersistentFault, setting: Settin
         twin = clean_run(setting, whole_window(setting, 1))
         return judge(outcome, twin, [(1, "update", None, (fault.name,))])
 
-    truth = f"window 1: update, saying {fault.name}; neither schedule nor counters move"
+    truth = f"window 1: refused as update, naming {fault.name}; schedule and counters stay"
     return Case(id, name, truth, check, setting)
 
 
@@ -180,13 +175,15 @@ def stops_everything(
     unsaved: bool = False,
     whole: bool = False,
 ) -> Case:
-    """A fault before window 1 spoils the state: everything is refused, nothing changes any more.
+    """Return a case in which a fault before window 1 damages the state, so that everything is
+    refused and nothing changes any more.
 
     Args:
-        kind, says: of every refusal.
+        kind: of every refusal.
+        says: part of the detail of every refusal.
         guard: the watchdog that must name the fault and its index.
-        unsaved: saving is refused too, and leaves no file.
-        whole: the windows are refused, not their micro-batches.
+        unsaved: saving must be refused and leave no file.
+        whole: whole windows are refused, not their micro-batches.
     """
 
     def check(setting: Setting) -> Verdict:
@@ -209,21 +206,21 @@ def stops_everything(
         return judge(outcome, kept[0], expected, "stopped", complaints)
 
     named = f"{fault.name}{list(fault.index)}"
-    truth = f"everything refused for {kind}, nothing changes; the guard names {named}"
+    truth = f"everything is refused as {kind}, nothing changes; the guard names {named}"
     return Case(id, name, truth + ("; saving is refused" if unsaved else ""), check)
 
 
 def found(
     id: str, name: str, truth: str, look: Callable[[Setting], tuple[str | None, str]]
 ) -> Case:
-    """A fault that a watchdog must find by itself, outside training; `look` returns what was said
-    and what it must hold.
+    """Return a case that a watchdog must find outside training. `look` returns its message and the
+    part that the message must contain.
     """
 
     def check(setting: Setting) -> Verdict:
         message, part = look(setting)
         good = message is not None and part in message
-        detail = "" if good else f"said: {message}; expected: {part}"
+        detail = "" if good else f"message: {message}; expected: {part}"
         return Verdict("found" if good else "missed", good, good, detail=detail)
 
     return Case(id, name, truth, check, modes=(False,))

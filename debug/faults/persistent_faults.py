@@ -1,4 +1,4 @@
-"""Faults that stay: in weights, in the frozen base and in the optimizer's state."""
+"""Permanent faults in weights, in the frozen base and in the optimizer's state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PersistentFault:
-    """Something done to a student and not undone; a guard must name it `name`, at `index`."""
+    """A permanent change of a student. A guard must name `name` and `index`."""
 
     name: str
     index: Index
@@ -37,27 +37,27 @@ def _element(
 
 
 def weight(name: str, index: Index, value: float) -> PersistentFault:
-    """An element of an adapter's tensor."""
+    """Set an element of an adapter's tensor."""
     return _element(name, index, value, lambda student: student.parameters[name])
 
 
 def frozen(name: str, index: Index, value: float) -> PersistentFault:
-    """An element of an unquantised tensor of the base."""
+    """Set an element of an unquantised tensor of the base."""
     return _element(name, index, value, lambda student: student.model.get_parameter(name))
 
 
 def padding_embedding(value: float) -> PersistentFault:
-    """The whole embedding of the padding token."""
+    """Set the whole embedding of the padding token."""
     return frozen("model.embed_tokens.weight", (PAD_ID,), value)
 
 
 def moment(name: str, index: Index, value: float) -> PersistentFault:
-    """An element of the optimizer's state, named `exp_avg of tensor`."""
+    """Set an element of the optimizer's state, named `exp_avg of tensor`."""
     return _element(name, index, value, lambda student: _state(student, name))
 
 
 def statistic(name: str, index: Index, value: float) -> PersistentFault:
-    """An element of a 4-bit weight's statistics, named `module: state2.absmax`."""
+    """Set an element of a 4-bit weight's statistics, named `module: state2.absmax`."""
     module, path = name.split(": ")
 
     def tensor(student: Student) -> Tensor:
@@ -70,7 +70,7 @@ def statistic(name: str, index: Index, value: float) -> PersistentFault:
 
 
 def flipped_bit(name: str, index: Index, bit: int) -> PersistentFault:
-    """One bit of an fp32 weight; 30, the highest of the exponent, makes 0.001 a number of 1e35."""
+    """Flip a bit of an fp32 weight. Bit 30, the highest of the exponent, turns 0.001 into 1e35."""
 
     def act(student: Student) -> None:
         student.parameters[name].detach().view(torch.int32)[index] ^= 1 << bit
@@ -79,8 +79,8 @@ def flipped_bit(name: str, index: Index, bit: int) -> PersistentFault:
 
 
 def one_bad_write(name: str, value: float) -> PersistentFault:
-    """The optimizer's next step writes `value` into the last element of a weight or of a moment, as
-    a broken kernel would.
+    """Let the optimizer's next step write `value` into the last element of a weight or moment, as a
+    broken kernel would.
     """
 
     def act(student: Student) -> None:

@@ -1,6 +1,5 @@
-"""Faults that are bound to a row of data: whoever trains on it meets the fault, and nobody else.
-
-They meet any trainer alike: hooks of the model look for the row's mark among the token ids.
+"""Faults that belong to a row of data, for any trainer: the fault occurs whenever the row is
+trained on, because hooks of the model look for the row's mark among the token ids.
 """
 
 from __future__ import annotations
@@ -14,33 +13,33 @@ from torch import Tensor, nn
 
 VOCABULARY, LENGTH = 64, 12
 MARK = VOCABULARY - 1
-"""An id that only a row with a fault of the model has."""
+"""An id that only rows with a model fault have."""
 
 Row = dict[str, Tensor]
 Plant = Callable[[nn.Module, "Marked"], Any]
 
 
 class Marked:
-    """Knows whether the model computes a marked row, and how often `inside` was computed for it."""
+    """Track whether the model computes a marked row, and how often it has computed `inside`."""
 
     def __init__(self, model: Any, mark: int):
         self.now, self.calls = False, 0
         self._mark = mark
-        model.get_input_embeddings().register_forward_pre_hook(self._look)  # generations too
+        model.get_input_embeddings().register_forward_pre_hook(self._look)  # in generations too
 
     def _look(self, _module: Any, ids: tuple[Tensor, ...]) -> None:
         self.now, self.calls = bool((ids[0] == self._mark).any()), 0
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """Return the last activation function: checkpointing computes it again, and backward needs
-    its output.
+    """Return the last activation function. Checkpointing recomputes it, and backward needs its
+    output.
     """
     return [module for name, module in model.named_modules() if name.endswith("mlp.act_fn")][-1]
 
 
 def trained(model: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module and name of the trained tensor that faults of single tensors spoil."""
+    """Return module and name of the trained tensor that single-tensor faults change."""
     named = model.named_parameters()
     name = next(name for name, p in named if p.requires_grad and "layers.1." in name)
     module, _, own = name.rpartition(".")
@@ -48,7 +47,7 @@ def trained(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def output(change: Callable[[Tensor], Tensor | None], call: int = 1) -> Plant:
-    """The activation's output as `change` makes it, from that call on."""
+    """Change the activation's output, from the given call on."""
 
     def plant(model: nn.Module, marked: Marked) -> None:
         def hook(_module: Any, _inputs: Any, value: Tensor) -> Tensor | None:
@@ -61,7 +60,7 @@ def output(change: Callable[[Tensor], Tensor | None], call: int = 1) -> Plant:
 
 
 def output_gradient(change: Callable[[Tensor], Tensor]) -> Plant:
-    """The gradient of the activation's output; the loss is finite."""
+    """Change the gradient of the activation's output; the loss stays finite."""
 
     def hook(value: Tensor) -> None:
         if value.requires_grad:
@@ -71,13 +70,13 @@ def output_gradient(change: Callable[[Tensor], Tensor]) -> Plant:
 
 
 def tensor_gradient(change: Callable[[Tensor], Tensor]) -> Plant:
-    """The gradient of one trained tensor; all others and the loss are finite."""
+    """Change the gradient of one trained tensor; all others and the loss stay finite."""
 
     def plant(model: nn.Module, marked: Marked) -> None:
         module, name = trained(model)
         handles: list[Any] = []
 
-        def hook(*_: Any) -> None:  # a sharded parameter is another tensor while it is whole
+        def hook(*_: Any) -> None:  # a sharded parameter is another tensor while it is gathered
             while handles:
                 handles.pop().remove()
             if marked.now:
@@ -95,7 +94,7 @@ def filled(value: float) -> Callable[[Tensor], Tensor]:
 def one_element(value: float) -> Callable[[Tensor], Tensor]:
     def change(tensor: Tensor) -> Tensor:
         changed = tensor.clone()
-        changed[..., -2, 1] = value  # of an activation the last that counts in every loss
+        changed[..., -2, 1] = value  # the last element of an activation that every loss counts
         return changed
 
     return change
@@ -106,7 +105,7 @@ def stop(_tensor: Tensor) -> Tensor:
 
 
 def at(name: str, place: int, value: int) -> Callable[[Row], Row]:
-    """Return a change of one entry of a row."""
+    """Return a function that sets one entry of a row."""
 
     def change(row: Row) -> Row:
         row[name][place] = value
@@ -137,7 +136,7 @@ MODEL_FAULTS: dict[str, Plant] = {
 
 
 def row(seed: int, fault: str | None = None) -> Row:
-    """Return token ids and labels, some of which do not count."""
+    """Return token ids and labels; some labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, MARK, (LENGTH,), generator=generator)
     labels = ids.clone()
@@ -151,7 +150,7 @@ def row(seed: int, fault: str | None = None) -> Row:
 
 
 def plant(model: nn.Module, fault: str | None, mark: int = MARK) -> nn.Module:
-    """Let the model fail on marked rows, if the fault is one of the model's."""
+    """Make the model fail on marked rows, if the fault is a model fault."""
     if fault in MODEL_FAULTS:
         MODEL_FAULTS[fault](model, Marked(model, mark))
     return model

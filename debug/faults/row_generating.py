@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer and RLOOTrainer on slices of generations, of which some have a fault.
+"""TRL's GRPOTrainer and RLOOTrainer on slices of generations, some with a fault.
 
-Without a bad row a generation would be another one. So the run that never saw the fault makes the
-same generations, and passes over the bad slices.
+Without the bad rows the generations would differ. So the run that never saw the fault makes the
+same generations and skips the bad slices.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from faults.row_faults import MARK
 from npt.random_state import kept_random_state
 
 PROMPTS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"
-"""One is a word of a prompt; a token of none is MARK."""
+"""Words of prompts. None of their tokens is MARK."""
 
 
 class Slices:
-    """Mixin of Trainers that generate, of which some slices are bad.
+    """Mixin for Trainers that generate, with some bad slices.
 
     Attributes:
-        bad: micro-batches of an epoch, over all processes.
-        period: micro-batches in an epoch, over all processes.
-        passes: over bad slices; else they are marked.
+        bad: bad micro-batches of an epoch, over all processes.
+        period: micro-batches of an epoch, over all processes.
+        passes: skip bad slices instead of marking them.
     """
 
     bad: Collection[int] = ()
     period = 1
     passes = False
-    _slice: Any = None  # passed over, which only keeps the other processes company
+    _slice: Any = None  # a skipped slice, computed only because the other processes wait
     accelerator: Any
     args: Any
     model: Any
@@ -54,7 +54,7 @@ class Slices:
         return {**inputs, "prompt_ids": prompts}
 
     def training_step(self, model: Any, inputs: Any, items: Any = None) -> Tensor:
-        """Compute a slice, or pass over it as if the window had not had it."""
+        """Compute a slice, or skip it as if the window did not have it."""
         step = super().training_step  # type: ignore[misc]
         if not self.passes:
             return step(model, inputs, items)
@@ -62,7 +62,7 @@ class Slices:
         first = self._step // every * every
         window = [self._is_bad(i, p) for i in range(first, first + every) for p in range(size)]
         self.current_gradient_accumulation_steps = window.count(False) / size
-        self.optimizer._is_overflow = all(window)  # then the scheduler waits
+        self.optimizer._is_overflow = all(window)  # so that the scheduler waits
         if not self._is_bad(self._step, self.accelerator.process_index):
             return step(model, inputs, items)
         model.train()
@@ -77,22 +77,22 @@ class Slices:
         return loss
 
     def compute_loss(self, *arguments: Any, **named: Any) -> Any:
-        """Compute a loss, of weight 0 for a slice that is passed over."""
+        """Compute a loss, with weight 0 for a skipped slice."""
         loss = super().compute_loss(*arguments, **named)  # type: ignore[misc]
         return loss if self._slice is None else 0.0 * loss
 
 
 def reward(completions: Sequence[str], **_: Any) -> list[float]:
-    """Return figures that differ between completions."""
+    """Return rewards that differ between completions."""
     return [float(sum(map(ord, text)) % 17) for text in completions]
 
 
 def trainer_of(
     kind: type, config: type, model: Any, tokenizer: Any, period: int, **arguments: Any
 ) -> Any:
-    """Return a Trainer of two completions a micro-batch.
+    """Return a Trainer with two completions in a micro-batch.
 
-    arguments: of TRL's configuration, and `optimizer_cls_and_kwargs`.
+    arguments: for TRL's configuration, and `optimizer_cls_and_kwargs`.
     """
     from datasets import Dataset
 

@@ -1,4 +1,4 @@
-"""Cases of two processes, gloo between them, that this one starts."""
+"""Cases of two processes, connected by gloo, which this process starts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from faults.row_runs import Compared, compared, line_of
 from faults.verdict import Line, Verdict
 
 TIMEOUT = 60.0
-"""Seconds that a process waits for the other one."""
+"""Seconds that a process waits for the other."""
 
 
 def judged_by_processes(cases: Sequence[RowCase], trainer: str) -> Iterator[Line]:
-    """Yield a line for each case of several processes. After one that ends in an error all later
-    ones have crashed too: the processes are no longer at the same place.
+    """Yield a line for each case of several processes. After a case that raises, all later ones
+    count as crashed, because the processes are out of step.
     """
     if not cases:
         return
@@ -69,8 +69,8 @@ def _process(
     pipe: Connection, process: int, size: int, folder: str, cases: list[RowCase], trainer: str
 ) -> None:
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
-    # for accelerate, which takes the group that exists
+    warnings.filterwarnings("ignore", category=FutureWarning)  # transformers' own, in each run
+    # for accelerate, which uses the existing group
     os.environ |= {"RANK": f"{process}", "LOCAL_RANK": f"{process}", "WORLD_SIZE": f"{size}"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     store, wait = f"file://{Path(folder, 'store').absolute()}", timedelta(seconds=TIMEOUT)

@@ -1,4 +1,4 @@
-"""Training of other people's kind, judged: does it equal the run that never saw the fault?"""
+"""Train in other trainers, and compare with the run that never saw the fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from npt.guard import Refusal
 
 @dataclass(frozen=True)
 class Compared:
-    """A comparison of three runs, by one process. marks: equal on processes that are alike."""
+    """A comparison of three runs by one process.
+
+    Attributes:
+        fate: outcome of the unguarded run.
+        complaints: differences of the guarded run.
+        located: every refusal names what was planted.
+        strangers: number of other refusals.
+        marks: hashes of the state, which must agree between processes.
+    """
 
     fate: str
     complaints: tuple[str, ...]
@@ -30,7 +38,7 @@ class Compared:
 
 
 def judged(case: RowCase, trainer: str) -> Line:
-    """Train three times in this process, and compare."""
+    """Train three times in this process and compare."""
     started = time.perf_counter()
     return line_of(case, [compared(case, trainer)], time.perf_counter() - started)
 
@@ -39,14 +47,16 @@ def compared(case: RowCase, trainer: str) -> Compared:
     """Train without the fault, with it, and guarded with it."""
     train = TRAINERS[trainer]
     clean = train(case, False, False)
-    fate = "not run"  # it would end one process, and the other waits
+    fate = "not run"  # it would end one process while the other waits
     try:
         if case.kind != "data" or case.processes == 1:
             bare = difference(train(case, True, False).state, clean.state)
             fate = "equal" if bare is None else "changed"
     except Exception as error:
-        if case.processes > 1 and trainer != "grpo":  # where all generate with NaN, and end alike
-            raise  # the others wait for this one
+        if (
+            case.processes > 1 and trainer != "grpo"
+        ):  # in grpo all processes generate with NaN and end alike
+            raise  # the other processes wait for this one
         fate = f"ended by {type(error).__name__}"
     complaints, located, strangers = [], False, 0
     marks: tuple[str, ...] = ()
@@ -59,14 +69,14 @@ def compared(case: RowCase, trainer: str) -> Compared:
     else:
         where = difference(guarded.state, clean.state)
         if where is not None:
-            complaints.append(f"{where} differs from the run without")
+            complaints.append(f"{where} differs from the run without the fault")
         located, strangers = _located(case, guarded.refusals)
         marks = tuple(digest(guarded.state[part]) for part in ("weights", "moments", "schedule"))
     return Compared(fate, tuple(complaints), located, strangers, marks)
 
 
 def line_of(case: RowCase, found: Sequence[Compared], seconds: float) -> Line:
-    """Judge a case by what each of its processes found."""
+    """Judge a case by the comparisons of its processes."""
     complaints = list(dict.fromkeys(text for one in found for text in one.complaints))
     if any(one.marks != found[0].marks for one in found):
         complaints.append("the processes' states differ")
@@ -80,7 +90,7 @@ def line_of(case: RowCase, found: Sequence[Compared], seconds: float) -> Line:
 
 
 def digest(state: Any) -> str:
-    """Return a sum that is equal for equal states."""
+    """Return a hash that is equal for equal states."""
     if isinstance(state, dict):
         return "".join(f"{key}:{digest(value)};" for key, value in state.items())
     if isinstance(state, Tensor):
@@ -90,7 +100,7 @@ def digest(state: Any) -> str:
 
 
 def _located(case: RowCase, refusals: Sequence[Refusal]) -> tuple[bool, int]:
-    """Return whether every refusal names what was planted, and the number of others."""
+    """Return whether every refusal names the planted fault, and the number of other refusals."""
     fits = [r for r in refusals if r.kind == case.kind and r.micro_batch in case.refused]
     one = case.fault is not None and case.fault.startswith("tensor-")
     named = all(TENSOR in (refusal.tensor or "") for refusal in fits) if one else True

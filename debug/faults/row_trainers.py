@@ -1,4 +1,4 @@
-"""Training of other people's kind on rows with faults, guarded or not, and the state it left."""
+"""Train in other trainers on rows with faults, guarded or not, and return the state."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ State = dict[str, Any]
 
 @dataclass
 class Trained:
-    """The state that a run left, and the refusals of its windows."""
+    """The state after a run, and the refusals of its windows."""
 
     state: State
     refusals: list[Refusal]
 
 
 def student(case: RowCase, faulty: bool, vocabulary: int = VOCABULARY) -> nn.Module:
-    """Return LoRA, with dropout, on a small Llama in NF4."""
+    """Return a small Llama in NF4 with a LoRA that has dropout."""
     heads = {"num_attention_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
     config = LlamaConfig(vocab_size=vocabulary, hidden_size=64, intermediate_size=64, **heads)
     model = random_base(config, device="cpu")
@@ -58,15 +58,15 @@ def student(case: RowCase, faulty: bool, vocabulary: int = VOCABULARY) -> nn.Mod
 
 
 class SpoilingAdamW(torch.optim.AdamW):
-    """AdamW whose step number `at` leaves a NaN in a weight or a moment."""
+    """AdamW that writes NaN into a weight or moment in step `at`."""
 
     def __init__(self, parameters: Any, at: int, where: str, **settings: Any):
         super().__init__(parameters, **settings)
-        # an iterator: a number would be taken back with the step
+        # an iterator, because a number would be restored with the step
         self._steps, self._at, self._where = itertools.count(), at, where
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step, and spoil."""
+        """Step, and write the NaN if its time has come."""
         super().step()
         if next(self._steps) == self._at:
             parameter = self.param_groups[0]["params"][0]
@@ -76,7 +76,7 @@ class SpoilingAdamW(torch.optim.AdamW):
 
 
 def optimizer_of(case: RowCase, faulty: bool) -> tuple[Any, dict[str, Any]]:
-    """Return a class of optimizers and its arguments."""
+    """Return an optimizer class and its arguments."""
     settings = {"lr": RATE, "weight_decay": 0.01}
     if faulty and case.spoilt_step is not None:
         at, where = case.spoilt_step
@@ -87,9 +87,9 @@ def optimizer_of(case: RowCase, faulty: bool) -> tuple[Any, dict[str, Any]]:
 def epoch_of(
     case: RowCase, faulty: bool, process: int = 0, stand_ins: bool = False
 ) -> list[list[Row | None]]:
-    """Return an epoch's windows of a process, the bad rows with their fault or not at all.
+    """Return a process's windows of an epoch: the bad rows with their fault, or without these rows.
 
-    stand_ins: of what does not count, None is left where the other process needs this one.
+    stand_ins: leave None for each dropped row, so that the other process does not wait.
     """
     made = []
     for start in range(0, case.rows, case.size):
@@ -110,7 +110,7 @@ def epoch_of(
 
 
 def windows_of(case: RowCase, faulty: bool, process: int = 0, *rest: Any) -> list[list[Row | None]]:
-    """Return the windows of a run, as `epoch_of` does."""
+    """Return the windows of a run from those of `epoch_of`."""
     epoch = epoch_of(case, faulty, process, *rest)
     steps = case.steps if faulty else case.steps - case.lost
     return [epoch[step % len(epoch)] for step in range(steps)]
@@ -119,9 +119,9 @@ def windows_of(case: RowCase, faulty: bool, process: int = 0, *rest: Any) -> lis
 def loop(
     case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None, sharded: bool = False
 ) -> Trained:
-    """Train in a loop as one writes it: summed losses, divided by the window's tokens.
+    """Train in a plain loop: summed losses, divided by the window's tokens.
 
-    sharded: the base, and with `case.together` what is trained, by FSDP2.
+    sharded: shard the base with FSDP2, and with `case.together` the trained parameters too.
     """
     model = student(case, faulty).train()
     if sharded:
@@ -187,7 +187,9 @@ def _summed(
 
 
 def compute_aside(model: nn.Module) -> None:
-    """Compute a row for the sake of the other process; nothing stays of it."""
+    """Compute a row only so that the other process does not wait; restore gradients and random
+    state.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     random, kept = (
         torch.get_rng_state(),
@@ -200,8 +202,8 @@ def compute_aside(model: nn.Module) -> None:
 
 
 def accelerated(case: RowCase, faulty: bool, guarded: bool) -> Trained:
-    """Train in the same loop through accelerate."""
-    AcceleratorState._reset_state(True)  # of the run before
+    """Train in the plain loop through accelerate."""
+    AcceleratorState._reset_state(True)  # the last run's
     return loop(case, faulty, guarded, Accelerator(cpu=True))
 
 
@@ -214,13 +216,13 @@ def _summed_loss(model: nn.Module, one: Row) -> Tensor:
 
 
 class RowsInOrder:
-    """Mixin of Trainers that take rows in their order, each process its own."""
+    """Mixin for Trainers that take each process's rows in order."""
 
     train_dataset: Any
     data_collator: Any
 
     def get_train_dataloader(self) -> Any:
-        """Return what accelerate makes for one process, else rows that are dealt out already."""
+        """Return the Trainer's loader for one process; else the rows, already dealt out."""
         if dist.is_initialized():
             return DataLoader(self.train_dataset, batch_size=1, collate_fn=self.data_collator)
         return super().get_train_dataloader()  # type: ignore[misc]
@@ -231,9 +233,7 @@ class RowsInOrder:
 
 @cache
 def kinds(own: type, rows: type = RowsInOrder) -> tuple[type, type]:
-    """Return the Trainer with its rows as a mixin gives them, by default in their order, without a
-    guard and with one.
-    """
+    """Return the Trainer class with a mixin for its rows, without a guard and with one."""
 
     class Given(rows, own):
         pass
@@ -247,7 +247,7 @@ def kinds(own: type, rows: type = RowsInOrder) -> tuple[type, type]:
 
 
 def rows_of(case: RowCase, faulty: bool) -> list[Row]:
-    """Return an epoch's rows of this process."""
+    """Return this process's rows of an epoch."""
     process = 0 if case.processes == 1 else dist.get_rank()
     return [one for window in epoch_of(case, faulty, process) for one in window if one]
 
@@ -259,14 +259,14 @@ def hf(case: RowCase, faulty: bool, guarded: bool) -> Trained:
 
 
 def trl(case: RowCase, faulty: bool, guarded: bool) -> Trained:
-    """Train with TRL's SFTTrainer, whose data set has lists."""
+    """Train with TRL's SFTTrainer, whose data set needs lists."""
     from datasets import Dataset
     from datasets.utils.logging import disable_progress_bar
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     disable_progress_bar()
-    logging.set_verbosity_error()  # of special tokens, for each run
+    logging.set_verbosity_error()  # about special tokens, in each run
     rows = [{name: ids.tolist() for name, ids in one.items()} for one in rows_of(case, faulty)]
     tokenizer = AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER))
     arguments = partial(
@@ -283,7 +283,7 @@ def trl(case: RowCase, faulty: bool, guarded: bool) -> Trained:
 
 
 def grpo(case: RowCase, faulty: bool, guarded: bool) -> Trained:
-    """Train with TRL's GRPOTrainer; the run without bad slices makes their generations too."""
+    """Train with TRL's GRPOTrainer. The run without the bad slices generates them too."""
     from datasets.utils.logging import disable_progress_bar
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -308,7 +308,7 @@ def grpo(case: RowCase, faulty: bool, guarded: bool) -> Trained:
 
 
 def arguments_of(case: RowCase) -> dict[str, Any]:
-    """Return what all of the Trainers have among their arguments."""
+    """Return the arguments that all Trainers share."""
     return {
         "gradient_accumulation_steps": case.window,
         "learning_rate": RATE,
@@ -333,11 +333,12 @@ def by_library(
     guarded: bool,
     **rest: Any,
 ) -> Trained:
-    """Train with a Trainer of transformers' kind.
+    """Train with transformers' Trainer or a subclass.
 
     Args:
-        kind, rest: its class, and what it needs besides model, arguments, data and optimizer.
+        kind: the class.
         arguments: makes its arguments.
+        rest: arguments besides model, arguments, data and optimizer.
     """
     with tempfile.TemporaryDirectory() as folder:
         trainer: Any = kinds(kind)[guarded](
@@ -356,9 +357,9 @@ def by_library(
 
 
 def run(trainer: Any, case: RowCase) -> Trained:
-    """Train, and return what is left."""
+    """Train and return the state."""
     trainer.guard_settings = {"spike_sigmas": case.spike_sigmas}
-    trainer.remove_callback(PrinterCallback)  # standard output is the scorecard's
+    trainer.remove_callback(PrinterCallback)  # standard output belongs to the scorecard
     trainer.train()
     state = _state(trainer.model, trainer.optimizer, trainer.lr_scheduler)
     return Trained(state, getattr(trainer, "refusals", []))

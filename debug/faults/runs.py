@@ -1,4 +1,4 @@
-"""Cases that need more than windows: whole runs with their folder, files, audits and trackers."""
+"""Cases that need a whole run with its folder, files, audits and trackers."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ from npt.train.setup import RunSetup
 from npt.train.trainer import Trainer
 
 BAD_ID = 2048
-"""One more than the largest token id of the embedded model."""
+"""The smallest id outside the embedded model's vocabulary."""
 
 
 class NoTokenizer:
-    """Records of token ids need no tokenizer but for its special ids."""
+    """The special ids of a tokenizer, which is all that records of token ids need."""
 
     bos_token_id, eos_token_id, pad_token_id = 0, 1, 2
 
 
 def saving_goes_wrong(student: Student, name: str) -> list[str]:
-    """Return complaints, unless saving is refused for the tensor `name` and leaves nothing."""
+    """Return complaints unless saving is refused for the tensor `name` and leaves no file."""
     with tempfile.TemporaryDirectory() as folder:
         message = error_of(AdapterFileError, save_adapter, student.model, Path(folder) / "adapter")
         refused = message is not None and name in message
@@ -64,7 +64,7 @@ def saving_goes_wrong(student: Student, name: str) -> list[str]:
 
 
 def error_of(kind: type[Exception], act: Callable[..., Any], *arguments: Any) -> str | None:
-    """Return what `act` is refused with, None if it is not."""
+    """Return the message of the error that `act` raises, or None."""
     try:
         act(*arguments)
     except kind as error:
@@ -77,7 +77,7 @@ def audit_message(model: Any) -> str | None:
 
 
 def dtype_flipped(setting: Setting) -> tuple[str | None, str]:
-    """One 4-bit layer in fp16: the audit, which comes before every save, names it and no other."""
+    """Set a 4-bit layer to fp16: the audit before every save must name this layer only."""
     student, name = Student(setting), "model.layers.3.self_attn.k_proj"
     module_of(student, name).compute_dtype = torch.float16
     message = audit_message(student.model)
@@ -85,8 +85,8 @@ def dtype_flipped(setting: Setting) -> tuple[str | None, str]:
 
 
 def autocast(setting: Setting) -> Verdict:
-    """The loop switches a caller's autocast off around its micro-batches, and the audit does not
-    let it pass unsaid.
+    """Train under a caller's autocast: the loop must switch it off in its micro-batches, and the
+    audit must report it.
     """
     states = []
     messages = []
@@ -103,7 +103,7 @@ def autocast(setting: Setting) -> Verdict:
 
 
 def _looped(setting: Setting) -> dict[str, Tensor]:
-    """Return the state after three windows of the training loop itself."""
+    """Return the state after three windows of the training loop."""
     places = [whole_window(setting, window) for window in range(setting.windows)]
     windows = [[setting.batch(place) for place in window] for window in places]
     student = Student(setting)
@@ -117,16 +117,16 @@ def looped(
     strategy: Strategy | None = None,
     late: bool | None = None,
 ) -> tuple[Loop, list[dict[str, Any]]]:
-    """Train a student in the training loop itself, every step logged.
+    """Train a student in the training loop and log every step.
 
     Args:
-        student: its optimizer becomes the loop's.
-        windows: the micro-batches of each.
-        strategy: default the one of the student's settings.
-        late: read results late; default on CUDA.
+        student: gets the loop's optimizer.
+        windows: micro-batches of each window.
+        strategy: default: the one of the student's settings.
+        late: read results late (default: on CUDA).
 
     Returns:
-        The loop as it ended, and the lines of its metrics file.
+        The loop, and the lines of its metrics file.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name) / "run")
@@ -161,7 +161,7 @@ def looped(
 
 @contextmanager
 def reading(late: bool) -> Iterator[None]:
-    """Let the loop's guarded steps read their flags one window late, or at once."""
+    """Make the loop's guarded steps read their flags one window late, or at once."""
     with mock.patch("npt.train.trainer.student_guard", functools.partial(student_guard, late=late)):
         yield
 
@@ -170,7 +170,7 @@ def reading(late: bool) -> Iterator[None]:
 def trainer(
     setting: Setting, records: list[dict[str, Any]], *, packing: bool = False, **settings: Any
 ) -> Iterator[Trainer]:
-    """Make a trainer of a fresh student on records of token ids, its run folder temporary."""
+    """Yield a trainer of a new student on records of token ids, with a temporary run folder."""
     with tempfile.TemporaryDirectory() as folder, reading(setting.late):
         usual = {"batch_size": 1, "log_steps": 1, "smoke_test": False}
         config = TrainConfig(**{**usual, "output_dir": f"{folder}/run", **settings})
@@ -186,7 +186,7 @@ def trainer(
 
 
 def records(good: int, bad: int) -> list[dict[str, Any]]:
-    """Return records of eight token ids, those called `bad-...` with one outside the vocabulary."""
+    """Return records of eight token ids; those named `bad-...` have one outside the vocabulary."""
     ids = {f"good-{i}": [3 + (7 * i + j) % 2000 for j in range(8)] for i in range(good)}
     ids |= {f"bad-{i}": [4, 5, 6, BAD_ID, 7, 8, 9, 10 + i] for i in range(bad)}
     return [{"id": id, "input_ids": input_ids} for id, input_ids in ids.items()]
@@ -195,8 +195,8 @@ def records(good: int, bad: int) -> list[dict[str, Any]]:
 def stopped(
     trainer: Trainer, reason: str, step: int | None, check: Callable[[Path], list[str]]
 ) -> Verdict:
-    """Train; the run must stop for `reason`, with exit status 3 and a complete bundle that
-    `check` has no complaint about.
+    """Train. The run must stop for `reason` with exit status 3 and a complete bundle that passes
+    `check`.
     """
     run = trainer.setup.origin.folder
     try:
@@ -231,7 +231,7 @@ def stopped(
 
 
 def _planted(event: dict[str, Any]) -> bool:
-    """A data refusal is of a bad record and names its bad id; any other is of the spoilt weight."""
+    """Return whether a refusal names a bad record's id, or comes from the damaged weight."""
     if event["kind"] != "data":
         return event["kind"] == "loss"
     bad = all("bad-" in name for name in event["sample_ids"])
@@ -248,7 +248,7 @@ def _postmortem(bundle: Path) -> dict[str, Any]:
 
 
 def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
-    """Let `act` change the model before the run's third micro-batch."""
+    """Apply `act` to the model before the run's third micro-batch."""
     strategy, calls = made.strategy, itertools.count(1)
 
     def acting(model: Any, batch: Any, config: TrainConfig) -> BatchSums:
@@ -260,12 +260,12 @@ def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
 
 
 def bad_in_a_row(setting: Setting) -> Verdict:
-    """Nothing but bad records: the run ends after the third, without a step."""
+    """Train on bad records only: the run must end after the third, without a step."""
 
     def check(bundle: Path) -> list[str]:
         refusals = _postmortem(bundle)["refusals"]
         bad = [r["sample_ids"][0].startswith("bad-") and r["kind"] == "data" for r in refusals]
-        expected = [True] * (3 + setting.late)  # read late, one more window was under way
+        expected = [True] * (3 + setting.late)  # read late, one more window has started
         return [] if bad == expected else [f"the bundle tells of {refusals}"]
 
     with trainer(setting, records(0, 8), max_consecutive_bad=3) as made:
@@ -273,8 +273,8 @@ def bad_in_a_row(setting: Setting) -> Verdict:
 
 
 def packed_run(setting: Setting) -> Verdict:
-    """Rows of two documents, one of which has a bad token: the bundle tells of every row where its
-    documents end.
+    """Train on packed rows of two documents, one with a bad token: the bundle must keep where the
+    documents of every row end.
     """
 
     def check(bundle: Path) -> list[str]:
@@ -294,8 +294,8 @@ def packed_run(setting: Setting) -> Verdict:
 
 
 def poisoned_run(setting: Setting) -> Verdict:
-    """A weight turns NaN before the third micro-batch. The two steps before it remain, and nothing
-    is saved after it.
+    """Set a weight to NaN before the third micro-batch: the two steps before it must stay, and
+    nothing may be saved after it.
     """
     name = "model.layers.1.npt.A"
 
@@ -319,7 +319,7 @@ def poisoned_run(setting: Setting) -> Verdict:
 
 
 def over_budget(setting: Setting) -> Verdict:
-    """Half of the micro-batches bad, never many in a row: the share ends the run."""
+    """Train with half of the micro-batches bad, never many in a row: the share must end the run."""
 
     def check(bundle: Path) -> list[str]:
         return [] if _postmortem(bundle)["history"] else ["the bundle has no history"]
@@ -331,8 +331,8 @@ def over_budget(setting: Setting) -> Verdict:
 
 
 def dtype_flipped_in_a_run(setting: Setting) -> Verdict:
-    """The audit before every checkpoint names the layer; of the steps it computed nothing is
-    saved.
+    """Set a layer to fp16 during a run: the audit before the checkpoint must name it, and none of
+    its steps may be saved.
     """
     name = "model.layers.0.mlp.up_proj"
     with trainer(setting, records(10, 0), save_steps=2) as made:
@@ -351,8 +351,8 @@ def dtype_flipped_in_a_run(setting: Setting) -> Verdict:
 
 
 def refused_save(setting: Setting) -> Verdict:
-    """An adapter that was saved well is still there, byte for byte, after a poisoned one was
-    refused in its place.
+    """Save over a good adapter while a tensor is not finite: the good file must stay, byte for
+    byte.
     """
     student = Student(setting)
     name = "model.layers.2.npt.M.down"
@@ -371,7 +371,7 @@ def refused_save(setting: Setting) -> Verdict:
 
 
 def tracker(setting: Setting) -> Verdict:
-    """Show a real TensorBoard writer NaN, Inf, None and a number: it draws the number."""
+    """Log NaN, Inf, None and a number to TensorBoard: only the number may be drawn."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     values = {"good": 1.5, "nan": math.nan, "inf": math.inf, "none": None}

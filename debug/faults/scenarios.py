@@ -1,4 +1,4 @@
-"""Checks of single cases that follow no pattern."""
+"""Checks of cases that follow no pattern."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def base(made: Run) -> BadNumber | None:
 
 
 def teacher_logits(setting: Setting) -> Verdict:
-    """Refused in training, and the guard names position and vocabulary entry of the captured
-    logits.
+    """Check that training refuses the micro-batch, and that the guard names position and vocabulary
+    entry in the captured logits.
     """
     seen: list[Tensor] = []
     _, outcome = run(setting, faults={(1, 1): head_fault((0, 1), True, 5, 77, seen)})
@@ -74,8 +74,8 @@ def teacher_logits(setting: Setting) -> Verdict:
 
 
 def masked_row(form: str) -> Callable[[Setting], tuple[str | None, str]]:
-    """A valid token's row of the mask without a key: attention gives zeros or an even mixture, so
-    only the mask shows it.
+    """Look at a mask that leaves a valid token no key. Attention then gives zeros or an even
+    mixture, so only the mask shows the fault.
     """
 
     def look(setting: Setting) -> tuple[str | None, str]:
@@ -91,8 +91,8 @@ def masked_row(form: str) -> Callable[[Setting], tuple[str | None, str]]:
 
 
 def packed_bytes(setting: Setting) -> Verdict:
-    """Every packed byte pair of a layer is a bf16 NaN: training and the guard take no notice, since
-    they are just codes.
+    """Set every packed byte pair of a layer to a bf16 NaN. They are only codes, so training and the
+    guard must not react.
     """
 
     def packed(student: Student) -> Any:
@@ -110,7 +110,7 @@ def packed_bytes(setting: Setting) -> Verdict:
 
 
 def clean(setting: Setting) -> Verdict:
-    """Every refusal is a false alarm."""
+    """Train without faults: every refusal is a false alarm."""
     _, outcome = run(setting)
     detail = "; ".join(str(r) for _, r in outcome.refusals[:3])
     return _unharmed(outcome, setting, len(outcome.refusals), detail)
@@ -122,9 +122,8 @@ def _unharmed(outcome: Outcome, setting: Setting, alarms: int, detail: str) -> V
 
 
 def bounded_flip(setting: Setting) -> Verdict:
-    """M enters through a bounded function: with one weight at 1e35 the modulation still lies in
-    (0.5, 1.5), so training continues and says nothing. Only a limit on the size of weights names
-    it.
+    """Set a weight of M to 1e35. The multiplier stays within (0.5, 1.5), so training continues
+    without a refusal; only a limit on the size of weights names the fault.
     """
     fault = flipped_bit("model.layers.1.npt.M.gate", (3, 1), 30)
     made, outcome = run(setting, before={1: fault})
@@ -143,7 +142,7 @@ def bounded_flip(setting: Setting) -> Verdict:
 
 
 def spike(fault: Fault) -> Check:
-    """One window far above thirty accepted ones is refused, and leaves no trace."""
+    """Check that a window far above thirty accepted ones is refused and changes nothing."""
 
     def check(setting: Setting) -> Verdict:
         _, outcome = run(setting, faults={(30, 0): fault})
@@ -154,8 +153,8 @@ def spike(fault: Fault) -> Check:
 
 
 def overflowing_rate(setting: Setting) -> Verdict:
-    """A schedule whose second entry overflows every weight: the step is taken back again and again,
-    and the schedule waits.
+    """Train with a schedule whose second rate overflows every weight: each step is taken back, and
+    the schedule does not advance.
     """
     rate = setting.learning_rate
     kept: list[Outcome] = []
@@ -167,23 +166,23 @@ def overflowing_rate(setting: Setting) -> Verdict:
 
 
 def whole_window_refused(window: int, setting: Setting) -> Verdict:
-    """Every micro-batch of the window is refused for its gradient: no step, and the run equals the
-    one without the window.
+    """Spoil every micro-batch of the window: no step, and the run equals the one without the
+    window.
     """
     places = whole_window(setting, window)
     return survived(NAN_GRADIENT, "gradient", (TENSOR,), places)(setting)
 
 
 def empty_sum(micros: Sequence[int]) -> Check:
-    """These micro-batches of window 1 have a loss of 0 over 0 tokens: nothing is wrong with them,
-    and nothing comes of them.
+    """Give these micro-batches of window 1 a loss of 0 over 0 tokens: they are not refused and
+    change nothing.
     """
     fault = extra_loss(cross_entropy_of_nothing("sum"), tokens=0, alone=True)
     return survived(fault, "", places=[(1, micro) for micro in micros])
 
 
 def diagnosed(setting: Setting) -> Verdict:
-    """The training loop traces what it refuses, with forward passes of its own."""
+    """Trace a refused micro-batch during training, as the training loop does."""
     before = {2: lambda made: npt.trace(made.model, setting.batch((1, 1)))}
     _, outcome = run(setting, faults={(1, 1): NAN_GRADIENT}, before=before)
     twin = clean_run(setting, [(1, 1)])

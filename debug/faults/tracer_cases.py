@@ -1,12 +1,11 @@
-"""Faults for the tracer to find, each in the embedded 4-bit model, with the place where it must be
-found.
+"""Faults for the tracer to find in the embedded 4-bit model, each with its true place.
 
-The truth is written next to the fault and comes from how it is planted, never from what the tracer
-said: the tensor and element that are spoilt, and the operation that torch runs on them. If a
-product overflows, the first element that does is computed here in plain fp64.
+The truth follows from how a fault is planted, never from the tracer: the changed tensor and
+element, and the operation that torch runs on them. Where a product overflows, the first element is
+computed here in fp64.
 
-Shapes: the batch has 2 rows of 16 and 12 valid tokens; the local strategy gathers their N = 28
-rows, and stacks the student's before the teacher's.
+Shapes: the batch has 2 rows of 16 and 12 valid tokens. The local strategy gathers their N = 28 rows
+and stacks the student's before the teacher's.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ END_TO_END = replace(LOCAL, strategy="end_to_end")
 WITH_LOGITS = replace(END_TO_END, logit_kl_weight=1.0)
 LEFT = replace(LOCAL, padding="left")
 CLEAN = (LOCAL, END_TO_END, WITH_LOGITS, LEFT, replace(LEFT, strategy="end_to_end"))
-"""Settings of which the clean model must give no verdict."""
+"""Settings in which the clean model must have no verdict."""
 PLACE = (0, 0)
 
 
 @dataclass(frozen=True)
 class Truth:
-    """The place of a fault. token: (row, token), None if the tensor is of no token."""
+    """The place of a fault. token: (row, token), or None if the tensor belongs to no token."""
 
     phase: str
     module: str
@@ -90,9 +89,9 @@ class Case:
 
     Attributes:
         truth: fixed, or computed from the clean student and its batch.
-        fault: of one micro-batch.
-        act: done to the student before.
-        plain: trace the model's own forward and its loss, not a training step.
+        fault: of the micro-batch.
+        act: applied to the student first.
+        plain: trace the model's own forward and loss, not a training step.
     """
 
     id: str
@@ -105,16 +104,16 @@ class Case:
     plain: bool = False
 
 
-# --- changes of activations that only a trace asks for
+# --- changes of activations that only the tracer needs
 
 
 def changed(module: str, change: Callable[[Tensor], Tensor]) -> Fault:
-    """`module` gives what `change` makes of its output."""
+    """Change the output of `module`."""
     return output_of(module, lambda output, _batch: change(output))
 
 
 def recomputed(module: str, index: Index) -> Fault:
-    """NaN in the output of `module` when it is computed again for backward, and never else."""
+    """Put a NaN into the output of `module`, only when backward recomputes it."""
 
     def change(output: Tensor) -> Tensor:
         again = torch._C._current_autograd_node() is not None
@@ -124,7 +123,7 @@ def recomputed(module: str, index: Index) -> Fault:
 
 
 def once(module: str) -> Fault:
-    """NaN out of `module` at its first call and at no other, like a bit flip in a cache."""
+    """Return NaN from `module` at its first call only, like a bit flip in a cache."""
     calls = 0
 
     def change(output: Tensor) -> Tensor:
@@ -136,7 +135,7 @@ def once(module: str) -> Fault:
 
 
 def zeroed_token(row: int, token: int) -> Fault:
-    """The embedding of one token is zero."""
+    """Set the embedding of one token to zero."""
 
     def change(output: Tensor) -> Tensor:
         output = output.clone()
@@ -147,7 +146,7 @@ def zeroed_token(row: int, token: int) -> Fault:
 
 
 class Amplify(torch.autograd.Function):
-    """The identity, whose backward multiplies one element of the gradient by 1e38, twice."""
+    """The identity. Its backward multiplies one element of the gradient by 1e38 twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: int, column: int) -> Tensor:
@@ -162,51 +161,49 @@ class Amplify(torch.autograd.Function):
 
 
 def one_hot(like: Tensor, index: Index) -> Tensor:
-    """Boolean, True at one element."""
+    """Return a boolean tensor that is True at one element."""
     at = torch.zeros(like.shape, dtype=torch.bool)
     at[index] = True
     return at
 
 
 def put(x: Tensor, index: Index, value: float) -> Tensor:
-    """Replace one element of `x`, in one operation that is differentiable and writes
-    nothing bad.
-    """
+    """Replace one element of `x` in one differentiable operation."""
     return torch.where(one_hot(x, index), value, x)
 
 
 def applied(
     function: Callable[[Tensor], Tensor], index: Index, value: float
 ) -> Callable[[Tensor], Tensor]:
-    """`function` of numbers that it bears, and of `value` at one element."""
+    """Apply `function` to harmless numbers, and to `value` at one element."""
     return lambda x: function(put(x.abs().clamp(0.1, 1.0), index, value))
 
 
 def product_in_fp16(x: Tensor) -> Tensor:
-    """300 * 300 at one element."""
+    """Compute 300 * 300 in fp16 at one element."""
     return (put(x, (3, 17), 300.0).half() * put(x, (3, 17), 300.0).half()).float()
 
 
 def unit_vectors(x: Tensor) -> Tensor:
-    """[B, T, D] states as unit vectors, that of one token from a vector of zeros."""
+    """Divide [B, T, D] states by their norms, with one token's state set to zeros."""
     at = torch.ones(x.shape)
     at[0, 6] = 0.0
     return (x * at) / (x * at).norm(dim=-1, keepdim=True)
 
 
 def hidden_log(x: Tensor) -> Tensor:
-    """x + x log x, its 0 log 0 hidden by a `where` after it, as it is often written."""
+    """Return x + x log x with its 0 log 0 masked by a `where` afterwards, a common mistake."""
     y = x * ~one_hot(x, (4, 3))
     return x + torch.where(y == 0, 0.0, y * y.abs().log())
 
 
 def root_at_zero(x: Tensor) -> Tensor:
-    """x + sqrt(0) at one element, where the root's derivative is infinite."""
+    """Return x + sqrt(0) at one element, where the root's derivative is infinite."""
     return x + torch.sqrt(torch.where(one_hot(x, (4, 3)), x - x.detach(), 1.0))
 
 
 def decoy(x: Tensor) -> Tensor:
-    """A NaN that a `where` hides."""
+    """Return x through a `where` that masks a NaN."""
     return torch.where(x == x, x, (x - x) / (x - x))
 
 
@@ -219,7 +216,7 @@ def mean_of_none(student: Student, _batch: Batch) -> Tensor:
 
 
 def embedding_of(row: int, token: int, column: int, value: float) -> tuple[Computed, Any]:
-    """The embedding of one token of the batch: truth and act."""
+    """Return truth and act for the embedding of one token of the batch."""
 
     def at(batch: Batch) -> Index:
         return int(batch.input_ids[row, token]), column
@@ -234,8 +231,8 @@ def embedding_of(row: int, token: int, column: int, value: float) -> tuple[Compu
 
 
 def overflow_of(fault: PersistentFault) -> Computed:
-    """The first element of the product of a module's input and its weight, with the fault in a
-    statistic of it, that fp32 cannot hold.
+    """Return the truth of a fault in a weight's statistic: the first element of the product of the
+    module's input and weight that overflows fp32.
     """
     module = fault.name.split(": ")[0]
 
@@ -258,7 +255,7 @@ def overflow_of(fault: PersistentFault) -> Computed:
 
 
 def first_underflow(student: Student, batch: Batch) -> Truth:
-    """The first probability of the student that a low temperature takes to 0."""
+    """Return the truth of `reverse_kl`: the student's first probability that underflows to 0."""
     with torch.no_grad():
         logits = student.model(batch.input_ids, attention_mask=batch.attention_mask).logits
     (first,) = (torch.softmax(logits / 0.05, dim=-1) == 0).nonzero()[:1].tolist()
@@ -273,7 +270,7 @@ ATTENTION = "model.layers.1.self_attn"
 HUGE_ABSMAX = statistic(f"{ATTENTION}.q_proj: state2.absmax", (0,), 1e38)
 NAN, INF = math.nan, math.inf
 
-# The tables below keep their lines: the formatter would write one word on each.
+# Unformatted tables: the formatter would write one word a line.
 # fmt: off
 
 
@@ -371,7 +368,7 @@ def _functions() -> list[Case]:
              Truth("forward", ACT, "log", (2, 9), invalid, (0, 2)),
              together(changed("model.layers.1.mlp.act_fn", decoy),
                       changed(ACT, applied(torch.log, (2, 9), 0.0)))),
-        # Row 1 begins with 4 padded positions, so the 17th gathered row, index 16, is its token 4.
+        # row 1 begins with 4 padded positions, so gathered row 16 is its token 4
         Case("left-padding", "the root of a negative number, padding on the left", "forward",
              Truth("forward", ACT, "sqrt", (16, 9), invalid, (1, 4)),
              changed(ACT, applied(torch.sqrt, (16, 9), -1.0)), setting=LEFT),

@@ -1,4 +1,4 @@
-"""The demonstration of the tracer: every fault planted and looked for, and the clean model."""
+"""The tracer's demo: plant and trace every fault, and trace the clean model."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def find_fault(case: Case) -> Line:
     try:
         with case.fault(student, batch) as (used, fill):
             return Line(case, truth, _trace(student, used, fill, case.plain))
-    except Exception as error:  # a tracer that breaks has not found it; the campaign continues
+    except Exception as error:  # a tracer that fails has not found the fault; the demo continues
         return Line(case, truth, None, f"{type(error).__name__}: {error}")
 
 
 def false_alarms() -> int:
-    """Count the verdicts on the clean model, each of which is one too many."""
+    """Return the number of verdicts on the clean model."""
     count = 0
     for setting in CLEAN:
         student, batch = Student(setting), setting.batch(PLACE)
@@ -82,7 +82,7 @@ def _trace(student: Student, batch: Batch, fill: Fill | None, plain: bool) -> Ve
 
 
 def summary(lines: list[Line], alarms: int) -> dict[str, Any]:
-    """Return the demonstration as JSON."""
+    """Return the demo as JSON."""
     return {
         "cases": [line.as_dict() for line in lines],
         "passed": sum(line.passed for line in lines),
@@ -92,24 +92,24 @@ def summary(lines: list[Line], alarms: int) -> dict[str, Any]:
 
 
 def print_lines(console: Console, lines: list[Line], alarms: int) -> None:
-    """Print the table of what was planted against what was found."""
-    table = Table(title="planted faults and what the tracer found")
-    for heading in ("case", "planted", "found", "cause found"):
+    """Print each planted fault with the tracer's verdict."""
+    table = Table(title="planted faults, and where the tracer found them")
+    for heading in ("case", "planted", "found", "cause"):
         table.add_column(heading, overflow="fold")
     for line in lines:
         cause = "" if line.verdict is None else line.verdict.cause
         text = Text(_short(line.found), style="green" if line.passed else "red")
         table.add_row(line.case.id, _short(str(line.truth)), text, cause)
     console.print(table)
-    console.print("phase: operation, module (its layer's number first) [first bad index]")
+    console.print("phase: operation, layer.module [first bad index]")
     passed = sum(line.passed for line in lines)
     console.print(
-        f"found {passed} of {len(lines)} exactly, {alarms} false alarms on the clean model"
+        f"located {passed} of {len(lines)} faults exactly, {alarms} false alarms on the clean model"
     )
 
 
 def _short(text: str) -> str:
-    """Shorten a sentence for a table: without the words that every line has."""
+    """Shorten a sentence for a table by dropping the words that every line has."""
     for word, short in ((" in model.", ", "), (" in ", ", "), (" at [", " ["), ("layers.", "")):
         text = text.replace(word, short, 1)
     return text

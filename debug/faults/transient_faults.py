@@ -1,6 +1,4 @@
-"""Faults of one micro-batch, gone after it: in its data, its activations, its loss or its
-gradients.
-"""
+"""Faults of a single micro-batch: in its data, activations, loss or gradients."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ from npt.distill.local import BatchSums
 
 Index = tuple[int, ...]
 TENSOR = "model.layers.1.npt.B.up"
-"""The adapter tensor that faults of single tensors spoil."""
+"""The adapter tensor that single-tensor faults change."""
 
 
 def hooked(register: Callable[[Student, Batch], Any]) -> Fault:
-    """Whatever the hook does that `register` sets and returns the handle of."""
+    """Return a fault made by a hook. `register` sets the hook and returns its handle."""
 
     @contextmanager
     def fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
@@ -41,7 +39,7 @@ def hooked(register: Callable[[Student, Batch], Any]) -> Fault:
 
 
 def filled(fill: Callable[[Student, Batch], BatchSums]) -> Fault:
-    """Gradients and sums as `fill` makes them."""
+    """Return a fault whose gradients and sums come from `fill`."""
 
     @contextmanager
     def fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
@@ -51,7 +49,7 @@ def filled(fill: Callable[[Student, Batch], BatchSums]) -> Fault:
 
 
 def together(*faults: Fault) -> Fault:
-    """Several faults in one micro-batch; the first one's batch and fill are used."""
+    """Combine faults in one micro-batch, with the batch and fill of the first."""
 
     @contextmanager
     def fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
@@ -66,7 +64,7 @@ def together(*faults: Fault) -> Fault:
 
 
 def changed_batch(change: Callable[[Batch], Batch]) -> Fault:
-    """The micro-batch as `change` leaves it."""
+    """Change the micro-batch."""
 
     @contextmanager
     def fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
@@ -92,7 +90,7 @@ def without_labels(batch: Batch) -> Batch:
 
 
 def mask_out(*rows: int) -> Fault:
-    """The attention mask all zeros in these rows."""
+    """Set the attention mask of these rows to zeros."""
 
     def change(batch: Batch) -> Batch:
         mask = batch.attention_mask.clone()
@@ -103,7 +101,7 @@ def mask_out(*rows: int) -> Fault:
 
 
 def empty(rows: bool) -> Fault:
-    """No rows at all, or rows of no tokens."""
+    """Return a batch without rows, or with rows without tokens."""
 
     def change(batch: Batch) -> Batch:
         ids = batch.input_ids[:0] if rows else batch.input_ids[:, :0]
@@ -113,7 +111,7 @@ def empty(rows: bool) -> Fault:
 
 
 def short_mask(batch: Batch) -> Batch:
-    """An attention mask of one token too few."""
+    """Return the batch with an attention mask that is one token short."""
     return replace(batch, attention_mask=batch.attention_mask[:, :-1])
 
 
@@ -121,7 +119,7 @@ def short_mask(batch: Batch) -> Batch:
 
 
 def output_of(module: str, change: Callable[[Tensor, Batch], Tensor]) -> Fault:
-    """`module` gives what `change` makes of its output, at every call in the micro-batch."""
+    """Change the output of `module` at every call in the micro-batch."""
     return hooked(
         lambda student, batch: module_of(student, module).register_forward_hook(
             lambda _module, _inputs, output: change(output, batch)
@@ -130,7 +128,7 @@ def output_of(module: str, change: Callable[[Tensor, Batch], Tensor]) -> Fault:
 
 
 def output_spoilt(module: str, index: Index, value: float, clamp: float = math.inf) -> Fault:
-    """One element of the output, counted from the front of each axis, then a clamp."""
+    """Set one element of the output, counted from the front of each axis, then clamp."""
 
     def change(output: Tensor, _batch: Batch) -> Tensor:
         output = spoilt(output, index, value)
@@ -140,7 +138,7 @@ def output_spoilt(module: str, index: Index, value: float, clamp: float = math.i
 
 
 def padding_spoilt(module: str, value: float) -> Fault:
-    """Every padded position of a [B, T, D] output."""
+    """Set every padded position of a [B, T, D] output."""
     return output_of(
         module,
         lambda output, batch: torch.where(batch.attention_mask.unsqueeze(-1).bool(), output, value),
@@ -148,7 +146,7 @@ def padding_spoilt(module: str, value: float) -> Fault:
 
 
 def input_of(module: str, change: Callable[[Tensor], Tensor]) -> Fault:
-    """`module` is given what `change` makes of its first input."""
+    """Change the first input of `module`."""
     return hooked(
         lambda student, _batch: module_of(student, module).register_forward_pre_hook(
             lambda _module, inputs: (change(inputs[0]), *inputs[1:])
@@ -157,7 +155,7 @@ def input_of(module: str, change: Callable[[Tensor], Tensor]) -> Fault:
 
 
 def attribute(module: str, name: str, value: Any) -> Fault:
-    """An attribute of `module` that is another one for a while."""
+    """Set an attribute of `module` for the micro-batch."""
 
     @contextmanager
     def fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
@@ -168,21 +166,21 @@ def attribute(module: str, name: str, value: Any) -> Fault:
 
 
 def in_fp16(module: str, change: Callable[[Tensor], Tensor]) -> Fault:
-    """A 4-bit layer that computes in fp16, on a changed input; what comes out is fp32."""
+    """Compute a 4-bit layer in fp16 on a changed input; its output is fp32."""
     return together(attribute(module, "compute_dtype", torch.float16), input_of(module, change))
 
 
 def head_fault(
     calls: Container[int], teacher: bool, row: int, column: int, seen: list[Tensor] | None = None
 ) -> Fault:
-    """NaN among the logits of lm_head, at these of its calls (from 0) with the teacher's or the
-    student's state, which are told apart by whether they carry a graph.
+    """Set a logit of lm_head to NaN at these calls (from 0) with the teacher's or the student's
+    state; only the student's carries a graph.
 
-    Of a head that is trained (`trained_head`) the student's second call is the recomputation in
+    If the head is trained (`trained_head`), the student's second call is the recomputation in
     backward.
 
     Args:
-        seen: receives the spoilt logits.
+        seen: receives the changed logits.
     """
 
     def register(student: Student, _batch: Batch) -> Any:
@@ -206,9 +204,7 @@ def head_fault(
 
 
 def trained_head(other: Fault) -> Fault:
-    """Another fault while lm_head is trained too, so that its logits are computed again in
-    backward.
-    """
+    """Run another fault while lm_head is trained too, so that backward recomputes its logits."""
 
     @contextmanager
     def fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
@@ -230,11 +226,11 @@ MASK_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "-inf": lambda mask: torch.where(mask, 0.0, -math.inf),
     "finfo.min": lambda mask: torch.where(mask, 0.0, LOWEST),
 }
-"""A boolean mask (True: may attend) in the forms that attention takes."""
+"""A boolean mask (True: may attend) in the forms that attention accepts."""
 
 
 def attention_masks(change: Callable[[Tensor], Tensor], layer: int | None = None) -> Fault:
-    """One layer, or each, is given what `change` makes of its attention mask."""
+    """Change the attention mask of one layer, or of all."""
 
     def hook(
         _module: Any, inputs: tuple[Any, ...], arguments: dict[str, Any]
@@ -253,9 +249,7 @@ def attention_masks(change: Callable[[Tensor], Tensor], layer: int | None = None
 
 
 def mask_row(layer: int, row: int, query: int, form: str) -> Fault:
-    """A valid token's row of one layer's mask leaves it nothing to attend to, in one of
-    the forms.
-    """
+    """Leave a valid token of one layer nothing to attend to, with the mask in one of the forms."""
 
     def change(mask: Tensor) -> Tensor:
         mask = mask.clone()
@@ -268,7 +262,7 @@ def mask_row(layer: int, row: int, query: int, form: str) -> Fault:
 
 
 def eager(fault: Fault = no_fault) -> Fault:
-    """Another fault under attention written out in torch's own operations."""
+    """Run another fault under eager attention."""
 
     @contextmanager
     def both(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
@@ -287,7 +281,7 @@ def eager(fault: Fault = no_fault) -> Fault:
 
 
 def gradient_spoilt(index: Index, value: float, name: str = TENSOR) -> Fault:
-    """One element of one gradient, set after a backward that went well: the loss is finite."""
+    """Set one element of a gradient after a clean backward; the loss stays finite."""
 
     def fill(student: Student, batch: Batch) -> BatchSums:
         sums = student.fill(batch)
@@ -298,12 +292,12 @@ def gradient_spoilt(index: Index, value: float, name: str = TENSOR) -> Fault:
 
 
 def gradient_hooked(change: Callable[[Tensor], Tensor], name: str = TENSOR) -> Fault:
-    """A backward that itself computes a bad gradient for one tensor; the loss is finite."""
+    """Change one tensor's gradient in backward itself; the loss stays finite."""
     return hooked(lambda student, _batch: student.parameters[name].register_hook(change))
 
 
 def scaled(factor: float) -> Fault:
-    """Loss and gradients of the micro-batch times `factor`: finite, and far off."""
+    """Multiply loss and gradients of the micro-batch by `factor`: finite, and far too large."""
 
     def fill(student: Student, batch: Batch) -> BatchSums:
         before = {
@@ -323,11 +317,11 @@ Extra = Callable[[Student, Batch], Tensor]
 
 
 def extra_loss(term: Extra, tokens: int | None = None, alone: bool = False) -> Fault:
-    """A further loss term of the caller's own, with its gradients.
+    """Add a loss term with its gradients.
 
     Args:
         term: a scalar with a graph.
-        tokens: the count to return; default the batch's.
+        tokens: the count to return (default: the batch's).
         alone: the term replaces the strategy's loss.
     """
 
@@ -345,10 +339,10 @@ def extra_loss(term: Extra, tokens: int | None = None, alone: bool = False) -> F
 
 
 def reverse_kl(student: Student, batch: Batch, temperature: float = 0.05) -> Tensor:
-    """Sum of q (log q - log p) at a low temperature, its zeros left out by `where`, as one would
-    write it.
+    """Return the sum of q (log q - log p) at a low temperature, with zeros masked by `where`, a
+    common mistake.
 
-    At 0.05 most q underflow to 0. `where` keeps 0 log 0 out of the loss and not out of the
+    At 0.05 most q underflow to 0. `where` keeps 0 log 0 out of the loss but not out of the
     gradient, which is 0 * Inf.
     """
     logits = _logits(student, batch)
@@ -360,8 +354,8 @@ def reverse_kl(student: Student, batch: Batch, temperature: float = 0.05) -> Ten
 
 
 def cross_entropy_of_nothing(reduction: str) -> Extra:
-    """Cross-entropy with every label ignored: NaN as a mean, 0 as a sum, and gradients of 0 either
-    way.
+    """Return a cross-entropy with every label ignored: NaN as a mean, 0 as a sum, and gradients of
+    0 either way.
     """
     return lambda student, batch: F.cross_entropy(
         _logits(student, batch)[:, :-1].flatten(0, 1),
@@ -372,7 +366,7 @@ def cross_entropy_of_nothing(reduction: str) -> Extra:
 
 
 def masked_by_multiplication(student: Student, batch: Batch) -> Tensor:
-    """An Inf at a padded position, 'masked' by a mask of 0: Inf * 0 is NaN."""
+    """Return an error that is Inf at padding and masked by multiplication: Inf * 0 is NaN."""
     mask = batch.attention_mask
     code: Any = student.parameters["model.layers.1.npt.A"]
     errors = (code.sum() * torch.ones(mask.shape)).masked_fill(mask == 0, math.inf)
@@ -380,12 +374,12 @@ def masked_by_multiplication(student: Student, batch: Batch) -> Tensor:
 
 
 class Interrupted(Exception):
-    """Raised in the middle of a micro-batch."""
+    """Raised inside a micro-batch."""
 
 
 @contextmanager
 def interruption(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
-    """Raise after the micro-batch's backward, its gradients already made; the caller continues."""
+    """Raise after the micro-batch's backward; the caller catches the error and continues."""
 
     def fill() -> BatchSums:
         student.fill(batch)
@@ -396,7 +390,7 @@ def interruption(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill |
 
 
 def spoilt(tensor: Tensor, index: Index, value: float) -> Tensor:
-    """A copy with one element changed; `index` may leave out the leading axes, which are then 0."""
+    """Return a copy with one element changed; leading axes that `index` leaves out are 0."""
     changed = tensor.clone()
     changed[(0,) * (tensor.ndim - len(index)) + index] = value
     return changed

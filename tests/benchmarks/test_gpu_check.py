@@ -146,7 +146,7 @@ def test_each_of_the_three_calls_without_a_gpu(part, tmp_path, capsys):
         figures = {section["number"]: section["figures"] for section in sections}
         assert 0 < figures[3]["Linear4bit error, highest"] < 2e-5
         assert 1e-3 < figures[3]["product error, bf16"] < 4e-3
-        assert "| 256 x 256 | 1 | highest |" in (tmp_path / "out" / "gpu_check.md").read_text()
+        assert "| 256x256 | 1 | " in (tmp_path / "out" / "gpu_check.md").read_text()
 
 
 def test_an_hour_in_small_leaves_its_rows_stage_by_stage(tmp_path, capsys, monkeypatch):
@@ -163,7 +163,7 @@ def test_an_hour_in_small_leaves_its_rows_stage_by_stage(tmp_path, capsys, monke
     assert rows["floor"]["kl"] > 10 * rows["cut"]["kl"] > 0 == rows["teacher"]["kl"]
     assert rows["trained"]["kl"] != rows["cut"]["kl"]
     assert all(sections[stage]["figures"]["tokens"] > 0 for stage in range(1, 5))
-    assert "| cut: the start alone |" in (tmp_path / "h100_hour.md").read_text()
+    assert "| cut (closed-form start) |" in (tmp_path / "h100_hour.md").read_text()
 
 
 def test_products_that_are_off_fail(tmp_path, monkeypatch, capsys):
@@ -177,10 +177,10 @@ def test_products_that_are_off_fail(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--only", "3,15"], "--only names '15'"),
+        (["--only", "3,15"], "--only has no section '15'"),
         (["--part", "4"], "--part: invalid choice"),
-        (["--minutes", "0"], "--minutes is 0"),
-        (["--output", "/proc/nowhere/out"], "--output is /proc/nowhere/out"),
+        (["--minutes", "0"], "--minutes 0 is not positive"),
+        (["--output", "/proc/nowhere/out"], "--output /proc/nowhere/out"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(tmp_path, flags, named, capsys):

@@ -155,7 +155,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("content", "words"),
         [
-            ("[1]", "is not a file of this benchmark"),
+            ("[1]", "is not a file of real.py"),
             ('{"rows": [], "model": "other"}', "has rows of other settings"),
         ],
     )

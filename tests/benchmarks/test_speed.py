@@ -102,16 +102,16 @@ def test_without_peft_its_rows_are_missing_with_a_reason(monkeypatch, capsys):
     assert speed.main([*ARGUMENTS, "--runs", "local,peft_lora_ce"]) == 0
     shown = capsys.readouterr()
     assert "| `local` |" in shown.out and "Square products" in shown.out
-    assert "Left out: `peft_lora_ce`" in shown.out and "npt-distill[peft]" in shown.out
-    assert "peft_lora_ce is left out" in shown.err
+    assert "Not measured: `peft_lora_ce`" in shown.out and "npt-distill[peft]" in shown.out
+    assert "peft_lora_ce is not measured" in shown.err
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--tokens", "30"], "--tokens is 30"),
-        (["--rank", "65"], "--rank is 65"),
-        (["--repeats", "0"], "--repeats is 0"),
+        (["--tokens", "30"], "--tokens 30 is not"),
+        (["--rank", "65"], "--rank 65 is not"),
+        (["--repeats", "0"], "--repeats 0 is below"),
         (["--layers", "9"], "layer 9"),
         (["--runs", "local,fast"], "'fast'"),
         (["--output", "/proc/nowhere/out"], "/proc/nowhere"),

@@ -102,7 +102,7 @@ def test_the_script_says_which_runs_differ(monkeypatch, capsys) -> None:
     assert "returned epoch: only plain" in figures["examples"][0]["differences"]
     monkeypatch.undo()
     assert script(monkeypatch, "--only", "defaults") == 0
-    assert "1 of 1 equal" in capsys.readouterr().out
+    assert "1 of 1 guarded runs" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         script(monkeypatch, "--only", "nothing")
     assert "there is no example 'nothing'; choose from defaults," in capsys.readouterr().err
@@ -111,7 +111,7 @@ def test_the_script_says_which_runs_differ(monkeypatch, capsys) -> None:
 def test_the_page_counts_the_examples() -> None:
     page = (ROOT / "docs" / "results" / "robustness.md").read_text(encoding="utf-8")
     groups = Counter(example.group for example in EXAMPLES)
-    assert f"Each of {len(EXAMPLES)} small runs" in page
+    assert f" of {len(EXAMPLES)} small runs" in page
     assert f"{groups['arguments']} sets of" in page
     assert f"{groups['optimizers']} optimizers" in page
     assert f"{groups['trainers']} models and trainers" in page
