@@ -187,7 +187,7 @@ def test_processes_with_other_data_find_out_before_they_step(train: Loops) -> No
         for processes, window in zip(found, (2, 2, 3), strict=True):
             for process in processes:
                 assert process["error"].startswith(
-                    f"ProcessError: process 1 reads other data than process 0 in window {window} "
+                    f"ProcessError: process 1 reads different data from process 0 in window {window}"
                 )
                 assert process["status"] == 2
             assert_equal(processes[0]["state"], processes[1]["state"])
@@ -199,7 +199,7 @@ def test_a_step_that_one_process_gets_wrong_is_taken_back_on_both(train: Loops) 
         for processes, said in ((moment, "is not finite"), (weight, "differs")):
             for process in processes:
                 assert (
-                    f"every process took step 2 alike, but what it left on process 1 {said}"
+                    f"the same step, but afterwards the state of process 1 {said}"
                     in process["error"]
                 )
                 assert process["status"] == 6
