@@ -132,7 +132,7 @@ class TrainerMixin(Trainer):
         return 0 if self.args.ignore_data_skip else self.state.global_step % steps * size
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Compute a micro-batch; after the window's last one, compute again what a refusal changed."""
+        """Compute a micro-batch; after the window's last, compute survivors of a refusal again."""
         if not self._trains:  # not called by `train`
             return super().training_step(model, inputs, num_items_in_batch)
         guard = self._guard_of(model)

@@ -271,7 +271,7 @@ def test_a_base_with_otherwise_rounded_statistics_is_refused(bundle, monkeypatch
         return round_otherwise(model), tokenizer
 
     monkeypatch.setattr(student, "load_base", load_rounded)
-    with pytest.raises(BundleError, match="was recorded on base"):
+    with pytest.raises(BundleError, match="was recorded with base"):
         replay(bundle)
 
 

@@ -313,6 +313,6 @@ def stopped(processes: Any, whole: bool, where: str) -> None:
 def test_an_error_that_others_would_wait_for_ends_all(whole: bool, where: str) -> None:
     first, second = several(2, stopped, whole, where)
     assert (first.kind, second.kind) == ("ProcessError", "ProcessError")
-    assert first.error.startswith("process 1 does not answer any more (")
+    assert first.error.startswith("process 1 no longer responds (")
     assert second.error.startswith("process 1 raised FloatingPointError: planted in the middle of ")
     assert "\n" not in first.error + second.error
