@@ -54,7 +54,7 @@ class ProcessGroup:
 
     @property
     def main(self) -> bool:
-        """Whether this is process 0, which writes and prints."""
+        """True for process 0, which writes and prints."""
         return self.index == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -81,8 +81,7 @@ class ProcessGroup:
         return everyone
 
     def first(self, act: Callable[[], T]) -> T:
-        """Call `act` on process 0 and return its value on every process. If it raises, the others
-        raise ProcessError."""
+        """Call `act` on process 0 and return its value everywhere; if it raises, all raise."""
         if self.size == 1:
             return act()
         value, failure = None, None

@@ -86,8 +86,7 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
 
 
 def _shard(layer: Any, mesh: DeviceMesh, stream: Stream) -> list[str]:
-    """Shard a layer; return the names of parameters whose bytes changed, and of the output if it
-    changed."""
+    """Shard a layer; return the names of parameters, and of the output, that changed."""
     packed = [(m, m.weight.quant_state, m.weight.quant_type) for _, m in quantized_linears(layer)]
     of_adapter = set(layer.npt.parameters()) if isinstance(layer, NPTLayer) else set()
     before = {name: _bytes(p).clone() for name, p in _of_base(layer)}
@@ -114,6 +113,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _keep_statistics(packed: list[tuple[Any, Any, str]]) -> None:
-    """Give packed weights their quantisation statistics back."""
     for module, state, kind in packed:
         module.weight.quant_state, module.weight.quant_type = state, kind

@@ -111,17 +111,14 @@ def write_postmortem(
     accepted: Sequence[StoredMicroBatch] | None = None,
     student: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `step-XXXXXXXX` into the folder; processes other than 0 append their number.
-
-    Tensors that cannot be read from their device, as after a CUDA error, are left out, and `reason`
-    names them.
+    """Write `step-XXXXXXXX` into the folder; processes other than 0 append their number. Tensors
+    that cannot be read, as after a CUDA error, are left out and named in the reason.
 
     Args:
         outcome: the outcome of the last refused window.
         reason: why the run stopped.
         step: the number of applied steps in the stored state.
-        refused: micro-batches; default: those that the guard kept.
-        accepted: micro-batches; default: those that the guard kept.
+        refused, accepted: micro-batches; default: those that the guard kept.
         student: what is needed to load an NPT run's student again.
     """
     process, settings = guard.window.processes.index, guard.settings
@@ -258,7 +255,6 @@ def _described(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Reverse `_described`; tuples become lists."""
     if isinstance(value, list):
         return [_restored(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -291,7 +287,6 @@ def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold, or its text."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:

@@ -76,7 +76,7 @@ class Replay:
 
     @property
     def classification(self) -> Classification:
-        """What is to blame: the values are described in `replay`."""
+        """The kind of fault, as described in `replay`."""
         if not self.refusals:
             return "transient"
         if all(refusal.kind == "data" for refusal in self.refusals):
@@ -89,7 +89,7 @@ class Replay:
 
     @property
     def reproduced(self) -> bool:
-        """Whether exactly the recorded refusals recurred, by micro-batch and kind."""
+        """True if exactly the recorded refusals recurred, by micro-batch and kind."""
         return {(r.kind, r.micro_batch) for r in self.refusals} == set(self.postmortem.recorded)
 
     @property
@@ -144,7 +144,7 @@ class Replay:
             lines += ["", f"micro-batch {index}{named}:"]
             lines += [f"  {line}" for line in finding.told.splitlines()]
         names = dict.fromkeys(name for refusal in self.refusals for name in refusal.sample_ids)
-        samples = f"sample {', '.join(names)}" if names else "the samples of this window"
+        samples = f"samples {', '.join(names)}" if names else "the samples of this window"
         remedy = _REMEDIES[self.classification].format(samples)
         return printable_lines([*lines, "", f"what to do: {remedy}"])
 
@@ -180,9 +180,7 @@ def replay(folder: str | Path, model: nn.Module, loss: Loss | None = None) -> Re
 
 
 def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None) -> Replay:
-    """Replay the post-mortem of any run. `loss` may also run backward itself, and return an object
-    with `loss` and `tokens`.
-    """
+    """Replay any post-mortem; `loss` may run backward and return an object with loss and tokens."""
     state = StoredState(postmortem, model, loss)
     with values_in(state.parameters, state.weights):
         findings = state.findings()
@@ -195,9 +193,7 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
 
 
 def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]:
-    """Return whether other micro-batches fail in the same state: each alone, or all as one window
-    if a window was refused.
-    """
+    """Return whether each accepted micro-batch, or all as one window, fails in the same state."""
     postmortem = state.postmortem
     accepted, limits = postmortem.accepted, postmortem.limits
     computed = [refusal for refusal in refusals if refusal.kind != "data"]
@@ -224,10 +220,10 @@ class StoredState:
         self.weights = {plain_name(n): w for n, w in postmortem.weights.items()}
         for name, weight in self.weights.items():
             if name not in named or named[name].shape != weight.shape:
-                there = f"of shape {tuple(named[name].shape)}" if name in named else "none"
+                there = f"{tuple(named[name].shape)}" if name in named else "none"
                 raise BundleError(
-                    f"{postmortem.folder} has {name} of shape {tuple(weight.shape)}, the model has"
-                    f" {there}; pass the model that was trained"
+                    f"{postmortem.folder} has {name} of shape {tuple(weight.shape)}, but the model"
+                    f" has {there}; pass the model that was trained"
                 )
         self.parameters = {name: named[name] for name in self.weights}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -1,6 +1,4 @@
-"""The post-mortem of an NPT run. It records base and settings, so `npt replay` needs only its
-folder.
-"""
+"""The post-mortem of an NPT run, from which `npt replay` loads the base and the settings."""
 
 from __future__ import annotations
 
@@ -85,11 +83,8 @@ class StudentPostmortem:
     """A student's post-mortem, read and checked, without its base.
 
     Attributes:
-        postmortem: the bundle.
         entry: what `student_entry` returned.
         recipe: how the base was loaded.
-        adapter: the form of the adapters.
-        config: the run's settings.
     """
 
     postmortem: Postmortem
@@ -99,11 +94,9 @@ class StudentPostmortem:
     config: TrainConfig
 
     def load(self, name: str | None = None) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-        """Load the base, by its recorded name or this one, and attach adapters. Return it, and the
-        teacher if that is a separate model.
+        """Return the base, by its recorded name or this one, with adapters, and a separate teacher.
 
-        Raises:
-            BundleError: a model cannot be loaded, or is not the recorded one.
+        BundleError if a model cannot be loaded, or is not the recorded one.
         """
         folder, settings = self.postmortem.folder, self.entry["settings"]
         base, recorded = self.entry["base"], self.postmortem.record["device"]
@@ -180,7 +173,6 @@ def _check_rows(micro_batch: StoredMicroBatch) -> None:
 
 
 def batch_of(rows: Mapping[str, Tensor]) -> Batch:
-    """Return the batch whose tensors were stored."""
     tensors: dict[str, Any] = dict(rows)
     return Batch(**tensors, sample_ids=tuple(map(str, range(len(rows["input_ids"])))))
 
@@ -200,9 +192,7 @@ def replay_student(folder: str | Path, *, model_name: str | None = None) -> Repl
 
 
 def loss_of(student: StudentPostmortem, teacher: PreTrainedModel | None = None) -> Any:
-    """Return a function that computes a micro-batch in the run's parts, since an overflow may
-    depend on their size.
-    """
+    """Return a loss computed in the run's parts, since an overflow may depend on their size."""
     strategy = partial(drive, teacher=teacher)
     splitter = MicroBatchSplitter(max(1, student.entry["samples_at_once"]))
 

@@ -35,7 +35,7 @@ SHARDED = (
 
 @dataclass
 class StoredMicroBatch:
-    """What is needed to compute a micro-batch again, in this process or elsewhere.
+    """A stored micro-batch, to compute it again in this process or elsewhere.
 
     Attributes:
         inputs: nested tensors and plain values; the model's inputs, unless the loop passed others.
@@ -79,7 +79,7 @@ def autocast(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the tracer found about a refused micro-batch.
+    """The tracer's finding about a refused micro-batch.
 
     Attributes:
         refusal: the refusal that was traced.
@@ -279,7 +279,6 @@ class Forensics:
 
 
 def _copied(stored: StoredMicroBatch) -> StoredMicroBatch:
-    """Copy a micro-batch's inputs, which the loop may overwrite now, and drop its calls."""
     return replace(stored, inputs=_cloned(stored.inputs), run=None, calls=[])
 
 

@@ -68,7 +68,6 @@ class Generations:
         return taken
 
     def rewind_to(self, place: int) -> None:
-        """Set the random state from after the generation at this place, if there was one."""
         if place in self._random:
             set_random_state(self._random[place])
 

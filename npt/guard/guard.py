@@ -245,8 +245,7 @@ class Guard:
         """Compute a forward and backward that changes nothing, so that no other process waits.
 
         Raises:
-            ConfigError: the trained parameters are sharded, so it would change the gradients of
-                other processes.
+            ConfigError: trained parameters are sharded; other processes' gradients would change.
         """
         if self.sharding is not None and self.sharding.trained:
             raise ConfigError("guard.aside does not support sharded parameters: call guard.refuse")
@@ -363,7 +362,6 @@ class Guard:
         self.close()
 
     def _begin(self, weight: int) -> None:
-        """Record what a micro-batch of this weight may change, and clear its gradients."""
         for trace in self._traces:
             trace.begin()
         self.window.gradients.withdraw()
@@ -376,10 +374,8 @@ class Guard:
         self.window.gradients.withdraw()
 
     def _follow(self) -> None:
-        """Guard parameters that were added to the optimizer, from the next window on.
-
-        Until then they are not stepped, since their gradients are unchecked. With `rates`, none
-        can be added.
+        """Guard parameters that were added to the optimizer, from the next window on. Until then
+        they are not stepped. With `rates` none can be added.
         """
         now = set() if self.lists else stepped_parameters(self.update.optimizer)
         joined = now.difference(self.update.parameters)
@@ -424,14 +420,11 @@ class Guard:
         return outcome
 
     def _rewind(self, keep: Tensor | None = None) -> None:
-        """Restore random state and buffers from before the window, unless `keep` is set."""
         for trace in self._traces:
             trace.rewind(keep)
 
     def _known(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Count the outcomes and trace their refusals in the state of their windows. Stop the run
-        after too many refusals.
-        """
+        """Count outcomes, trace their refusals, and stop the run after too many refusals."""
         for outcome in outcomes:
             if outcome.halts:
                 continue

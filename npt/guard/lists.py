@@ -12,9 +12,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def alike(first: Sequence[Tensor], *others: Sequence[Any]) -> list[list[list[Any]]]:
-    """Split lists into parts of one device and dtype, by the tensors of the first list, for torch's
-    operations on whole lists.
-    """
+    """Split lists into parts of one device and dtype, going by the tensors in the first list."""
     places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(first):
         places.setdefault((tensor.device, tensor.dtype), []).append(place)
@@ -37,7 +35,6 @@ def keep_(tensors: Sequence[Tensor], flag: Tensor, others: Sequence[Tensor] = ()
 
 
 def bits_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return integer views of the tensors' bits."""
     parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     return [part.view(_INTEGERS[part.element_size()]) for part in parts]
 

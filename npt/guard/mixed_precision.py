@@ -43,8 +43,9 @@ class LossScale:
         return bool(overflowed and self.scaler is not None and self.scaler.get_scale() > 1)
 
     def update(self, outcome: Outcome) -> bool:
-        """Adjust the scale after a window, and drop its overflows from the refusals if they left no
-        survivor. Return whether the scale caused them and so falls.
+        """Adjust the scale after a window; return whether it caused overflows and so falls.
+
+        If no micro-batch survived, overflows are removed from the refusals.
         """
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled():

@@ -149,8 +149,7 @@ class RunCounts:
     in_a_row: int = 0
 
     def add(self, outcome: Outcome, processes: ProcessGroup, excused: bool = False) -> int:
-        """Count a window; return the longest run of refusals up to its end. If `excused`, the loss
-        scale caused its overflows, which then do not count as refusals in a row."""
+        """Count a window; return its longest run of refusals, without overflows if `excused`."""
         longest = 0
         if outcome.refused:  # equal on all processes; their numbers of micro-batches may differ
             bad = [r for r in outcome.refused if not (excused and r.kind == "gradient")]
@@ -223,7 +222,6 @@ class Landing:
 
 
 def send_record(window: PendingWindow) -> None:
-    """Send the record of a stepped window from the device, without waiting."""
     figures = [figure.reshape(-1) for figure in window.figures.values()]
     window.sizes = [figure.numel() for figure in figures]
     record = figures[0].new_empty(sum(window.sizes), dtype=torch.float64)
@@ -237,8 +235,9 @@ def send_record(window: PendingWindow) -> None:
 def read_record(
     window: PendingWindow, names: Sequence[str], known_steps: int, processes: ProcessGroup
 ) -> Outcome:
-    """Read the arrived record of a committed window, after `known_steps` applied steps. If
-    micro-batches were refused, all processes must call this.
+    """Read the arrived record of a window, after `known_steps` applied steps.
+
+    If micro-batches were refused, all processes must call this.
     """
     outcome = Outcome(window.index, window.micro_batches, False, known_steps, limits=window.limits)
     figures: dict[str, list[float]] = {}

@@ -88,7 +88,6 @@ def all_processes(device: torch.device) -> ProcessGroup:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without torch.compile's prefix."""
     return name.replace("_orig_mod.", "")
 
 
@@ -115,6 +114,7 @@ def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
 
 def share_buffers(model: nn.Module) -> None:
     """Send process 0's buffers to all, as DistributedDataParallel does in a window's first forward.
+
     All processes must call it.
     """
     wrapped = _parallel(model)

@@ -132,18 +132,16 @@ def window_refusal(
         detail = f"gradient norm of the window is {norm}: {description}"
         return Refusal("norm", detail, tensor=tensor)
     above = [
-        f"{name} {value:.4g} is above {limit:.4g}"
+        f"{name} {value:.4g} is above its limit {limit:.4g}"
         for name, value, limit in zip(("loss", "norm"), (loss, norm), window.limits, strict=True)
         if value > limit
     ]
-    detail = f"{' and '.join(above)}, the limit from the accepted steps"
-    return Refusal("spike", f"{detail}; {tensor} has the largest gradient", tensor=tensor)
+    detail = f"{' and '.join(above)}; {tensor} has the largest gradient"
+    return Refusal("spike", detail, tensor=tensor)
 
 
 def describe_norms(norms: Tensor, names: Sequence[str]) -> tuple[str, str]:
-    """Return the name of the first gradient whose norm is not finite, or else of the largest, and a
-    description of it; norms: [P].
-    """
+    """Name and describe the first gradient whose norm in [P] is not finite, or the largest."""
     values = norms.tolist()
     bad = [value for value in values if not math.isfinite(value)]
     value = bad[0] if bad else max(values)

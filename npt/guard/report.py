@@ -38,9 +38,7 @@ _log = logging.getLogger("npt.guard")
 
 @dataclass
 class _Look:
-    """Flags [P] on a device, False for what is lost. `text` is formatted with the first lost name,
-    the number of lost names, and the number of all.
-    """
+    """Flags [P], False if lost. `text` gets the first lost name and the numbers of lost and all."""
 
     kind: str
     step: int
@@ -152,7 +150,7 @@ class Report(TrainerCallback):
         self._read()
         self._stop()
         lost = ", ".join(f"{kind} {number}" for kind, number in self.counts.items())
-        text = f"of {self._steps} steps, lost: {lost}" if lost else "nothing was lost"
+        text = f"faults in {self._steps} steps: {lost}" if lost else "nothing was lost"
         _log.log(logging.WARNING if lost else logging.INFO, "report: %s", text)
 
     def _begin(self) -> None:
@@ -188,9 +186,7 @@ class Report(TrainerCallback):
         self._bits = bits
 
     def _read(self, *now: _Look) -> list[list[str]]:
-        """Read these flags and the late ones, and log what is lost. Return the lost names in each
-        of `now`.
-        """
+        """Read these flags and the late ones, log what is lost, and return its names in `now`."""
         looks, self._late = [*self._late, *now], []
         home = next((look.flags.device for look in looks if look.names), None)
         good = iter(torch.cat([look.flags.to(home) for look in looks]).tolist() if home else [])
@@ -233,7 +229,6 @@ class Report(TrainerCallback):
             _log.warning("step %d: micro-batch %s traced: %s", step, place, told)
 
     def _say(self, kind: str, step: int, detail: str) -> None:
-        """Count an event, and log the first few until the weights are lost."""
         lost = self.counts["weight"] > 0
         self.counts[kind] += 1
         if self.counts[kind] <= SAID and not lost:
@@ -252,7 +247,6 @@ def _finite(kind: str, step: int, tensors: Mapping[str, Tensor], text: str) -> _
 
 
 def _cannot_trace(model: nn.Module) -> str:
-    """Return why this process cannot compute the batch again alone; empty if it can."""
     sharded = any(is_sharded(p) or hasattr(p, "ds_id") for p in model.parameters())
     if sharded or is_of_fsdp1(model):
         return "its parameters are sharded over processes"

@@ -6,8 +6,9 @@ import math
 
 
 def rate_table(peak: float, kind: str, warmup_steps: int, total_steps: int | None) -> list[float]:
-    """Return the learning rate of every step of a run; the last one holds for all later steps. If
-    the length is unknown, the rate stays constant after warm-up.
+    """Return the learning rate of every step; the last one holds for all later steps.
+
+    If the run's length is unknown, the rate stays constant after warm-up.
     """
     if total_steps is None:
         kind = "constant"

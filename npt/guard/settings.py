@@ -14,7 +14,7 @@ Loss = Literal["sum", "mean", "share"]
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """How a guard divides, clips, refuses and stops.
+    """Settings of a guard: how it divides, clips, refuses and stops.
 
     Attributes:
         max_grad_norm: the norm to which the window's gradient is clipped.

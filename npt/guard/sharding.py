@@ -174,7 +174,6 @@ class Sharding:
         return codes, squares.sqrt()
 
     def norms_of_all(self, norms: Tensor) -> Tensor:
-        """Return the norms [P] of whole tensors from those of this process's shards."""
         return self.processes.sum_(norms.square()).sqrt()
 
     def end_together(self, error: BaseException, done: bool) -> None:
@@ -206,8 +205,6 @@ class Sharding:
 
 
 class _Summing:
-    """A reduce-scatter for FSDP2 that passes gradients to `Sharding.prepare` first."""
-
     def __init__(self, sharding: Sharding):
         self._sharding = sharding
 

@@ -163,7 +163,6 @@ class TrainerMixin(Trainer):
         return loss if losses is None else self._logged_again(losses)
 
     def _taken(self, inputs: Any) -> Any:
-        """Return the inputs, or what a generating Trainer made of them."""
         if self._generations is None:
             return inputs
         taken = self._generations.take(len(self._inputs), inputs, self._counted)
@@ -198,7 +197,6 @@ class TrainerMixin(Trainer):
         return type(self).compute_loss.__module__.partition(".")[0] in ("transformers", "trl")
 
     def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
-        """Compute a micro-batch for the tracer, uncounted and on this process alone."""
         counted = self._counts()
         try:
             with _alone(self.accelerator), self._computing(inputs):
@@ -323,7 +321,6 @@ class TrainerMixin(Trainer):
         super().log(logs, *arguments, **named)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save a checkpoint only if the state is finite; otherwise keep the older ones."""
         guard = self.guard
         bad = None if guard is None else guard.first_bad()
         if guard is not None and any(guard.window.processes.sums([float(bad is not None)])):
@@ -383,7 +380,6 @@ def _refuse_unfit(trainer: Any) -> None:
 
 
 def _note_order(loader: Any) -> None:
-    """Make the batch sampler record what it yields, if micro-batches arrive in that order."""
     from accelerate.data_loader import DataLoaderDispatcher
     from transformers.trainer_utils import has_length
 

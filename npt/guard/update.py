@@ -50,7 +50,6 @@ class Holdings:
         self._random = random_state()
 
     def of(self, value: Any) -> Any:
-        """Return a tensor's copy, or the value itself if it was not copied."""
         return self._tensors[id(value)][1] if id(value) in self._tensors else value
 
     @torch.no_grad()
@@ -181,7 +180,6 @@ class GuardedUpdate:
             raise
 
     def take_back(self, update: Update) -> None:
-        """Restore the parameters and the optimizer's state from before an update."""
         if update.holdings is not None:
             update.holdings.restore()
         update.holdings = update.snapshot = None
@@ -277,9 +275,7 @@ class GuardedUpdate:
         return [name for name, _ in named], norms_of(tensors, float("inf"), self.home)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Return each parameter after its optimizer tensors, by name. The first bad one is
-        reported, and a bad moment spoils its weight in the same step.
-        """
+        """Return parameters by name, each after its moments, which spoil it in the same step."""
         named: list[tuple[str, Tensor]] = []
         for name, parameter in zip(self.names, self.parameters, strict=True):
             for key, value in self.optimizer.state.get(parameter, {}).items():

@@ -79,7 +79,6 @@ class Gradients:
         self._stale = False
 
     def withdraw(self) -> None:
-        """Set all `.grad` to None; the window keeps its sums."""
         self.present = {}
         for parameter in self.parameters:
             parameter.grad = None
@@ -102,7 +101,7 @@ class Gradients:
             self.present[place] = gradient
 
     def norms(self) -> Tensor:
-        """Return the norm of each micro-batch gradient [P], 0 where there is none."""
+        """Return the norm of each gradient of the micro-batch [P], 0 where there is none."""
         return norms_of([self.present.get(i, none) for i, none in enumerate(self._none)])
 
     def scale(self, factor: float) -> None:
@@ -110,9 +109,7 @@ class Gradients:
             torch._foreach_mul_(gradients, factor)
 
     def add(self, flag: Tensor) -> None:
-        """Add the micro-batch's gradients to the sums if the scalar bool `flag` is set. The flag is
-        not read, and the gradients are overwritten.
-        """
+        """Add the gradients to the sums if the unread scalar bool `flag` is set; overwrite them."""
         self._renew()
         totals = [self.sum_views[place] for place in self.present]
         for gradients, sums in alike([*self.present.values()], totals):
@@ -214,9 +211,7 @@ class GradientWindow:
         self.gradients = Gradients(parameters, track=self._rates is None)
 
     def add(self, micro: MicroBatch) -> Tensor:
-        """Add the collected gradients to the window if the micro-batch is finite. Return a scalar
-        bool that tells whether it is, without reading it.
-        """
+        """Add the collected gradients if they and the loss are finite; return that flag unread."""
         norms = self.gradients.norms()
         loss = micro.loss.to(self._home)
         if self.sharding is not None:
@@ -249,7 +244,6 @@ class GradientWindow:
         micro.refusal = Refusal(kind, detail, micro.index, sample_ids, self.processes.index)
 
     def _append(self, micro: MicroBatch) -> None:
-        """Add a micro-batch to the open window, at its index among those of all processes."""
         micro.index = self.place + self.processes.index
         self.place += self.processes.size
         self._open.own.append(micro)
@@ -389,9 +383,7 @@ class GradientWindow:
         return totals.unbind()
 
     def _unreached(self, ran: Sequence[MicroBatch]) -> list[int]:
-        """Return the indices of parameters that no survivor's backward reached on any process.
-        Every process must call it. Reads flags.
-        """
+        """Return indices of parameters that no survivor's backward reached. All must call it."""
         reached = torch.zeros(len(self.gradients.parameters))
         for micro in ran:
             if micro.reached and bool(micro.flag):
@@ -401,7 +393,6 @@ class GradientWindow:
         return (reached == 0).nonzero().flatten().tolist()
 
     def _clip(self, window: PendingWindow) -> Tensor:
-        """Clip the window's gradient; return its norm before clipping, a scalar in fp32."""
         gradients = self.gradients
         if not gradients.track:
             window.norms = self._norms()
@@ -478,7 +469,6 @@ class GradientWindow:
         return results
 
     def _take_back(self) -> None:
-        """Restore the state from before the oldest window whose result is not known."""
         for window in reversed(self._launched):
             if window.update is not None:
                 self.update.take_back(window.update)
@@ -487,7 +477,6 @@ class GradientWindow:
 
 
 def sent(numbers: Sequence[int], home: torch.device) -> Tensor:
-    """Return numbers as an fp32 tensor on the device, without waiting for it."""
     values = torch.tensor(numbers, dtype=torch.float32)
     return values.pin_memory().to(home, non_blocking=True) if home.type == "cuda" else values
 

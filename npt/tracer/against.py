@@ -64,8 +64,7 @@ class Step(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The norms, by row, of a difference (`error`) and of the record (`size`), and the element that
-    differs most."""
+    """Norms, by row, of a difference and of the record, and the element that differs most."""
 
     error: Tensor
     size: Tensor
@@ -74,7 +73,6 @@ class Difference(NamedTuple):
 
 
 def _unit(dtype: torch.dtype) -> float:
-    """Return the largest relative error of rounding to a dtype; 0 for integers."""
     return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
 
 
@@ -358,7 +356,6 @@ class PassComparison:
 
 
 def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
-    """Return a module's floating-point parameters and buffers, and its dequantised weight."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     own = ((_plain(n), t.detach()) for n, t in tensors if t.is_floating_point())
     state = {name: tensor for name, tensor in own if name.startswith(f"{module}.")}
@@ -367,7 +364,6 @@ def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
 
 
 def _plain(name: str) -> str:
-    """Return a name without torch.compile's prefix."""
     return name.replace("_orig_mod.", "")
 
 

@@ -99,9 +99,7 @@ class Ledger(Observer):
         self._inputs: list[tuple[str, Tensor]] = []
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """Return the origin of a bad tensor, if the pass saw one: certain ones (0) before those
-        that may be a mask (1), then the oldest.
-        """
+        """Return a tensor's origin: certain ones (0) before possible masks (1), then the oldest."""
         found = self._origins.of(tensor)
         return min(found, key=lambda o: (o[1].meant, o[0], o[1].number), default=(0, None))[1]
 
@@ -242,9 +240,7 @@ class Ledger(Observer):
         return origin
 
     def _external(self, tensor: Tensor, module: str, bad: bool = False) -> External | None:
-        """Return the external that a tensor shares memory with, preferably of `module`; a bad one
-        if `bad`.
-        """
+        """Return an external (a bad one, if `bad`) in a tensor's memory, rather one of `module`."""
         noted = self._externals.of(tensor)
         externals = [e for e in noted if not bad or judge(e.tensor, self._limit)]
         return min(externals, key=lambda external: external.module != module, default=None)
@@ -265,7 +261,6 @@ class Ledger(Observer):
         return reference is not None and not reference.expired()
 
     def _leaf(self, node: Any) -> str:
-        """Return the module of the leaf that an accumulating node belongs to."""
         variable = getattr(node, "variable", None)
         external = self._external(variable, "") if isinstance(variable, Tensor) else None
         return "" if external is None else external.module

@@ -55,9 +55,9 @@ def mask_fault(mask: Tensor, valid: Tensor) -> BadNumber | None:
     value = float(mask[b, :, t].amax(dim=-1).min())  # lowest in the head without keys
     row = f"at most {value:g}" if mask.is_floating_point() else "all False"
     message = (
-        f"{name}: the valid token at [b={b}, t={t}] may attend to nothing: its row is {row}"
-        f" ({int((keyless & valid).sum())} of {int(valid.sum())} valid tokens), so its attention is"
-        " NaN, or finite but wrong; let every valid token attend to itself"
+        f"{name}: the valid token at [b={b}, t={t}] may attend to nothing (its row is {row};"
+        f" {int((keyless & valid).sum())} of {int(valid.sum())} valid tokens affected): attention"
+        " is NaN, or finite but wrong; let every valid token attend to itself"
     )
     return BadNumber(name, (b, t), value, message)
 

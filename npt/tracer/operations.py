@@ -17,7 +17,6 @@ from npt.tracer.verdict import Phase
 
 
 def names(text: str) -> frozenset[str]:
-    """Split a text into names."""
     return frozenset(text.split())
 
 
@@ -66,7 +65,7 @@ class External:
 
 @dataclass(eq=False)
 class Origin:
-    """Where a value first went bad: an operation, or a tensor that was bad before the pass.
+    """The origin of a bad value: an operation, or a tensor that was bad before the pass.
 
     Attributes:
         number: the operation's number in the pass.
@@ -76,13 +75,13 @@ class Origin:
         value: that element.
         through: for an external tensor, shape and index of the first bad result it caused.
         node: the graph node, in backward.
-        sequence: the forward operation of that node.
-        meant: a mask's -Inf, or a constant.
-        hard: certainly no mask.
-        hid: the forward operation gave a bad value too, which was hidden.
-        inputs: the arguments before the operation, if the ledger was asked to keep them.
-        constants: those that are numbers in the code.
-        externals: those that come from before the pass.
+        sequence: its forward operation.
+        meant: whether it is a mask's -Inf, or a constant.
+        hard: whether it is certainly no mask.
+        hid: whether the forward operation gave a bad value too, which was hidden.
+        inputs: copies of the arguments, if the ledger was asked to keep them.
+        constants: arguments that are numbers in the code.
+        externals: arguments from before the pass.
     """
 
     number: int
@@ -143,9 +142,7 @@ class TorchCall:
 
     @property
     def made_of_masks(self) -> bool:
-        """Tell if its -Inf comes from a mask near the dtype's minimum, which was added to another
-        mask or cast to a smaller dtype.
-        """
+        """Tell if its -Inf comes from adding or casting a mask near the dtype's minimum."""
         if self.name not in ("add", "add_", "sub", "_to_copy", "to", "mul"):
             return False
         return any(
@@ -179,9 +176,7 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class Observer(TorchDispatchMode):
-    """Observe a pass's operations, and match backward operations to forward ones; `modules` are
-    dotted names by id.
-    """
+    """Observe operations, and match backward ones to forward ones; `modules` are names by id."""
 
     def __init__(self, modules: Mapping[int, str]):
         super().__init__()
@@ -201,13 +196,10 @@ class Observer(TorchDispatchMode):
         return self.run(call, func, args, kwargs or {})
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run `func(*args, **kwargs)` and return its result."""
         raise NotImplementedError
 
     def clock(self) -> Sequence:
-        """Return whether this is a backward thread, as on a GPU, and how many graph nodes it has
-        made since the pass began.
-        """
+        """Return whether this is a backward thread, and its number of graph nodes so far."""
         thread, now = threading.get_ident(), torch._C._autograd._get_sequence_nr()
         return thread != self._home, now - self._starts.setdefault(thread, now)
 

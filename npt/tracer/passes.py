@@ -44,7 +44,6 @@ class Sink:
 
 
 def default_run(model: nn.Module, batch: Any) -> Run:
-    """Return a call of the model on the batch, with labels if it is a language model."""
     if isinstance(batch, Batch):
         packed = batch if is_known(model) else replace(batch, documents=None)
         batch = {**model_inputs(model, packed), "labels": batch.labels}
@@ -63,16 +62,13 @@ def default_run(model: nn.Module, batch: Any) -> Run:
 
 
 def _is_language_model(model: nn.Module) -> bool:
-    """Tell if labels are token ids, as for transformers' models with an output embedding."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return head is not None and "labels" in inspect.signature(model.forward).parameters
 
 
 @torch.inference_mode(False)
 def ready(model: nn.Module, batch: Any) -> Any:
-    """Return the batch on the model's device, without inference-mode tensors, which backward
-    rejects.
-    """
+    """Return the batch on the model's device, without inference tensors, which backward rejects."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if isinstance(batch, Batch):
         return batch.to(device)
@@ -83,9 +79,7 @@ def ready(model: nn.Module, batch: Any) -> Any:
 
 
 def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
-    """Return the results of a pass. A scalar loss is differentiated first, if the pass has not done
-    so.
-    """
+    """Return the results of a pass; differentiate a scalar loss first, unless the pass has."""
     loss = result if isinstance(result, Tensor) else getattr(result, "loss", None)
     loss = result.get("loss") if isinstance(result, Mapping) else loss
     named = [*model.named_parameters(), *named_inputs(batch)]

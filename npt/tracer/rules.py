@@ -191,7 +191,6 @@ def _written(origin: Origin) -> Reason | None:
 
 
 def _slope(origin: Origin) -> Reason | None:
-    """Recognise the backward of a function where its derivative is infinite."""
     function = origin.node.rpartition("Backward")[0]
     if origin.phase != "backward" or function not in SLOPES:
         return None
@@ -245,7 +244,6 @@ def _domain(origin: Origin) -> Reason | None:
 
 
 def _average(origin: Origin) -> Reason | None:
-    """Recognise an average of no elements, or a variance of one."""
     source, name = _input(origin, "self"), origin.operation
     if source is None or not math.isnan(origin.value):
         return None
@@ -286,7 +284,6 @@ def _low_precision(origin: Origin) -> Reason | None:
 
 
 def _product(origin: Origin) -> Reason | None:
-    """Recognise an infinity from finite numbers, or a NaN from huge ones."""
     sizes = {label: absmax(t) for label, t in _floats(origin).items()}
     label = max(sizes, key=lambda name: sizes[name], default="")
     largest, external = sizes.get(label, 0.0), origin.externals.get(label)

@@ -63,7 +63,7 @@ def layer_of(name: str) -> int | None:
 
 
 class Stack(NamedTuple):
-    """What the Python frames around an operation tell.
+    """A summary of the Python frames around an operation.
 
     Attributes:
         place: the first module, and the first line that is not a library's.
@@ -119,7 +119,6 @@ def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _loops(file: str) -> list[tuple[int, int, str]]:
-    """Return the first line, last line and variable of a file's loops, outer ones first."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):

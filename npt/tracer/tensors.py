@@ -47,9 +47,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Badness(IntEnum):
-    """How bad a tensor is: SOFT with -Inf or numbers below -limit, which may be a mask, HARD with
-    NaN, +Inf or numbers above the limit.
-    """
+    """The badness of a tensor: SOFT if it may be a mask (-Inf or below -limit), HARD otherwise."""
 
     FINE = 0
     SOFT = 1
@@ -153,11 +151,8 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 class Stretch(NamedTuple):
-    """The bytes of storage `key` from a tensor's first element to the end of its last.
-
-    Attributes:
-        layout: the tensor's sizes and strides.
-        dense: whether the tensor fills all of the bytes.
+    """The bytes of storage `key` from a tensor's first element to its last; `layout` holds sizes
+    and strides, and `dense` tells whether the tensor fills all bytes.
     """
 
     key: int
@@ -188,7 +183,7 @@ def stretch_of(tensor: Tensor) -> Stretch | None:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage; 0 if it has no memory."""
+    """Return the id of a tensor's storage; 0 if it has no memory."""
     stretch = stretch_of(tensor)
     return stretch.key if stretch else 0
 

@@ -235,7 +235,6 @@ def _operands(origin: Origin) -> tuple[Operand, ...]:
 
 
 def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
-    """Yield the tensors that exist before the pass."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield External(name, "state", parameter.detach(), trained=True)
     for name, statistic in quantization_statistics(model):
@@ -272,8 +271,8 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
             cause="token id", phase="data", operation=operation, index=index,
             tensor=f"{name} {list(ids.shape)}", value=float(ids[index]),
             reached="nothing, since the lookup was not run",
-            explanation=f"the id {int(ids[index])} is outside [0, {vocabulary}), the first of"
-            f" {int(bad.sum())}",
+            explanation=f"the id {int(ids[index])} is outside [0, {vocabulary}) (ids outside:"
+            f" {int(bad.sum())})",
             **Tokens(batch).locate(tuple(ids.shape), index)._asdict(),
         )  # fmt: skip
     return None

@@ -142,7 +142,7 @@ class Verdict:
 
     @property
     def remedy(self) -> str:
-        """What to do about the cause."""
+        """The remedy for the cause."""
         return CAUSES[self.cause]
 
     def as_dict(self) -> dict[str, Any]:

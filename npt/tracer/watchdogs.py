@@ -91,7 +91,6 @@ def base_fault(model: nn.Module) -> BadNumber | None:
 
 
 def _whole_fault(model: nn.Module, prefix: str) -> BadNumber | None:
-    """Return the first fault among tensors that are whole on this process; names get `prefix`."""
     return next(filter(None, map(tensor_fault, _whole_tensors(model, prefix))), None)
 
 
@@ -110,7 +109,6 @@ def _whole_tensors(model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]
 
 
 def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point statistics of 4-bit weights, named `module: absmax` and so on."""
     for name, module in quantized_linears(model):
         yield from _statistics(name, module)
 
@@ -128,7 +126,6 @@ def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
 def _element(
     name: str, tensor: Tensor, limit: float, bad: Tensor | None = None, why: str = ""
 ) -> BadNumber:
-    """Return the first bad element of `tensor` as a finding."""
     bad = ~torch.isfinite(tensor) | (tensor.abs() > limit) if bad is None else bad
     index = tuple(bad.nonzero()[0].tolist())
     value = float(tensor[index])

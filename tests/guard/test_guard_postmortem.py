@@ -192,7 +192,9 @@ def test_a_replay_of_a_loss_made_outside_is_told_how(tmp_path) -> None:
     found = replay(folder, world.model, loss)
     causes = [f.verdict.cause for f in found.traces.values() if f.verdict is not None]
     assert causes == ["corrupt input"] * 3 and found.classification == "data"
-    with pytest.raises(BundleError, match=r"has branch\.bias of shape \(3,\), the model has none"):
+    with pytest.raises(
+        BundleError, match=r"has branch\.bias of shape \(3,\), but the model has none"
+    ):
         replay(folder, torch.nn.Linear(2, 2))
 
 

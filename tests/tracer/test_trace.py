@@ -613,7 +613,7 @@ def test_unknown_token_ids_and_labels_are_refused_before_the_lookup() -> None:
         ids[1, 3] = value
         verdict = npt.trace(model, {"input_ids": ids})
         check(verdict, cause="token id", index=(1, 3), value=value)
-        assert f"the id {value} is outside [0, 64), the first of 1" in verdict.explanation
+        assert f"the id {value} is outside [0, 64) (ids outside: 1)" in verdict.explanation
     labels = IDS.clone()
     labels[2, 1] = 99
     verdict = npt.trace(model, {"input_ids": IDS, "labels": labels})
