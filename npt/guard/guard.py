@@ -1,13 +1,14 @@
 """The guard: a transactional step for any model, optimizer and loop. Read this file first.
 
-A refused micro-batch is skipped: it changes nothing and is logged. The run then equals, bit for
-bit, a run that never saw it. Its gradients are not added, its tokens do not count, the random
-numbers it drew are drawn again, and the buffers it wrote to are restored. A window without
-survivors steps neither the optimizer nor the scheduler. The loop itself keeps Python's and NumPy's
-random state and its position in the data.
+A window is the micro-batches of one optimizer step. A micro-batch that yields NaN or Inf is
+refused, which means skipped: it changes nothing and is logged. The run then equals, bit for bit, a
+run that never saw it. Its gradients are not added, its tokens do not count, the random numbers it
+drew are drawn again, and the buffers it wrote to are restored. The other micro-batches survive; if
+none does, neither optimizer nor scheduler steps. The loop itself keeps Python's and NumPy's random
+state and its position in the data.
 
 Each micro-batch gets its own gradients and counts only if they and its loss are finite
-(`window.py`). The window's gradient is divided once by its tokens, checked and clipped. After the
+(`window.py`). Their sum is divided once by the survivors' tokens, checked and clipped. After the
 step, the old state is restored if the new one is not finite (`update.py`). The result is an
 `Outcome` (`outcome.py`).
 """
@@ -164,7 +165,7 @@ class Guard:
                 the window's outcome is known.
             run: computes the loss again, with the same random numbers, for `trace`; default: the
                 model's calls, which is enough if the model returns its loss.
-            offset: the samples' position in the data, so that repeated samples draw anew.
+            offset: the samples' position in the data; a repeated sample then draws other numbers.
 
         Raises:
             ConfigError: the loss is not one number, or `tokens` changed under sharding.

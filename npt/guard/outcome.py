@@ -35,8 +35,8 @@ class MicroBatch:
     """A micro-batch from its forward to the outcome of its window.
 
     Attributes:
-        loss: the loss, assigned by the loop, since it can be NaN while the gradients are finite.
-            Once the outcome is known: a number, the mean per token.
+        loss: the loss, assigned by the loop; it can be NaN while the gradients are finite. Once the
+            outcome is known, its mean per token, a number.
         tokens: its weight.
         report: [n] the caller's own figures, returned with the outcome.
         index: its index in the window over all processes.

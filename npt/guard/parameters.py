@@ -66,8 +66,7 @@ def unwrapped(
     """Return torch's own optimizer, and the scaler, of one from `Accelerator.prepare`.
 
     Raises:
-        ConfigError: accelerate would divide losses by the window's size, and no `divided` loss is
-            expected.
+        ConfigError: accelerate divides losses by the window's size, but `divided` is False.
     """
     if type(optimizer).__module__.partition(".")[0] != "accelerate":
         return optimizer, None

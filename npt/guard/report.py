@@ -186,7 +186,7 @@ class Report(TrainerCallback):
         self._bits = bits
 
     def _read(self, *now: _Look) -> list[list[str]]:
-        """Read these flags and the late ones, log what is lost, and return its names in `now`."""
+        """Read these flags and the late ones, and log what is lost; return the names for `now`."""
         looks, self._late = [*self._late, *now], []
         home = next((look.flags.device for look in looks if look.names), None)
         good = iter(torch.cat([look.flags.to(home) for look in looks]).tolist() if home else [])

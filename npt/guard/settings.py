@@ -23,7 +23,7 @@ class GuardSettings:
             by their tokens (by 1 if none are given) and divided by the sum of the weights. `share`:
             its share of the window's loss, already divided for the whole window; the caller
             computes it again after a refusal (`Guard.begin_again`).
-        refuse: exceptions that refuse the micro-batch that raised them; others are raised.
+        refuse: exceptions that refuse their micro-batch; any other exception propagates.
         spike_sigmas: refuse a window whose loss or norm exceeds the accepted ones by this many
             robust standard deviations; None turns the check off.
         max_refused: raise TooManyRefusalsError after this many refusals in a row.

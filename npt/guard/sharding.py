@@ -1,8 +1,7 @@
 """FSDP2 under a guard: parameters sharded over several processes.
 
 Each forward and backward gathers layers from all processes. So all compute the same number of
-micro-batches, in step; instead of one refused before its forward, a stand-in is computed that does
-not count.
+micro-batches, in step. A stand-in that does not count replaces one refused before its forward.
 
 If trained parameters are sharded too, backward sums gradients over the processes, and one process's
 NaN reaches all shards. So micro-batches computed together are refused together. Each gradient is

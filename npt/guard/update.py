@@ -275,7 +275,7 @@ class GuardedUpdate:
         return [name for name, _ in named], norms_of(tensors, float("inf"), self.home)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Return parameters by name, each after its moments, which spoil it in the same step."""
+        """Return tensors by name, moments first: of the bad ones, the first is reported."""
         named: list[tuple[str, Tensor]] = []
         for name, parameter in zip(self.names, self.parameters, strict=True):
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -292,7 +292,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def on_card(tensor: Tensor) -> Tensor:
     """Return a bitsandbytes paged tensor as a tensor on its GPU, and any other tensor as it is.
 
-    Torch takes paged memory for host memory, and would read it page by page through the host.
+    Torch treats paged memory as host memory, and would read it page by page.
     """
     if not getattr(tensor, "is_paged", False):
         return tensor

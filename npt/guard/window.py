@@ -2,9 +2,9 @@
 
 Each micro-batch gets its own gradients. One flag tells whether its loss and gradients are finite.
 If so, they are added to the window's gradient; otherwise zeros are added. The zeros come from
-multiplying the bits by 0, since 0 * NaN is NaN. The window is divided once, by its survivors'
-tokens. Its norm is checked before clipping, because clipping spreads one NaN over every gradient
-and silently turns an overflowing norm into zeros.
+multiplying the bits by 0, since 0 * NaN is NaN. The sum is divided once, by the survivors' tokens.
+Its norm is checked before clipping, because clipping spreads one NaN over every gradient and
+silently turns an overflowing norm into zeros.
 
 All decisions are device flags. On a CPU they are read at once. On a GPU they are copied to pinned
 memory and read one window late, or up to `IN_FLIGHT` windows late if they have not arrived. The
@@ -109,7 +109,7 @@ class Gradients:
             torch._foreach_mul_(gradients, factor)
 
     def add(self, flag: Tensor) -> None:
-        """Add the gradients to the sums if the unread scalar bool `flag` is set; overwrite them."""
+        """Add the gradients to the sums if `flag`, a scalar bool, is set; then drop them."""
         self._renew()
         totals = [self.sum_views[place] for place in self.present]
         for gradients, sums in alike([*self.present.values()], totals):
@@ -211,7 +211,7 @@ class GradientWindow:
         self.gradients = Gradients(parameters, track=self._rates is None)
 
     def add(self, micro: MicroBatch) -> Tensor:
-        """Add the collected gradients if they and the loss are finite; return that flag unread."""
+        """Add the collected gradients if they and the loss are finite; return that flag [] bool."""
         norms = self.gradients.norms()
         loss = micro.loss.to(self._home)
         if self.sharding is not None:
