@@ -38,8 +38,8 @@ from npt.tracer.tensors import dtype_name
 from npt.tracer.verdict import Phase, Verdict
 
 MARGIN = 12.0
-"""How many times the response to a random perturbation rounding may explain. Among equal passes,
-gradients of attention (eager against fused, fp16 against fp32) needed most: 6 to 8.
+"""What rounding may explain, as a multiple of the response to a random perturbation. Among equal
+passes, gradients of attention (eager against fused, fp16 against fp32) needed most: 6 to 8.
 """
 
 # A pass is meant to compute in a dtype that at least this share of its results has.

@@ -240,7 +240,7 @@ class Ledger(Observer):
         return origin
 
     def _external(self, tensor: Tensor, module: str, bad: bool = False) -> External | None:
-        """Return an external (a bad one, if `bad`) in a tensor's memory, rather one of `module`."""
+        """Return an external in a tensor's memory, preferably of `module`; a bad one if `bad`."""
         noted = self._externals.of(tensor)
         externals = [e for e in noted if not bad or judge(e.tensor, self._limit)]
         return min(externals, key=lambda external: external.module != module, default=None)

@@ -1,7 +1,7 @@
 """The place of an operation: its module and source line, and the token of an element.
 
-Both are read from the Python frames while the operation runs. Nothing is installed in the model,
-and code between modules, such as a residual sum, is located as exactly as code inside one.
+Module and line are read from the Python frames while the operation runs. Nothing is installed in
+the model, and code between modules, such as a residual sum, is located as exactly as code in one.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def trace(
 def first_fault(model: nn.Module, batch: Any, run: Run, *, exploded: bool) -> Verdict | None:
     """Return the operation that made the first NaN or Inf of a micro-batch.
 
-    If it was refused (`exploded`) although every number is finite, trace the first one too large to
-    be squared, since a norm overflows before its elements do.
+    If it was refused (`exploded`) although every number is finite, trace the first one above
+    `EXPLOSION`, since a norm overflows before its elements do.
     """
     verdict = trace(model, batch, run=run)
     return trace(model, batch, run=run, limit=EXPLOSION) if exploded and not verdict else verdict

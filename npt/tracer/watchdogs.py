@@ -51,7 +51,7 @@ def require(finding: BadNumber | None) -> None:
 def tensor_fault(
     named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: float = math.inf
 ) -> BadNumber | None:
-    """Find the first tensor with an element that is not finite or larger than `limit`, since a
+    """Find the first tensor with an element that is not finite, or is larger than `limit`: a
     flipped exponent bit can make a finite 1e36. Waits for the device once.
     """
     pairs = named.items() if isinstance(named, Mapping) else named
