@@ -130,7 +130,7 @@ def _element(
     index = tuple(bad.nonzero()[0].tolist())
     value = float(tensor[index])
     why = why or (f"larger than {limit:g}" if math.isfinite(value) else "not finite")
-    remedy = "go back to the last checkpoint" if ADAPTER in name else "load the base again"
+    remedy = "go back to the last checkpoint" if ADAPTER in name else "reload it from a checkpoint"
     at = list(index) if index else ""
     share = f"{int(bad.sum())} of {tensor.numel()} elements"
     return BadNumber(name, index, value, f"{name}{at} is {value:g} ({share}: {why}); {remedy}")
