@@ -1,4 +1,4 @@
-"""Join the processes that torchrun, `accelerate launch` or another launcher has started."""
+"""Join the processes that torchrun, `accelerate launch` or another launcher started."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ProcessError
 
 TIMEOUT = 600.0
-"""Seconds that a process waits for the others before it gives up."""
+"""Seconds that a process waits for the others before it stops."""
 
 
 def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
-    """Return the processes that the launcher started; a process group of torch's is taken as it is.
+    """Return the processes that the launcher started, or those of torch's existing process group.
 
-    timeout: seconds to wait for another process, now and at every sum. ConfigError if two processes
-    share a GPU or only some have one, ProcessError if not all came.
+    Args:
+        timeout: seconds to wait for another process, now and at every exchange.
+
+    Raises:
+        ConfigError: two processes share a GPU, or only some have one.
+        ProcessError: not all processes joined in time.
     """
     if dist.is_available() and dist.is_initialized():
         on_gpu = default_device().type == "cuda"
@@ -34,7 +38,7 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         raise ProcessError(
-            f"process {os.environ.get('RANK')} did not meet the {os.environ['WORLD_SIZE']}"
+            f"process {os.environ.get('RANK')} did not join the {os.environ['WORLD_SIZE']}"
             f" processes of the run within {timeout:g} s: {str(error).splitlines()[0][:200]}; start"
             " them with torchrun or accelerate launch"
         ) from error
@@ -44,16 +48,16 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
     if any(gpus) and len({*gpus} - {None}) < processes.size:
         processes.close()
         raise ConfigError(
-            f"the processes compute on the GPUs {', '.join(map(str, gpus))}; start one for each"
-            " GPU, show each its own with CUDA_VISIBLE_DEVICES, or set NPT_DEVICE=cpu for all"
+            f"the processes use the GPUs {', '.join(map(str, gpus))}; start one process per GPU,"
+            " give each its own with CUDA_VISIBLE_DEVICES, or set NPT_DEVICE=cpu for all"
         )
     return processes
 
 
 def _own_device() -> torch.device:
-    """Return this process's GPU on its machine, or the CPU if it has none or accelerate asks.
+    """Return this process's own GPU, or the CPU if there is none or accelerate asks for it.
 
-    A launcher may show each process one GPU, its own.
+    A launcher may show each process only its own GPU.
     """
     forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     if forced or default_device().type == "cpu":
@@ -63,8 +67,8 @@ def _own_device() -> torch.device:
     index = int(rank) if count > 1 else 0
     if index >= count:
         raise ConfigError(
-            f"process {rank} of this machine has no GPU of its own, there are {count}; start at"
-            f" most {count} here"
+            f"process {rank} of this machine has no GPU of its own, since there are {count}; start"
+            f" at most {count} here"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -1,9 +1,9 @@
-"""The processes of one run: what they sum and tell one another, and how they end together.
+"""The processes of one run: how they exchange sums and messages, and how they stop together.
 
-All decide alike, on the same sums. A process may fail where all expect it (the training loop sends
-a flag with its sums): the others end with its reason. Anywhere else it says its reason itself and
-closes its connections, as a killed one does. Over gloo that ends whoever waits for it; over NCCL
-torch's watchdog ends a wait at the timeout, or the launcher before.
+All processes decide alike, from the same sums. If one fails where all expect it (the training loop
+sends a flag with its sums), the others stop with its reason. Anywhere else it prints its own reason
+and closes its connections, like a killed process. With gloo the waiting processes then stop at
+once; with NCCL torch's watchdog stops them at the timeout, unless the launcher does so before.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ E = TypeVar("E", bound=BaseException)
 
 
 class ProcessGroup:
-    """The processes of a run, seen from one of them; by default it is alone, which costs nothing.
+    """The processes of a run, seen from one of them; by default there is only this one.
 
-    Exchanges raise ProcessError if another process has ended or does not come.
+    Exchanges raise ProcessError if another process has ended or does not respond.
 
     Args:
-        index: of this process, from 0.
-        device: that it computes on.
-        owned: `close` destroys torch's process group.
+        index: this process's index, from 0.
+        size: the number of processes.
+        device: the device that this process computes on.
+        owned: whether `close` destroys torch's process group.
 
     Attributes:
-        broken: a process was lost, or this one has left: nothing can be exchanged any more.
+        broken: whether a process was lost or this one has left, which ends all exchanges.
     """
 
     def __init__(
@@ -53,35 +54,34 @@ class ProcessGroup:
 
     @property
     def main(self) -> bool:
-        """True for the process that writes and prints."""
+        """True for process 0, which writes and prints."""
         return self.index == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum over all processes, in place, without waiting for a device; NaN stays NaN."""
+        """Sum over all processes, in place, without waiting for the device; NaN stays NaN."""
         if self.size > 1:
             self._collect(lambda: dist.all_reduce(tensor))
         return tensor
 
     def each(self, value: Tensor) -> Tensor:
-        """Return every process's scalar, by process: [W] in fp32, which must hold it exactly."""
+        """Return every process's scalar: [processes] in fp32, which must hold it exactly."""
         places = torch.zeros(self.size, dtype=torch.float32, device=value.device)
         places[self.index] = value
         return self.sum_(places)
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sum over all processes of each of these numbers on the host."""
+        """Return each of these host numbers summed over all processes."""
         return [sum(each) for each in zip(*self.gather(numbers), strict=True)]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return each process's value, by process."""
+        """Return every process's value, in order."""
         everyone = [value] * self.size
         if self.size > 1:
             self._collect(lambda: dist.all_gather_object(everyone, value))
         return everyone
 
     def first(self, act: Callable[[], T]) -> T:
-        """Call `act` on process 0 and return its value on every process; its error is a
-        ProcessError elsewhere."""
+        """Call `act` on process 0 and return its value everywhere; if it raises, all raise."""
         if self.size == 1:
             return act()
         value, failure = None, None
@@ -94,7 +94,7 @@ class ProcessGroup:
         return self.gather(value)[0]
 
     def agree(self, values: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all processes if a value, by its name, is not the same on all."""
+        """Raise ConfigError on all processes if a named value differs between them."""
         first, *others = self.gather(values)
         for process, theirs in enumerate(others, start=1):
             for name in first | theirs:
@@ -102,22 +102,22 @@ class ProcessGroup:
                 one, other = ("unset" if value is None else value for value in pair)
                 if one != other:
                     message = (
-                        f"process {process} has {name} {other}, process 0 has {one}; start every"
-                        " process with the same settings and files"
+                        f"process {process} has {name} {other}, but process 0 has {one}; start"
+                        " every process with the same settings and files"
                     )
                     raise self.everywhere(ConfigError(message))
 
     def wait(self) -> None:
-        """Wait until every process has come here; raises as `sum_`."""
+        """Wait until every process calls this; raises like `sum_`."""
         self.gather(None)
 
     def everywhere(self, error: E) -> E:
-        """Return an error that every process raises at this point, so nobody must be told of it."""
+        """Mark and return an error that every process raises here, so none needs to be told."""
         self._met = error
         return error
 
     def raise_together(self, failure: Exception | None) -> None:
-        """End every process if one has failed: with `failure` there, a ProcessError elsewhere."""
+        """If one process has failed, raise `failure` there and ProcessError on the others."""
         if self.size == 1:
             return
         ours = None
@@ -126,7 +126,7 @@ class ProcessGroup:
                 " ".join(str(failure).split())[:500],
                 getattr(failure, "exit_status", None),
             )
-            if status is None:  # no error of ours
+            if status is None:  # not one of npt's errors
                 text = f"{type(failure).__name__}: {text}"
                 status = 2 if is_out_of_memory(failure) else 1
             ours = text, status
@@ -142,10 +142,10 @@ class ProcessGroup:
 
     @contextmanager
     def member(self) -> Iterator[None]:
-        """Leave the others on an error that this process alone meets.
+        """Leave the other processes on an error that only this one meets.
 
-        On an error that all meet they wait for one another: a launcher ends all processes when the
-        first one fails, and process 0 may still be writing.
+        If all meet it, they wait for each other first: a launcher stops all processes when one
+        fails, and process 0 may still be writing.
         """
         try:
             yield
@@ -158,13 +158,13 @@ class ProcessGroup:
             raise
 
     def leave(self) -> None:
-        """Close the connections that the others may wait at."""
+        """Close the connections that other processes may wait on."""
         self.broken = self.size > 1
         self.close()
 
     def close(self) -> None:
         """Destroy torch's process group if it was made here."""
-        # over NCCL this would wait for kernels that wait for the lost; there it is left to the exit
+        # with NCCL this could wait for a lost process, so it is left to the exit
         waits = self.broken and self.device is not None and self.device.type != "cpu"
         if self._owned and dist.is_initialized() and not waits:
             self._owned = False
@@ -173,7 +173,7 @@ class ProcessGroup:
         self.broken = self.size > 1
 
     def _collect(self, collective: Callable[[], Any]) -> None:
-        """Run a collective operation; on a GPU it is only launched."""
+        """Run a collective operation; a GPU is not waited for."""
         self.check_unbroken()
         try:
             collective()
@@ -182,7 +182,7 @@ class ProcessGroup:
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Name the process that is lost if an exchange of torch's own fails within, as FSDP's."""
+        """Raise ProcessError if an exchange inside torch fails in the context, such as FSDP's."""
         try:
             yield
         except RuntimeError as error:
@@ -191,17 +191,17 @@ class ProcessGroup:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> ProcessError:
-        self.leave()  # whoever waits for this process is woken
+        self.leave()  # wakes processes that wait for this one
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ", 1)[0]
         name = f"process {1 - self.index}" if self.size == 2 else "another process"
         self._loss = ProcessError(
-            f"{name} does not answer any more ({reason}); see what it says, then continue with"
+            f"{name} no longer responds ({reason}); see its own message, then continue with"
             " --resume auto"
         )
         return self._loss
 
     def check_unbroken(self) -> None:
-        """Raise ProcessError if a process was lost: what it had to add may never arrive."""
+        """Raise ProcessError if a process was lost, since its part may never arrive."""
         if self.broken:
-            left = f"process {self.index} has left the other processes already"
+            left = f"process {self.index} has already left the other processes"
             raise ProcessError(left) if self._loss is None else self._loss

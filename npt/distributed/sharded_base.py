@@ -1,9 +1,9 @@
-"""`shard_base`: a base too large for one GPU, in parts over the processes of a run (FSDP2).
+"""`shard_base`: spread a base too large for one GPU over a run's processes with FSDP2.
 
-Only the base is sharded. Adapters, embeddings, final norm and lm_head stay whole in every process.
-FSDP gathers a layer before its forward and its backward, the next one meanwhile, and drops it
-afterwards. Gathering takes all processes, so all of them must compute equally often: whoever has
-nothing to compute passes a placeholder through the layers (npt/train/loop.py).
+Only the base's layers are sharded. Adapters, embeddings, final norm and lm_head stay whole in every
+process. FSDP gathers a layer for its forward and backward, prefetches the next one, and frees it
+afterwards. Gathering needs all processes, so all must compute equally often: a process with nothing
+to compute passes a placeholder through the layers (npt/train/loop.py).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from npt.errors import ConfigError, ModelError
 
 @torch.no_grad()
 def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) -> ProcessGroup:
-    """Spread every decoder layer of the frozen base over the processes, each of which keeps a share
-    on its device: packed weights in their bytes, while their statistics stay whole.
+    """Shard every decoder layer of the frozen base over the processes; statistics of packed weights
+    stay whole.
 
-    Every process calls it on the same base, and from then on all must compute equally often.
-    Results are those of the whole base, bit for bit: of every layer the bytes, and what it makes of
-    a few tokens, are compared before and after.
+    Every process must call it on the same base, and then compute equally often. Results equal those
+    of the whole base, bit for bit: each layer's bytes, and its output for a few tokens, are
+    compared before and after.
 
     Args:
-        model: with adapters attached. `load_base(..., layers_later=True)` leaves in its files what
-            no process could hold as a whole: layers are read here, one after the other.
-        processes: of the run; default those that a launcher started.
+        model: the base with adapters attached. `load_base(..., layers_later=True)` leaves layers in
+            their files, so that no process must hold the whole base; they are read here one by one.
+        processes: the run's processes; default: those that a launcher started.
 
     Returns:
-        The processes, which a Trainer of this model takes by itself.
+        The processes. A Trainer of this model finds them by itself.
 
     Raises:
         ConfigError: there is one process, or torch cannot shard a packed base.
@@ -56,14 +56,12 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
     processes = processes if processes is not None else join_processes()
     if processes.size == 1 or processes.device is None:
         raise ConfigError(
-            "there is one process, and nobody to share the base with; start several with torchrun"
+            "the base cannot be sharded over one process: start several with torchrun"
         )
-    if not hasattr(FSDPModule, "reset_iter_state"):  # nor could 2.11 share out whole numbers
-        raise ConfigError(
-            f"a base is sharded with torch 2.13 or later; this is {torch.__version__}"
-        )
+    if not hasattr(FSDPModule, "reset_iter_state"):  # 2.11 cannot shard integers either
+        raise ConfigError(f"sharding a base needs torch 2.13 or later; this is {torch.__version__}")
     if is_sharded(model):
-        raise ModelError("the base is sharded already; load it again to shard it in another way")
+        raise ModelError("the base is sharded already; load it again to shard it differently")
     device, mesh = processes.device, init_device_mesh(processes.device.type, (processes.size,))
     layers = real_layers(model, device)
     probe = collate([Sample("probe", tuple(range(min(16, model.config.vocab_size))))]).to(device)
@@ -72,15 +70,15 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
     with processes.exchanging(), adapters_disabled(model):
         for index, layer in layers:
             changed += [f"{name} of layer {index}" for name in _shard(layer, mesh, stream)]
-        # The root holds nothing. Within its forward FSDP gathers the next layer ahead of its turn.
+        # The root holds no parameters. In its forward, FSDP prefetches the next layer.
         fully_shard(model.model, mesh=mesh, ignored_params=set(model.model.parameters()))
         for module in (*decoder_layers(model), model.model):
             setattr(module, WITHIN, call)
             register_fsdp_forward_method(module, WITHIN)
-        within(model.model, lambda: None)  # FSDP wants to see the root first
-    what = f"{changed[0]} ({len(changed)} such)" if changed else ""
+        within(model.model, lambda: None)  # FSDP must see the root first
+    what = f"{changed[0]} (one of {len(changed)})" if changed else ""
     message = (
-        f"sharding changes {what}, with torch {torch.__version__}, and so the base's results; take"
+        f"sharding changes {what} with torch {torch.__version__}, and so the base's results; use"
         " another version of torch or bitsandbytes"
     )
     processes.raise_together(ModelError(message) if changed else None)
@@ -88,15 +86,13 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
 
 
 def _shard(layer: Any, mesh: DeviceMesh, stream: Stream) -> list[str]:
-    """Shard a layer; return the names of what differs afterwards: its bytes, and what it makes of
-    a stream.
-    """
+    """Shard a layer; return the names of parameters, and of the output, that changed."""
     packed = [(m, m.weight.quant_state, m.weight.quant_type) for _, m in quantized_linears(layer)]
     of_adapter = set(layer.npt.parameters()) if isinstance(layer, NPTLayer) else set()
     before = {name: _bytes(p).clone() for name, p in _of_base(layer)}
     after = layer.forward(stream.hidden, **stream.context_of(layer))
     fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=of_adapter)
-    # FSDP makes two plain parameters of a packed weight, its share and the whole.
+    # FSDP replaces a packed weight by two plain parameters, its shard and the whole.
     _keep_statistics(packed)
     layer.unshard()
     _keep_statistics(packed)
@@ -117,6 +113,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _keep_statistics(packed: list[tuple[Any, Any, str]]) -> None:
-    """Give packed weights the statistics that they are read by."""
     for module, state, kind in packed:
         module.weight.quant_state, module.weight.quant_type = state, kind

@@ -1,14 +1,14 @@
-"""The post-mortem of a run that gives up, whatever model it trains: one format for every trainer.
+"""The post-mortem bundle of a run that stopped, in one format for every trainer and model.
 
     step-00000123/
-      window.safetensors    the micro-batches refused last, some accepted ones, their random states
+      window.safetensors    the last refused micro-batches, some accepted ones, random states
       weights.safetensors   the trained parameters from before the window
-      moments.safetensors   what the optimizer keeps for them
-      postmortem.json       refusals, findings, settings, versions; of an NPT run its student
+      moments.safetensors   their optimizer state
+      postmortem.json       refusals, findings, settings, versions; for an NPT run, its student
       manifest.json         sha256 and size of every file
 
-A bundle appears as a whole or not at all, holds safetensors and JSON only, and may come from
-somebody else: what is not of this form is refused in one line.
+A bundle is written as a whole or not at all, and holds only safetensors and JSON. It may come from
+somebody else, so anything malformed raises an error of one line.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ _MALFORMED = (
 
 @dataclass(frozen=True)
 class Postmortem:
-    """A post-mortem that was read, on the host.
+    """A post-mortem bundle, read onto the host.
 
     Attributes:
-        folder: its own.
-        micro_batches: that were refused last; of an NPT run the whole window.
-        accepted: some that were stepped on.
+        folder: its folder.
+        micro_batches: the last refused ones; for an NPT run, the whole window.
+        accepted: some micro-batches that counted in earlier steps.
         weights: by name, for `model.load_state_dict(weights, strict=False)`.
-        moments: by `exp_avg of NAME` and so on, also those that are plain numbers.
-        limits: of loss and gradient norm, the spike guard's.
+        moments: optimizer state by `exp_avg of NAME` and so on, tensors and plain numbers.
+        limits: the spike guard's limits of loss and gradient norm.
         record: the content of `postmortem.json`.
     """
 
@@ -90,12 +90,12 @@ class Postmortem:
 
     @property
     def step(self) -> int:
-        """The step at which training stopped."""
+        """The number of applied steps when training stopped."""
         return int(self.record["step"])
 
     @property
     def recorded(self) -> dict[tuple[str, int | None], Refusal]:
-        """The refusals of the stored micro-batches, by kind and index here; None of a window."""
+        """Refusals of `micro_batches` by kind and index; the index is None for a whole window."""
         refusals = [(i, m.refusal) for i, m in enumerate(self.micro_batches) if m.refusal]
         return {(r.kind, None if r.micro_batch is None else i): r for i, r in refusals}
 
@@ -111,14 +111,15 @@ def write_postmortem(
     accepted: Sequence[StoredMicroBatch] | None = None,
     student: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `step-XXXXXXXX` below the folder, of other processes than the first with their number.
-    What cannot be read from its device, as after a CUDA error, is left out; the reason says so.
+    """Write `step-XXXXXXXX` into the folder; processes other than 0 append their number. Tensors
+    that cannot be read, as after a CUDA error, are left out and named in the reason.
 
     Args:
-        outcome: of the window that was refused last.
-        step: applied ones of the state that is stored.
-        refused, accepted: micro-batches; default those that the guard has kept.
-        student: what it takes to load the student of an NPT run again.
+        outcome: the outcome of the last refused window.
+        reason: why the run stopped.
+        step: the number of applied steps in the stored state.
+        refused, accepted: micro-batches; default: those that the guard kept.
+        student: what is needed to load an NPT run's student again.
     """
     process, settings = guard.window.processes.index, guard.settings
     number = f"-process-{process}" if process else ""
@@ -166,23 +167,23 @@ def write_postmortem(
 
 
 def read_postmortem(folder: str | Path) -> Postmortem:
-    """Read a post-mortem, on the host.
+    """Read a post-mortem bundle onto the host.
 
     Raises:
-        BundleError: it is none, of another version, or malformed.
-        CheckpointError: a file is not the one that was written.
+        BundleError: the folder is no bundle, of another version, or malformed.
+        CheckpointError: a file is damaged.
     """
     folder = Path(folder)
     path = folder / POSTMORTEM
-    require_file(path, "name a complete folder postmortem/step-XXXXXXXX", BundleError)
+    require_file(path, "pass a complete folder postmortem/step-XXXXXXXX", BundleError)
     record = read_json(path, BundleError)
     # the first version called its number `format`
     if (version := record.get("version", record.get("format"))) != VERSION:
         stored = record.get("versions")
         writer = stored.get("npt") if isinstance(stored, dict) else None
         raise BundleError(
-            f"{path} is of version {shown(version)}, this npt reads {VERSION}; replay it with the"
-            f" npt that wrote it ({shown(writer)})"
+            f"{path} has format version {shown(version)}, but this npt reads {VERSION}; replay it"
+            f" with the npt that wrote it ({shown(writer)})"
         )
     check_entries(path, "", record, _ENTRIES, BundleError)
     verify_checkpoint(folder)
@@ -191,11 +192,11 @@ def read_postmortem(folder: str | Path) -> Postmortem:
         refused = tuple(_micro_batch(entry, window) for entry in record["micro_batches"])
         accepted = tuple(_micro_batch(entry, window) for entry in record["accepted"])
         limits = record["spike_limits"]
-        if limits is not None:  # JSON writes an infinite one as null
+        if limits is not None:  # an infinite limit is null in JSON
             loss, norm = (math.inf if limit is None else float(limit) for limit in limits)
             limits = loss, norm
     if not refused:
-        raise BundleError(f"{path}: micro_batches names no micro-batch; copy it again")
+        raise BundleError(f"{path} has no refused micro-batch; restore it from the original")
     return Postmortem(
         folder, refused, accepted, weights, {**record["moments"], **moments}, limits, record
     )
@@ -203,13 +204,13 @@ def read_postmortem(folder: str | Path) -> Postmortem:
 
 @contextmanager
 def well_formed(path: Path) -> Iterator[None]:
-    """Refuse what is made of a record whose entries are not those that are written."""
+    """Raise BundleError if the record at `path` turns out to be malformed."""
     try:
         yield
     except _MALFORMED as error:
         raise BundleError(
-            f"{path} has an entry that cannot be: {type(error).__name__}: {shown(str(error))};"
-            " copy it again"
+            f"{path} is damaged: {type(error).__name__}: {shown(str(error))}; restore it from the"
+            " original"
         ) from error
 
 
@@ -242,7 +243,7 @@ def _micro_batch(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Sto
 
 
 def _described(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return nested inputs for JSON: tensors are added to `tensors`, and named in their place."""
+    """Return nested inputs for JSON; tensors move to `tensors`, and their names replace them."""
     if isinstance(value, Tensor):
         tensors[name] = value
         return {_TENSOR: name}
@@ -254,7 +255,6 @@ def _described(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what `_described` was given; tuples have become lists."""
     if isinstance(value, list):
         return [_restored(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -287,7 +287,6 @@ def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has a word for, else its text."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:

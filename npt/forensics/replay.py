@@ -1,8 +1,8 @@
-"""Replay a post-mortem: does the fault recur, where does it arise, is it the data or the state?
+"""Re-run the last window of a failed run from its post-mortem, and find what was to blame.
 
-The last window's step is made again from the state of then, with the optimizer and limits of the
-run, so that a refusal of the whole window recurs too. Refusals that recur are traced. Then accepted
-micro-batches are tried in the same state.
+The window's step is made again from the stored state, with the run's optimizer and limits, so that
+a refusal of the whole window recurs too. Refusals that recur are traced. Then accepted
+micro-batches are computed in the same state.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ Classification = Literal["data", "state", "transient", "undecided"]
 Loss = Callable[[nn.Module, Any], Any]
 
 TRACED = 3
-"""Refused micro-batches that are traced; more would say the same."""
+"""How many refused micro-batches are traced."""
 
 _REASONS = {
-    "transient": "Nothing is refused when the same batches are computed in the same state.",
-    "data": "The inputs themselves are bad, and the state is not.",
+    "transient": "The same batches in the same state are accepted.",
+    "data": "The inputs are bad; the state is not.",
     "undecided": "There is no other micro-batch to compare with.",
 }
 _REMEDIES = {
-    "data": "leave out or repair {}, or mend what the trace names; the last checkpoint can be used",
-    "state": "replace what is not finite above, or go back to an earlier checkpoint and lower the"
+    "data": "leave out or repair {}, or fix what the trace names, and continue from the last"
+    " checkpoint",
+    "state": "replace what is not finite, or go back to an earlier checkpoint and lower the"
     " learning rate; leaving out samples will not help",
-    "undecided": "look at {}",
-    "transient": "start the run again; if this recurs there and never here, suspect the machine"
-    " (memory, an unstable GPU) or what else ran in the process",
+    "undecided": "check {}",
+    "transient": "start the run again; if the fault recurs there but never here, suspect the"
+    " machine (memory, an unstable GPU) or other code in the process",
 }
 
 
@@ -56,12 +57,13 @@ class Replay:
     """The result of a replay.
 
     Attributes:
-        refusals: of the replayed window.
-        records: its micro-batches that were computed, with loss and gradient norm.
-        findings: numbers in weights, moments and base that are not finite before anything is
-            computed.
-        traces: by index of a micro-batch, what the tracer found.
-        trials: whether other micro-batches, or a window of them, failed in the same state.
+        postmortem: the bundle that was replayed.
+        device: the device it was replayed on.
+        refusals: the refusals of the replayed window.
+        records: its computed micro-batches, with loss and gradient norm.
+        findings: what is not finite in weights, moments and base before the window.
+        traces: the tracer's findings, by index of the micro-batch.
+        trials: for each accepted micro-batch, or their window, whether it failed in the same state.
     """
 
     postmortem: Postmortem
@@ -74,7 +76,7 @@ class Replay:
 
     @property
     def classification(self) -> Classification:
-        """Whose fault it is, as `replay` describes it."""
+        """The kind of fault, as described in `replay`."""
         if not self.refusals:
             return "transient"
         if all(refusal.kind == "data" for refusal in self.refusals):
@@ -87,12 +89,12 @@ class Replay:
 
     @property
     def reproduced(self) -> bool:
-        """True if exactly the recorded refusals recurred, of the same micro-batches and kinds."""
+        """True if exactly the recorded refusals recurred, by micro-batch and kind."""
         return {(r.kind, r.micro_batch) for r in self.refusals} == set(self.postmortem.recorded)
 
     @property
     def verdict(self) -> Any:
-        """The first one found."""
+        """The tracer's first verdict, or None."""
         verdicts = (finding.verdict for finding in self.traces.values())
         return next(filter(None, verdicts), None)
 
@@ -121,17 +123,18 @@ class Replay:
     def __str__(self) -> str:
         postmortem, record = self.postmortem, self.postmortem.record
         lines = [
-            f"{postmortem.folder}: stopped after step {postmortem.step}, {record['reason']}",
+            f"{postmortem.folder}: stopped after step {postmortem.step}: {record['reason']}",
             f"recorded on {record['device']}, replayed on {self.device}",
             *(f"recorded: {refusal}" for refusal in postmortem.recorded.values()),
             *(f"replayed: {refusal}" for refusal in self.refusals or ("no refusal",)),
-            "reproduced" if self.reproduced else "not reproduced as recorded",
+            "reproduced" if self.reproduced else "not reproduced",
             "",
         ]
-        reason = _REASONS.get(self.classification, "No batch will help.")
+        reason = _REASONS.get(self.classification, "No batch can succeed in this state.")
         if self.trials:
             reason = (
-                f"In the same state {sum(self.trials)} of {len(self.trials)} accepted ones fail."
+                f"{sum(self.trials)} of {len(self.trials)} accepted micro-batches fail in the same"
+                " state."
             )
         lines.append(f"verdict: {self.classification}. {reason}")
         lines += [f"  {name}: {message}" for name, message in self.findings.items() if message]
@@ -141,45 +144,43 @@ class Replay:
             lines += ["", f"micro-batch {index}{named}:"]
             lines += [f"  {line}" for line in finding.told.splitlines()]
         names = dict.fromkeys(name for refusal in self.refusals for name in refusal.sample_ids)
-        samples = f"sample {', '.join(names)}" if names else "the samples of this window"
+        samples = f"samples {', '.join(names)}" if names else "the samples of this window"
         remedy = _REMEDIES[self.classification].format(samples)
         return printable_lines([*lines, "", f"what to do: {remedy}"])
 
 
 def replay(folder: str | Path, model: nn.Module, loss: Loss | None = None) -> Replay:
-    """Make the last window of a run that gave up again, trace the refusals that recur, and say
-    whether data or state is to blame.
+    """Re-run the last window of a failed run, trace the refusals that recur, and tell whether the
+    data or the state is to blame.
 
-    *transient*: no refusal recurs. *state*: weights, moments or the rest of the model hold a number
-    that is not finite, or another micro-batch fails too. *data*: the inputs themselves are bad, or
-    other micro-batches are clean in this state. *undecided*: there is no other micro-batch.
+    The classification is *transient* if no refusal recurs; *state* if weights, moments or the rest
+    of the model are not finite, or another micro-batch fails too; *data* if the inputs are bad, or
+    other micro-batches are fine in this state; *undecided* if there is no other micro-batch.
 
     Args:
-        folder: of the post-mortem.
-        model: the one that was trained, in the same mode (`train` or `eval`). Its weights, buffers
-            and gradients are put back afterwards, and the random state.
-        loss: makes the loss from the model and a micro-batch's inputs; default `model(**inputs)`,
-            which is enough if the model returns its loss.
+        folder: the post-mortem bundle, such as `postmortem/step-00000123`.
+        model: the trained model, in the run's mode (`train` or `eval`). Its weights, buffers and
+            gradients, and the random state, are restored afterwards.
+        loss: computes the loss from the model and a micro-batch's inputs; default:
+            `model(**inputs)`, which is enough if the model returns its loss.
 
     Raises:
-        BundleError: it is no post-mortem, or of another model.
-        CheckpointError: a file is not the one that was written.
+        BundleError: the folder is no post-mortem, or belongs to another model.
+        CheckpointError: a file is damaged.
         ConfigError: the model returns no loss.
     """
     postmortem = read_postmortem(folder)
     if postmortem.record["student"] is not None:
         raise BundleError(
-            f"{postmortem.folder} is of an NPT run, which knows its model; replay it with: npt"
-            f" replay {postmortem.folder}"
+            f"{postmortem.folder} is from an NPT run, which names its model; run npt replay"
+            f" {postmortem.folder}"
         )
     with kept_random_state():
         return replayed(postmortem, model, loss)
 
 
 def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None) -> Replay:
-    """Return what `replay` describes, of any run. `loss` may also run backward itself, and return
-    an object with `loss` and `tokens`.
-    """
+    """Replay any post-mortem; `loss` may run backward and return an object with loss and tokens."""
     state = StoredState(postmortem, model, loss)
     with values_in(state.parameters, state.weights):
         findings = state.findings()
@@ -192,9 +193,7 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
 
 
 def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]:
-    """Return whether other micro-batches fail in the same state: each alone, or all as a window if
-    a window was refused.
-    """
+    """Return whether each accepted micro-batch, or all as one window, fails in the same state."""
     postmortem = state.postmortem
     accepted, limits = postmortem.accepted, postmortem.limits
     computed = [refusal for refusal in refusals if refusal.kind != "data"]
@@ -203,15 +202,16 @@ def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]
     if all(refusal.micro_batch is None for refusal in computed):
         limits = limits if computed[0].kind == "spike" else None
         return (bool(state.window(accepted, limits).refused),) if accepted else ()
-    # those of the window that were not refused have been clean
+    # the window's other micro-batches did not fail
     clean = len(postmortem.micro_batches) - len({r.micro_batch for r in refusals} - {None})
     return (*[False] * clean, *(bool(state.window([each]).refused) for each in accepted))
 
 
 class StoredState:
-    """A model in the state that a post-mortem's window found; every attempt starts from it.
+    """A model in the state from before a post-mortem's window, from which every attempt starts.
 
-    BundleError if weights, moments or optimizer do not fit the model.
+    Raises:
+        BundleError: weights, moments or optimizer do not fit the model.
     """
 
     def __init__(self, postmortem: Postmortem, model: nn.Module, loss: Loss | None = None):
@@ -220,10 +220,10 @@ class StoredState:
         self.weights = {plain_name(n): w for n, w in postmortem.weights.items()}
         for name, weight in self.weights.items():
             if name not in named or named[name].shape != weight.shape:
-                there = f"of shape {tuple(named[name].shape)}" if name in named else "none"
+                there = f"{tuple(named[name].shape)}" if name in named else "none"
                 raise BundleError(
-                    f"{postmortem.folder} has {name} of shape {tuple(weight.shape)}, the model has"
-                    f" {there}; give the model that was trained"
+                    f"{postmortem.folder} has {name} of shape {tuple(weight.shape)}, but the model"
+                    f" has {there}; pass the model that was trained"
                 )
         self.parameters = {name: named[name] for name in self.weights}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -234,8 +234,8 @@ class StoredState:
         limits: tuple[float, float] | None = None,
         trace: int = 0,
     ) -> Outcome:
-        """Make one step, as the run would have, with the spike guard's limits, and trace so many
-        refused micro-batches; the state is the post-mortem's before and after.
+        """Make one step as the run would have, with the spike guard's `limits`, and trace up to
+        `trace` refused micro-batches. Afterwards the stored state is restored.
         """
         buffers = Buffers(self.model)
         buffers.begin()
@@ -255,7 +255,7 @@ class StoredState:
                     micro.tokens = getattr(result, "tokens", stored.tokens)
                     if micro.loss is None:
                         raise ConfigError(
-                            "the model returns no loss; say how it is made: npt.guard.replay(...,"
+                            "the model returns no loss: pass one with npt.guard.replay(...,"
                             " loss=lambda model, inputs: ...)"
                         )
                     if micro.loss.requires_grad:
@@ -265,7 +265,7 @@ class StoredState:
         return outcome
 
     def compute(self, micro_batch: StoredMicroBatch) -> Any:
-        """Return the loss, or the model's outputs, from the random state of then."""
+        """Return the loss, or the model's outputs, from the stored random state."""
         with autocast(micro_batch.autocast):
             set_random_state(micro_batch.random)
             inputs = tree_map_only(Tensor, lambda t: t.to(self.device), micro_batch.inputs)
@@ -292,7 +292,7 @@ class StoredState:
         settings = self.postmortem.record["settings"]
         names = ("max_grad_norm", "loss", "spike_sigmas")
         chosen = {name: settings[name] for name in names if settings.get(name) is not None}
-        if chosen.get("loss") == "share":  # each is a mean here, weighted by its tokens
+        if chosen.get("loss") == "share":  # here each is a mean, weighted by its tokens
             chosen["loss"] = "mean"
         refuse = [getattr(builtins, str(name), None) for name in settings.get("refuse") or ()]
         chosen["refuse"] = tuple(kind for kind in refuse if kind is not None)
@@ -301,9 +301,7 @@ class StoredState:
             return Guard(self.model, self._optimizer(), **chosen)
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """Return the run's optimizer; of one that is not torch's, whose step cannot be made again,
-        one that changes nothing.
-        """
+        """Return the run's optimizer, or one that changes nothing if it was not one of torch's."""
         record = self.postmortem.record
         made = getattr(torch.optim, record["optimizer"], None)
         if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):

@@ -1,6 +1,4 @@
-"""The post-mortem of an NPT run: it knows its base and settings, so `npt replay` needs no more than
-its folder.
-"""
+"""The post-mortem of an NPT run, from which `npt replay` loads the base and the settings."""
 
 from __future__ import annotations
 
@@ -50,16 +48,14 @@ _STUDENT: dict[str, tuple[type, ...]] = {
 def stored_batches(
     batches: Sequence[Batch], seed: int, refused: Sequence[Refusal] = ()
 ) -> list[StoredMicroBatch]:
-    """Return micro-batches of a run for its post-mortem, in the order of their places in the
-    window, of which some were refused.
-    """
+    """Return a window's micro-batches, in order and with their refusals, for a post-mortem."""
     by_place = {refusal.micro_batch: refusal for refusal in refused}
     stored = []
     for place, batch in enumerate(batches):
         refusal = by_place.get(place, by_place.get(None))
         state: Mapping[str, Tensor] = {}
         draws = micro_batch_draws(seed, batch.sample_ids, batch.offset)
-        with suppress(torch.AcceleratorError), draws:  # of a lost card; the seed says as much
+        with suppress(torch.AcceleratorError), draws:  # the GPU may be lost; the seed remains
             state = random_state()
         rows, ids = batch.row_tensors, batch.sample_ids
         stored.append(StoredMicroBatch(rows, ids, batch.tokens, refusal, state))
@@ -69,7 +65,7 @@ def stored_batches(
 def student_entry(
     model: PreTrainedModel, settings: Mapping[str, Any], hash_of_base: str, samples_at_once: int
 ) -> dict[str, Any]:
-    """Return what it takes to load a student again, and to compute as many samples at once."""
+    """Return what is needed to load a student again and compute it in the same parts."""
     recipe = Recipe.of(model)
     return {
         "base": model.config._name_or_path,
@@ -84,11 +80,11 @@ def student_entry(
 
 @dataclass(frozen=True)
 class StudentPostmortem:
-    """A student's post-mortem, read and checked; its base is not loaded yet.
+    """A student's post-mortem, read and checked, without its base.
 
     Attributes:
         entry: what `student_entry` returned.
-        recipe: how its base was loaded.
+        recipe: how the base was loaded.
     """
 
     postmortem: Postmortem
@@ -98,14 +94,14 @@ class StudentPostmortem:
     config: TrainConfig
 
     def load(self, name: str | None = None) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-        """Return the base with adapters attached, and the teacher, if it is a model of its own.
+        """Return the base, by its recorded name or this one, with adapters, and a separate teacher.
 
-        BundleError if a model of this name, or the recorded one, cannot be loaded, or is another.
+        BundleError if a model cannot be loaded, or is not the recorded one.
         """
         folder, settings = self.postmortem.folder, self.entry["settings"]
         base, recorded = self.entry["base"], self.postmortem.record["device"]
         name = base if name is None else name
-        # on another kind of device the statistics of 4-bit weights are rounded otherwise
+        # statistics of 4-bit weights are rounded differently on CPU and GPU
         device = "cpu" if recorded == "cpu" else None
         teacher, precision = None, settings.get("teacher_precision")
         attention = settings.get("attn_implementation")
@@ -123,15 +119,15 @@ class StudentPostmortem:
                 hashes["teacher"] = settings.get("teacher"), base_hash(teacher)
         except (ConfigError, ModelError) as error:
             raise BundleError(
-                f"{folder} was recorded on a model that cannot be loaded: {error}; pass the run's"
-                " own with --model_name"
+                f"{folder} was recorded with a model that cannot be loaded: {error}; pass the run's"
+                " model with --model_name"
             ) from error
         for kind, (then, now) in hashes.items():
             if then != now:
                 raise BundleError(
-                    f"{folder} was recorded on {kind} {str(then)[:12]} ({base!r} on {recorded}),"
-                    f" {name!r} on {model.device} is {now[:12]}; pass the run's own --model_name,"
-                    " on its kind of device, on which statistics of 4-bit weights depend"
+                    f"{folder} was recorded with {kind} {str(then)[:12]} ({base!r} on {recorded}),"
+                    f" but {name!r} on {model.device} is {now[:12]}; pass the run's --model_name,"
+                    " on the same kind of device (4-bit weights round differently)"
                 )
         attach(model, self.adapter)
         set_deterministic(model, self.config.deterministic)
@@ -139,26 +135,29 @@ class StudentPostmortem:
 
 
 def read_student(folder: str | Path) -> StudentPostmortem:
-    """Read and check everything that can be checked without the base, as `read_postmortem` does,
-    and that it is a student's.
+    """Read a student's post-mortem, and check all that can be checked without its base.
+
+    Raises:
+        BundleError: it is malformed, or from a guarded loop.
+        CheckpointError: a file is damaged.
     """
     postmortem = read_postmortem(folder)
     path, entry = postmortem.folder / POSTMORTEM, postmortem.record["student"]
     if entry is None:
         raise BundleError(
-            f"{path} is of a guarded loop, whose model is yours; in Python:"
+            f"{path} is from your own guarded loop; replay it in Python:"
             f" print(npt.guard.replay({str(postmortem.folder)!r}, model))"
         )
     check_entries(path, "student.", entry, _STUDENT, BundleError)
     if not postmortem.weights:
-        raise BundleError(f"{path} has no weights to compute with: {postmortem.record['reason']}")
+        raise BundleError(f"{path} has no weights: {postmortem.record['reason']}")
     with well_formed(path):
         for micro_batch in (*postmortem.micro_batches, *postmortem.accepted):
             _check_rows(micro_batch)
         recipe = Recipe.of_record(entry)
         if recipe is None:
             raise ValueError("npt.load_base cannot load a base like this one")
-        # before it was a setting attention's backward repeated its bits
+        # bundles older than this setting come from deterministic runs
         settings = {"deterministic": True, **entry["settings"]}
         config = TrainConfig(**{f.name: settings[f.name] for f in fields(TrainConfig)})
         return StudentPostmortem(postmortem, entry, recipe, NPTConfig(**entry["adapter"]), config)
@@ -174,15 +173,17 @@ def _check_rows(micro_batch: StoredMicroBatch) -> None:
 
 
 def batch_of(rows: Mapping[str, Tensor]) -> Batch:
-    """Return the batch whose tensors were stored."""
     tensors: dict[str, Any] = dict(rows)
     return Batch(**tensors, sample_ids=tuple(map(str, range(len(rows["input_ids"])))))
 
 
 def replay_student(folder: str | Path, *, model_name: str | None = None) -> Replay:
-    """Load a run's base, by its recorded name or this one, check that it is the same, and replay
-    the post-mortem, as `npt.guard.replay` does. Precision of torch's products and random state are
-    the run's within it only. BundleError if the post-mortem or its base cannot be used.
+    """Replay an NPT run's post-mortem like `npt.guard.replay`, after loading and checking its base,
+    by its recorded name or `model_name`. Matmul precision and random state are restored afterwards.
+
+    Raises:
+        BundleError: the post-mortem or its base cannot be used.
+        CheckpointError: a file is damaged.
     """
     student = read_student(folder)
     with kept_random_state(), fp32_products(student.entry["matmul_precision"]):
@@ -191,9 +192,7 @@ def replay_student(folder: str | Path, *, model_name: str | None = None) -> Repl
 
 
 def loss_of(student: StudentPostmortem, teacher: PreTrainedModel | None = None) -> Any:
-    """Return what computes a micro-batch as the run did: in parts of its size, on which an overflow
-    may depend.
-    """
+    """Return a loss computed in the run's parts, since an overflow may depend on their size."""
     strategy = partial(drive, teacher=teacher)
     splitter = MicroBatchSplitter(max(1, student.entry["samples_at_once"]))
 

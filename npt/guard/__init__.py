@@ -1,4 +1,4 @@
-"""A guard for anybody's training loop: a bad micro-batch leaves no trace in the run.
+"""A guard for any training loop: a micro-batch that yields NaN or Inf changes nothing in the run.
 
     guard = npt.guard.Guard(model, optimizer, max_grad_norm=1.0, scheduler=scheduler, loss="mean")
     for window in windows:
@@ -8,8 +8,8 @@
                 loss.backward()
         outcome = guard.step()
 
-It is the step of the distillation trainer too: one implementation. Nothing here needs more than
-torch; what belongs to a Trainer or to a post-mortem is imported when it is first used.
+NPT's own trainer takes the same step. The guard itself needs only torch and safetensors; the parts
+for a Trainer or a post-mortem are imported when first used.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
 """What a guard keeps of a micro-batch, so that a refused one can be traced, in the run or later.
 
-Inputs are noted, not copied: overwrite none before the outcome of their window is known.
+Inputs are referenced, not copied: do not overwrite them before their window's outcome is known.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ if TYPE_CHECKING:
     from npt.tracer.verdict import Verdict
 
 KEPT = 4
-"""Refused and accepted micro-batches at most that are kept for a post-mortem; of a window that was
-refused as a whole, all.
+"""The most refused, and accepted, micro-batches kept for a post-mortem. If a whole window was
+refused, all of it is kept.
 """
 
 SHARDED = (
-    "not traced, as the layers are sharded and this process cannot compute alone; load the model in"
-    " one process and call npt.trace(model, batch)"
+    "not traced, because the layers are sharded and this process cannot compute alone; load the"
+    " model in one process and call npt.trace(model, batch)"
 )
 
 
 @dataclass
 class StoredMicroBatch:
-    """A micro-batch as it was computed, to compute it again: in this process or elsewhere.
+    """A stored micro-batch, to compute it again in this process or elsewhere.
 
     Attributes:
-        inputs: tensors and plain values, nested; of the model, if the loop did not give them.
-        refusal: why it was refused, itself or with its whole window; None if it counted.
-        random: the state that it was computed from.
-        autocast: by device type, the dtype of an autocast that was on.
+        inputs: nested tensors and plain values; the model's inputs, unless the loop passed others.
+        sample_ids: the ids of its samples.
+        tokens: its weight.
+        refusal: why it, or its whole window, was refused; None if it counted.
+        random: the random state that it was computed from.
+        autocast: the dtype of each device type that autocast was on for.
         run: computes the loss, in this process.
-        calls: of the model, in this process; each can be made again.
+        calls: the model's calls, which can be repeated in this process.
     """
 
     inputs: Any = None
@@ -56,7 +58,7 @@ class StoredMicroBatch:
     calls: list[Callable[[], Any]] = field(default_factory=list)
 
     def compute(self) -> Any:
-        """Return the loss, or the model's outputs if it has none."""
+        """Compute it again; return the loss, or the model's outputs if they hold none."""
         if self.run is not None:
             return self.run()
         results = [call() for call in self.calls]
@@ -68,7 +70,7 @@ class StoredMicroBatch:
 
 @contextmanager
 def autocast(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Cast automatically to these dtypes, by device type, within the context."""
+    """Turn autocast on within the context, with a dtype per device type."""
     with ExitStack() as stack:
         for kind, dtype in dtypes.items():
             stack.enter_context(torch.autocast(kind, dtype))
@@ -77,12 +79,12 @@ def autocast(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Finding:
-    """The tracer's answer about a refused micro-batch.
+    """The tracer's finding about a refused micro-batch.
 
     Attributes:
-        refusal: that was looked at.
-        verdict: the operation that made the first bad number; None if none was found.
-        why: then, why none.
+        refusal: the refusal that was traced.
+        verdict: the operation that made the NaN or Inf; None if none was found.
+        why: why there is no verdict.
     """
 
     refusal: Refusal
@@ -91,7 +93,7 @@ class Finding:
 
     @property
     def told(self) -> str:
-        """The answer without the refusal."""
+        """The finding as text, without the refusal."""
         return self.why if self.verdict is None else str(self.verdict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,11 +113,11 @@ def loss_in(outcome: Any) -> Any:
 
 
 def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
-    """Compute a refused micro-batch once more under the tracer; nothing of it stays in the run."""
+    """Compute a refused micro-batch again under the tracer, without changing the run."""
     refusal, inputs = stored.refusal, stored.inputs
     assert refusal is not None
     if stored.run is None and not stored.calls:
-        return Finding(refusal, None, "the model was not called: there is nothing to compute again")
+        return Finding(refusal, None, "the model was not called, so there is nothing to trace")
     if (lost := card_error(next(model.parameters()).device)) is not None:
         return Finding(refusal, None, f"not traced: {lost}")
     outcome: Any = None
@@ -126,19 +128,19 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
         return outcome
 
     try:
-        # only now: it needs transformers and bitsandbytes, which a guard does not
+        # imported late: it needs transformers and bitsandbytes, which a guard does not
         from npt.tracer.trace import first_fault
 
         with kept_random_state():
             set_random_state(stored.random)
             verdict = first_fault(model, inputs, compute, exploded=True)
-    except Exception as error:  # the run is more than its diagnosis
-        return Finding(refusal, None, f"the tracer ended with {type(error).__name__}: {error}")
+    except Exception as error:  # a failed diagnosis must not end the run
+        return Finding(refusal, None, f"the tracer failed with {type(error).__name__}: {error}")
     if verdict is None:
         reason = "suspect the hardware or a race"
         if loss_in(outcome) is None:
-            reason = "the loss is made outside of the model; say how with micro_batch(run=...)"
-        return Finding(refusal, None, f"computed again, all was finite: {reason}")
+            reason = "the loss is computed outside the model: pass micro_batch(run=...)"
+        return Finding(refusal, None, f"computed again, everything was finite; {reason}")
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     if verdict.row is not None and ids is not None and len(ids) == len(refusal.sample_ids):
         verdict = replace(verdict, sample=refusal.sample_ids[verdict.row])
@@ -149,7 +151,7 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
 def values_in(
     parameters: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]
 ) -> Iterator[None]:
-    """Give parameters these values, and no gradients, within the context."""
+    """Set parameters to these values, without gradients, within the context."""
     chosen = [(parameters[name], value) for name, value in values.items()]
     kept = [(parameter, parameter.detach().clone(), parameter.grad) for parameter, _ in chosen]
     try:
@@ -166,7 +168,8 @@ def values_in(
 
 
 class Hook:
-    """Notes the model's calls; copied or unpickled it does nothing, as a copy of the model must."""
+    """Record the model's calls. A copied or unpickled hook does nothing, so that copying the model
+    does not copy the guard."""
 
     def __init__(self, note: Callable[..., None] | None = None):
         self._note = note
@@ -180,17 +183,18 @@ class Hook:
 
 
 class Forensics:
-    """Notes the calls of a guarded model, and has refused micro-batches traced.
+    """Record a guarded model's calls, and trace refused micro-batches.
 
     Args:
-        model: also in DistributedDataParallel.
-        traces: refusals to trace; `left` says how many still may be.
-        keep: micro-batches, for a post-mortem.
-        together: the layers are sharded, and processes compute them only together.
+        model: the guarded model, perhaps in DistributedDataParallel.
+        traces: how many refusals to trace.
+        keep: whether to keep micro-batches for a post-mortem.
+        together: whether layers are sharded, so that processes compute only together.
 
     Attributes:
-        refused: the last refused micro-batches; after a step the next refusal replaces them.
-        accepted: the last that were stepped on.
+        left: how many refusals may still be traced.
+        refused: the last refused micro-batches; the first refusal after a step replaces them.
+        accepted: the last micro-batches that counted in a step.
     """
 
     def __init__(self, model: nn.Module, traces: int, keep: bool = False, together: bool = False):
@@ -205,7 +209,7 @@ class Forensics:
 
     @contextmanager
     def watching(self, micro: MicroBatch, stored: StoredMicroBatch) -> Iterator[None]:
-        """Note the model's calls in a micro-batch, if somebody may want to compute it again."""
+        """Record the model's calls in a micro-batch, if it may have to be computed again."""
         if not self._keep and not self.left:
             yield
             return
@@ -220,7 +224,7 @@ class Forensics:
 
     def _note(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         stored = self._open
-        if stored is None or not torch.is_grad_enabled():  # a teacher's, or a generation
+        if stored is None or not torch.is_grad_enabled():  # a teacher's call, or a generation
             return
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         dtypes = {kind: torch.get_autocast_dtype(kind) for kind in on}
@@ -237,21 +241,21 @@ class Forensics:
             return self._model(*arguments, **named)
 
     def trace(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Trace the first of them that were refused, unless before anything was computed."""
+        """Trace the first refused micro-batches, except those refused before any computation."""
         for micro in micro_batches:
             if micro.finding or not (self.left and micro.refusal and micro.stored):
                 continue
             self.left -= 1
             micro.stored.refusal = micro.refusal
-            if self._together:  # each of its passes would need all processes
+            if self._together:  # a pass would need all processes
                 micro.finding = Finding(micro.refusal, None, SHARDED)
             else:
-                with unsynchronised(self._parallel):  # the others trace nothing, or their own
+                with unsynchronised(self._parallel):  # other processes do not join in
                     micro.finding = traced(self._model, micro.stored)
             self.findings.append(micro.finding)
 
     def keep(self, outcome: Outcome) -> None:
-        """Set micro-batches of a window aside for a post-mortem; forget the others."""
+        """Keep some of a window's micro-batches for a post-mortem, and drop the others."""
         whole_window = next((r for r in outcome.refused if r.micro_batch is None), None)
         refused: list[StoredMicroBatch] = []
         accepted: list[StoredMicroBatch] = []
@@ -262,7 +266,7 @@ class Forensics:
                 stored.refusal = micro.refusal or whole_window
                 if stored.refusal:
                     refused.append(stored)
-                elif micro.index in places:  # not dropped with another process's
+                elif micro.index in places:  # not refused with another process's
                     accepted.append(stored)
         if refused:
             earlier = [] if self._stepped else self.refused
@@ -275,7 +279,6 @@ class Forensics:
 
 
 def _copied(stored: StoredMicroBatch) -> StoredMicroBatch:
-    """Return a micro-batch of its inputs alone, which the loop may overwrite from now on."""
     return replace(stored, inputs=_cloned(stored.inputs), run=None, calls=[])
 
 

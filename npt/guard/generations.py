@@ -1,10 +1,9 @@
-"""TRL's Trainers that generate, GRPO's and RLOO's, under a guard.
+"""TRL's generating Trainers (GRPO, RLOO) under a guard.
 
 Their `_prepare_inputs` generates and scores completions for several micro-batches at once, and
-hands out one slice at each call, by a count of calls. So a generation is made before the
-micro-batch that asks for it is begun: it stands, with what it drew and counted, whatever becomes of
-that micro-batch. A refused micro-batch leaves no trace but that: its window is, bit for bit, that
-of a Trainer which made the same generations and passed over this slice.
+returns one slice per call. So the guard generates before the micro-batch begins, and a refusal does
+not undo it. The window then equals, bit for bit, that of a Trainer that made the same generations
+and skipped this slice.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from npt.guard.traces import equal_states
 from npt.random_state import random_state, set_random_state
 
 COUNTED = ("_entropy_window_stats", "entropy_coef", "_last_world_entropy")
-"""Attributes of GRPO's that a forward changes, besides its metrics."""
+"""Attributes of GRPOTrainer that a forward changes, besides its metrics."""
 
 _KINDS = frozenset({"GRPOTrainer", "RLOOTrainer"})
 
@@ -30,28 +29,28 @@ def generates(trainer: Any) -> bool:
 
 
 def asks_all_processes(trainer: Any) -> bool:
-    """Return whether a forward needs figures of all processes, besides its metrics."""
-    asking = ("use_adaptive_entropy", "calculate_KL")  # the latter is KTO's
+    """Return whether a forward gathers from all processes, besides its metrics."""
+    asking = ("use_adaptive_entropy", "calculate_KL")  # the second is KTO's
     quantile = getattr(trainer, "top_entropy_quantile", 1.0)
     return quantile < 1.0 or any(getattr(trainer, name, False) for name in asking)
 
 
 class Generations:
-    """The generations of a Trainer, and the slices of the open window."""
+    """A Trainer's generations, and their slices in the open window."""
 
-    slice: Any = None  # that `_prepare_inputs` must return as it is; None if it may generate
-    calls: int | None = None  # for a forward to see, in place of the Trainer's count of them
+    slice: Any = None  # what `_prepare_inputs` must return; None if it may generate
+    calls: int | None = None  # replaces the Trainer's count of calls in a forward
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
-        self._random: dict[int, Mapping[str, Tensor]] = {}  # by place, if a generation came first
+        self._random: dict[int, Mapping[str, Tensor]] = {}  # random states after a generation
 
     def take(self, place: int, inputs: Any, counted: Mapping[str, Any]) -> Any:
-        """Return the slice of a window's next micro-batch, after a generation if one is due, whose
-        metrics are added to what was `counted` before the window.
+        """Return the slice for a window's next micro-batch, and generate first if it is time. The
+        generation's metrics are added to what was `counted` before the window.
         """
         trainer = self._trainer
-        trainer.model.train()  # as a training step begins
+        trainer.model.train()  # as at the start of a training step
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         earlier = {name: list(values) for name, values in trainer._metrics["train"].items()}
@@ -69,13 +68,12 @@ class Generations:
         return taken
 
     def rewind_to(self, place: int) -> None:
-        """Set the random state after the generation that came before this place, if one did."""
         if place in self._random:
             set_random_state(self._random[place])
 
     @contextmanager
     def computing(self, inputs: Any) -> Iterator[None]:
-        """Let the Trainer take a slice as it is, and its count of calls stand, in the context."""
+        """Within the context, make the Trainer use this slice and not count the call."""
         trainer, calls = self._trainer, self._trainer._step
         trainer._step, self.slice = calls if self.calls is None else self.calls, inputs
         try:

@@ -1,14 +1,16 @@
-"""The guard: the transactional step, for any model, optimizer and loop. Read this page first.
+"""The guard: a transactional step for any model, optimizer and loop. Read this file first.
 
-What a refused micro-batch would have left is undone, so that the run equals, bit for bit, the one
-that never saw it: its gradients lie apart and are not added, its tokens do not count, the
-random numbers that it drew are drawn again, the buffers that it wrote to are put back. A window
-without survivors steps neither optimizer nor scheduler. Python's and numpy's random state, and the
-place in the data, are the loop's own.
+A window is the micro-batches of one optimizer step. A micro-batch that yields NaN or Inf is
+refused, which means skipped: it changes nothing and is logged. The run then equals, bit for bit, a
+run that never saw it. Its gradients are not added, its tokens do not count, the random numbers it
+drew are drawn again, and the buffers it wrote to are restored. The other micro-batches survive; if
+none does, neither optimizer nor scheduler steps. The loop itself keeps Python's and NumPy's random
+state and its position in the data.
 
-A micro-batch makes gradients of its own, and counts only if they and its loss are finite
-(`window.py`). The window is divided once by its tokens, checked, clipped, stepped, verified, and
-restored if anything is not finite (`update.py`). What came of it is an `Outcome` (`outcome.py`).
+Each micro-batch gets its own gradients and counts only if they and its loss are finite
+(`window.py`). Their sum is divided once by the survivors' tokens, checked and clipped. After the
+step, the old state is restored if the new one is not finite (`update.py`). The result is an
+`Outcome` (`outcome.py`).
 """
 
 from __future__ import annotations
@@ -47,39 +49,39 @@ from npt.guard.update import GuardedUpdate, Holdings
 from npt.guard.window import GradientWindow
 
 REMEMBERED = 256
-"""Refusals, and micro-batches with their figures, that are remembered for a post-mortem."""
+"""The number of refusals, and of micro-batches with their figures, kept for a post-mortem."""
 
 
 class Guard:
-    """Steps an optimizer with windows of micro-batches of which bad ones leave no trace.
+    """A transactional optimizer step: a refused micro-batch changes nothing in the run.
 
     Args:
-        model: whose parameters the optimizer has; several are an `nn.ModuleList`. In
-            DistributedDataParallel it sums its gradients in the guard's step. If FSDP2 shards it,
-            every process computes equally many micro-batches; if the optimizer's parameters are
-            sharded too, those that are computed together count together or not at all.
-        optimizer: any of torch that takes dense gradients from `.grad`, or accelerate's form of it.
-            Its parameters are guarded, and those that it comes to step as well.
-        scheduler: steps with every applied step; not one that must be told a figure.
-        scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
-        processes: that share every window; default all of torch.distributed.
-        rates: learning rate of each applied step, the last one stays, in place of a scheduler;
-            needs `draws`. Every parameter is then stepped, whether a backward reached it or not,
-            and `step` returns a list: the outcomes that have become known.
-        draws: `Seeded(seed)` gives every micro-batch random numbers of its own, by its ids; default
-            torch's, drawn again after a refusal.
-        late: the host waits for none of its flags, and outcomes come a window or more later; needs
-            `rates` and a fused Adam or AdamW, and is the default for these on CUDA.
-        settings: those of `GuardSettings`.
+        model: the model that the optimizer trains; wrap several in an `nn.ModuleList`. Under
+            DistributedDataParallel, gradients are summed in `step`, not in backward. Under FSDP2,
+            every process must compute the same number of micro-batches. If trained parameters are
+            sharded, micro-batches computed together count together or not at all.
+        optimizer: any torch optimizer that reads dense gradients from `.grad`, or one prepared by
+            accelerate. Parameters added to it later are guarded from the next window on.
+        scheduler: steps after each applied step, without arguments (so no ReduceLROnPlateau).
+        scaler: torch's GradScaler; the loop calls `scaler.scale(loss).backward()`.
+        processes: the processes that share every window; default: all of torch.distributed.
+        rates: the learning rate of each applied step, instead of a scheduler; the last one stays.
+            Requires `draws`. Every parameter is then stepped, even one that no backward reached,
+            and `step` returns a list of the outcomes known so far.
+        draws: `Seeded(seed)` seeds each micro-batch by its ids. By default torch's random numbers
+            are used, and drawn again after a refusal.
+        late: never wait for the GPU; outcomes arrive one or more windows later. Requires `rates`
+            and a fused Adam or AdamW, and is the default for these on CUDA.
+        settings: the fields of `GuardSettings`.
 
     Attributes:
-        sharding: of the model by FSDP2, None without.
-        outcome: of the last window, also of one that ended in TooManyRefusalsError.
-        refusals: the last ones, with their windows.
-        history: figures of the last micro-batches of this process, refused or not.
+        sharding: how FSDP2 shards the model; None if it does not.
+        outcome: the last window's outcome, also if `step` raised TooManyRefusalsError.
+        refusals: the last refusals, each with the index of its window.
+        history: loss and gradient norm of this process's last micro-batches, refused or not.
 
     Raises:
-        ConfigError: a setting, or an optimizer that cannot be guarded.
+        ConfigError: a setting is invalid, or the optimizer cannot be guarded.
     """
 
     def __init__(
@@ -103,9 +105,8 @@ class Guard:
         planned = self.lists and draws is not None and scheduler is None and scaler is None
         if not planned and (self.lists or draws is not None or late):
             raise ConfigError(
-                "rates=[...] and draws=Seeded(seed) go together, and late outcomes need both; rates"
-                " take the place of a scheduler and exclude a scaler: nothing else may need to know"
-                " at once what became of a window"
+                "rates=[...] and draws=Seeded(seed) must be passed together, and late=True needs"
+                " both; remove scheduler and scaler, which cannot be combined with rates"
             )
         self.scheduler, self._model = scheduler, model
         parameters = guarded_parameters(model, optimizer)
@@ -115,7 +116,7 @@ class Guard:
         sums = self.sharding if self.sharding is not None and self.sharding.trained else None
         if sums is not None and (self.lists or scaler is not None):
             raise ConfigError(
-                "sharded parameters go with neither rates=[...] nor a scaler: use a scheduler, and"
+                "sharded parameters support neither rates=[...] nor a scaler: pass a scheduler and"
                 " train in bf16 or fp32"
             )
         late = late if self.lists else False
@@ -155,16 +156,19 @@ class Guard:
         *,
         offset: int = 0,
     ) -> Iterator[MicroBatch]:
-        """Guard the forward and backward of one micro-batch; assign the loss to what this yields.
+        """Guard the forward and backward of one micro-batch, and yield it: assign its `loss`.
 
         Args:
-            tokens: over which the loss was summed or averaged; default 1.
-            ids: of its samples, for refusals and seeded draws.
-            inputs: of the model; default those of its calls. Overwrite none before the outcome of
-                the window is known.
-            run: computes the loss again, for `trace`, and draws the same random numbers; default
-                the model's calls, which is enough if the model returns its loss.
-            offset: of its samples in the data, for seeded draws: samples may come again.
+            tokens: the number of tokens that the loss sums or averages over; default 1.
+            ids: the ids of its samples, for refusals and seeded draws.
+            inputs: the model's inputs; default: those of its calls. Do not overwrite them before
+                the window's outcome is known.
+            run: computes the loss again, with the same random numbers, for `trace`; default: the
+                model's calls, which is enough if the model returns its loss.
+            offset: the samples' position in the data; a repeated sample then draws other numbers.
+
+        Raises:
+            ConfigError: the loss is not one number, or `tokens` changed under sharding.
         """
         self._follow()
         unset = torch.zeros((), device=self._home)
@@ -201,8 +205,8 @@ class Guard:
                 self.window.gradients.scale(micro.tokens)
             elif micro.tokens != self.sharding.weight:  # by which the backward has multiplied
                 raise ConfigError(
-                    f"the micro-batch began with tokens={self.sharding.weight} and has"
-                    f" {micro.tokens}; of sharded parameters tell micro_batch(tokens=...)"
+                    f"the micro-batch began with tokens={self.sharding.weight} and now has"
+                    f" {micro.tokens}; with sharded parameters pass micro_batch(tokens=...)"
                 )
             micro.loss = micro.loss * micro.tokens
         flag = self.window.add(micro)
@@ -216,19 +220,22 @@ class Guard:
     def refuse(
         self, detail: str, ids: Sequence[object] = (), run: Callable[[], Any] | None = None
     ) -> None:
-        """Count a micro-batch that was found bad before anything was computed.
+        """Refuse a micro-batch before anything is computed.
 
         Args:
             detail: what is wrong with it.
-            ids: of its samples.
-            run: forward and backward of a stand-in, any good micro-batch. It is called where other
-                processes need this one for theirs (FSDP2), and leaves nothing.
+            ids: the ids of its samples.
+            run: forward and backward of any good micro-batch. It is called only under FSDP2, where
+                the other processes wait for this one, and changes nothing in the run.
+
+        Raises:
+            ConfigError: the layers are sharded over several processes, and `run` is missing.
         """
         if self.sharding is not None and self.window.processes.size > 1:
             if run is None:
                 raise ConfigError(
-                    "the model's layers are sharded, and other processes wait for this one to"
-                    " compute: pass refuse(..., run=...), forward and backward of any good batch"
+                    "the model's layers are sharded, and the other processes wait for this one:"
+                    " pass refuse(..., run=...), the forward and backward of any good batch"
                 )
             with self._aside():
                 run()
@@ -236,12 +243,13 @@ class Guard:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Compute a forward and backward that leaves nothing in the run, for the sake of others.
+        """Compute a forward and backward that changes nothing, so that no other process waits.
 
-        ConfigError if the trained parameters are sharded: it would leave something in the others'.
+        Raises:
+            ConfigError: trained parameters are sharded; other processes' gradients would change.
         """
         if self.sharding is not None and self.sharding.trained:
-            raise ConfigError("of sharded parameters every micro-batch counts: call guard.refuse")
+            raise ConfigError("guard.aside does not support sharded parameters: call guard.refuse")
         with self._aside():
             yield
 
@@ -255,21 +263,21 @@ class Guard:
             self._withdraw()
 
     def step(self, fingerprint: int = 0) -> Any:
-        """Make one optimizer step from the micro-batches since the last one, or none.
+        """Close the window: make one optimizer step from its survivors, or none.
 
-        Every process must call it equally often. If an error leaves it, the optimizer's own
-        included, the window has not happened.
+        Every process must call it equally often. If it raises, even from the optimizer, the window
+        is undone.
 
         Args:
-            fingerprint: of the window's data, compared between processes, below 2^24.
+            fingerprint: a number below 2^24 for the window's data, compared between processes.
 
         Returns:
-            The window's `Outcome`; with `rates` a list of those that have become known.
+            The window's `Outcome`; with `rates`, a list of the outcomes known so far.
 
         Raises:
-            TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step,
-                and a loop that continues counts anew.
-            ProcessError: another process is lost, or its state differs.
+            TooManyRefusalsError: `max_refused` refusals in a row. The state is that of the last
+                good step; if the loop continues, the count restarts at 0.
+            ProcessError: another process is lost, or its data or state differs.
         """
         self._follow()
         with self._window_or_nothing():
@@ -277,31 +285,31 @@ class Guard:
                 outcomes = self.window.commit(fingerprint)
             else:
                 outcomes = [self._commit_at_once(fingerprint)]
-        self._rewind(self.window.applied)  # of a window whose outcome comes late
-        if self.settings.loss != "share":  # a Trainer does it when it begins a window
+        self._rewind(self.window.applied)  # for a window whose outcome arrives late
+        if self.settings.loss != "share":  # a Trainer shares them when a window begins
             share_buffers(self._model)
         outcomes = self._known(outcomes)
         return outcomes if self.lists else outcomes[0]
 
     def flush(self) -> list[Outcome]:
-        """Wait for the windows whose outcomes are still on their way, and return these."""
+        """Wait for the outcomes that have not arrived, and return them."""
         return self._known(self.window.flush())
 
     def close_window(self) -> float | None:
-        """Let `.grad` be the window's gradient, clipped, until `step`; return its norm before."""
+        """Set `.grad` to the window's clipped gradient until `step`; return its unclipped norm."""
         with self._window_or_nothing():
             norm = self.window.close()
         return None if norm is None else float(norm)
 
     def begin_again(self) -> list[Refusal]:
-        """Forget the open window and what its micro-batches drew, if one was refused.
+        """Clear the open window and undo its random draws if a micro-batch was refused.
 
-        For losses that are shares of the window's, since the survivors' shares are now larger:
-        compute these again. Every process must call it.
+        For `loss="share"`: after a refusal the survivors' shares are larger, so the caller computes
+        them again. Every process must call it.
 
         Returns:
-            The refusals of all processes, which the window's outcome will have too; without any,
-            the window is unchanged, as it is if a loss scale is to blame for all.
+            The refusals of all processes, which the outcome will list too. If there are none, or
+            the loss scale caused all of them, the list is empty and the window unchanged.
         """
         refused = self.window.refused()
         here = [micro.refusal for micro in refused if micro.refusal is not None]
@@ -315,27 +323,27 @@ class Guard:
         return refusals
 
     def clear(self) -> None:
-        """Forget the open window: its micro-batches have not happened."""
+        """Discard the open window and undo its micro-batches."""
         self.window.clear()
         self._rewind()
         self._scale.forget()
 
     @property
     def findings(self) -> Sequence[Finding]:
-        """All that were made, of as many refusals as `trace` says."""
+        """The tracer's findings so far, for at most `trace` refusals."""
         return self.forensics.findings
 
     def first_bad(self) -> str | None:
-        """Return the name of a parameter or moment that is not finite, or None."""
+        """Return the name of the first parameter or moment that is not finite, or None."""
         return self.update.first_bad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counts and the history of the spike guard; optimizer and scheduler have theirs."""
+        """Return the counts and the spike guard's history, without optimizer and scheduler."""
         spikes = None if self.window.spikes is None else self.window.spikes.remembered()
         return {"counts": asdict(self.counts), "spikes": spikes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Restore what `state_dict` returned."""
         self.counts = RunCounts(**state["counts"])
         self.window.committed = self.counts.windows
         self.window.resume_at(self.counts.steps)
@@ -343,7 +351,7 @@ class Guard:
             self.window.spikes.recall(*state["spikes"])
 
     def close(self) -> None:
-        """Release model and parameters: their gradients are None, their hooks gone."""
+        """Release the model: remove the hooks and set all gradients to None."""
         self.window.gradients.close()
         if self.sharding is not None:
             self.sharding.close()
@@ -355,7 +363,6 @@ class Guard:
         self.close()
 
     def _begin(self, weight: int) -> None:
-        """Note what a micro-batch of this weight may change, and empty its gradients."""
         for trace in self._traces:
             trace.begin()
         self.window.gradients.withdraw()
@@ -368,9 +375,8 @@ class Guard:
         self.window.gradients.withdraw()
 
     def _follow(self) -> None:
-        """Guard parameters too that have joined, from the next window on; with rates none do.
-
-        Until then nothing has looked at their gradients, and they are not stepped.
+        """Guard parameters that were added to the optimizer, from the next window on. Until then
+        they are not stepped. With `rates` none can be added.
         """
         now = set() if self.lists else stepped_parameters(self.update.optimizer)
         joined = now.difference(self.update.parameters)
@@ -389,7 +395,7 @@ class Guard:
             raise
 
     def _commit_at_once(self, fingerprint: int) -> Outcome:
-        """Step, and what follows a step; if an error ends it, none of that has happened."""
+        """Step, and update scheduler, loss scale and counts; on an error, undo all of it."""
         update, steps, outcome = self.update, self.window.known_steps, None
         index = self.window.committed
         owners = (self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes)
@@ -415,14 +421,11 @@ class Guard:
         return outcome
 
     def _rewind(self, keep: Tensor | None = None) -> None:
-        """Put random numbers and buffers back to before the window, unless `keep` is set."""
         for trace in self._traces:
             trace.rewind(keep)
 
     def _known(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Account for outcomes, whose refusals are traced now, in the state of their windows, and
-        end a run with too many.
-        """
+        """Count outcomes, trace their refusals, and stop the run after too many refusals."""
         for outcome in outcomes:
             if outcome.halts:
                 continue
@@ -430,7 +433,7 @@ class Guard:
                 outcome.longest = self.counts.add(outcome, self.window.processes)
             if self.forensics.left and outcome.refused:
                 names, parameters = self.update.names, self.update.parameters
-                # of what is sharded nothing is computed again
+                # sharded micro-batches are never computed again
                 snapshot = (outcome.snapshot if self.sharding is None else None) or {}
                 before = {n: value for n, (value, _) in snapshot.items()}
                 with values_in(dict(zip(names, parameters, strict=True)), before):
@@ -443,7 +446,7 @@ class Guard:
             if outcome.longest >= self.settings.max_refused:
                 self.counts.in_a_row = 0  # for a loop that continues
                 report = self._report_too_many(outcome)
-            outcome.update = None  # a copy of all that was stepped, as the snapshot
+            outcome.update = None  # frees its copies
             if not self.lists:
                 outcome.snapshot = None
             if report is not None:
@@ -452,24 +455,24 @@ class Guard:
 
     def _report_too_many(self, outcome: Outcome) -> str:
         reason = (
-            f"{outcome.longest} refusals in a row, the last of {outcome.refused[-1]}; look at"
-            f" these samples, or raise max_refused (now {self.settings.max_refused})"
+            f"{outcome.longest} refusals in a row, the last of {outcome.refused[-1]}; check these"
+            f" samples, or raise max_refused (now {self.settings.max_refused})"
         )
         if self.settings.postmortem is None:
             return reason
-        from npt.forensics.bundle import write_postmortem  # a run that ends well needs none of it
+        from npt.forensics.bundle import write_postmortem  # needed only here
 
         step = outcome.steps - (outcome.applied and outcome.snapshot is not None)
         try:
             folder = write_postmortem(self.settings.postmortem, self, outcome, reason, step)
             written = str(folder)
-        except Exception as error:  # the end of the run matters more
+        except Exception as error:  # must not hide why the run stopped
             written = f"could not be written: {type(error).__name__}: {error}"
         return f"{reason}; post-mortem: {written}"
 
 
 def _scalar(loss: Any) -> Tensor:
-    """Return a loss in fp32, which its sum over tokens needs, without its graph, which is large."""
+    """Return a loss in fp32, for its sum over tokens, and without its graph, to free memory."""
     loss = torch.as_tensor(loss)
     if loss.numel() != 1:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Token ids and labels that a model does not know, refused before a GPU asserts them.
+"""Refuse token ids and labels outside the vocabulary before they trip an assertion on the GPU.
 
-Only what the model would index is refused. Ids that it replaces first, such as the placeholders of
-images, never reach the embedding, so ids are judged where they enter it.
+Ids are checked where they enter the embedding, because the model may replace some of them first,
+such as placeholders for images.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ PADDING = (
 
 @contextmanager
 def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterator[None]:
-    """Refuse ids and labels of a batch for the forward within the context.
+    """Check a batch's ids and labels for the forward within the context.
 
-    If the model's layers are sharded, other processes need this forward and backward: they are
-    computed with an id and a label that the model knows, and refused after that.
+    If layers are sharded, other processes wait for this forward and backward. Then valid ids and
+    labels are put in, and the batch is refused afterwards.
 
     Args:
-        inputs: the batch; one that is no mapping, or holds no `input_ids`, passes through.
-        labels: the loss is the model's own. It is checked for models of transformers only, whose
-            losses are known to ignore -100 and nothing else.
+        inputs: the batch; without `input_ids`, or if it is no mapping, it is not checked.
+        labels: also check labels, if the model computes the loss and is from transformers, whose
+            losses ignore -100 and nothing else.
 
     Raises:
-        DataError: on entering for a label, within the forward for an id; on leaving if sharded.
+        DataError: on entry for a label, in the forward for an id; on exit if layers are sharded.
     """
     ids: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     embedding = _part(model, "get_input_embeddings")
@@ -83,12 +83,12 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
 
 
 def _unknown(name: str, bad: Tensor, rows: Any, remedy: str = "") -> DataError:
-    message = f"{name} has {int(bad[0])}, and the model knows ids from 0 to {rows - 1}"
+    message = f"{name} has {int(bad[0])}, but the model's ids are 0 to {rows - 1}"
     return DataError(message + remedy)
 
 
 def _outside(ids: Any, rows: int | None) -> Tensor | None:
-    """Return which ids have no row, None if they are no ids or rows are not known."""
+    """Return which ids have no row; None if they are not ids, or `rows` is unknown."""
     if rows is None or not isinstance(ids, Tensor) or ids.is_floating_point() or not ids.numel():
         return None
     return (ids >= rows) | (ids < 0)
@@ -104,14 +104,14 @@ def _of_transformers(model: Any) -> bool:
 def _part(model: Any, name: str) -> nn.Module | None:
     try:
         return getattr(model, name)()
-    except (AttributeError, NotImplementedError):  # models of no tokens, and of one's own
+    except (AttributeError, NotImplementedError):  # a model without tokens, or a custom one
         return None
 
 
 def _rows_of(module: Any) -> int | None:
-    """Return the number of tokens that an embedding or head has a row for, also inside PEFT's."""
+    """Return how many tokens an embedding or head has rows for, also inside PEFT's wrapper."""
     inner = module
-    while inner is not None:  # a LoRA's own sizes are others
+    while inner is not None:  # LoRA's own sizes differ
         module, inner = inner, getattr(inner, "base_layer", None)
         inner = getattr(module, "original_module", None) if inner is None else inner
     return getattr(module, "num_embeddings", getattr(module, "out_features", None))

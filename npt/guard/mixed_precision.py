@@ -1,4 +1,4 @@
-"""torch's GradScaler under a guard: an overflow costs its micro-batches, and no window."""
+"""torch's GradScaler under a guard: an overflow costs its micro-batch, not the window."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from npt.guard.outcome import Outcome, Refusal
 class LossScale:
     """The scale of fp16 losses under a guard.
 
-    Micro-batches alone are lost, and a bad one looks the same as a scale that is too high. If most
-    of a window overflows, which bad data seldom does, the scale falls at once, and nothing is to
-    blame on the data. A few overflows cost the scale nothing if theirs is the only window within
-    the scaler's `growth_interval`; if they recur, it falls as well. It never grows on one. A scale
-    of 1 or less makes no gradient larger: what overflows then counts as any refusal.
+    Bad data and too high a scale look the same in one micro-batch. If most of a window overflows,
+    which bad data seldom causes, the scale falls at once and the data is not blamed. If a few
+    overflow, it falls only when that recurs within the scaler's `growth_interval`. It never grows
+    on an overflow. With a scale of 1 or less, an overflow counts as a normal refusal.
     """
 
     def __init__(self, scaler: Any, optimizer: torch.optim.Optimizer):
-        self.scaler, self._optimizer = scaler, optimizer  # None: there is none
+        self.scaler, self._optimizer = scaler, optimizer  # scaler: None if there is none
         self._unscaled = False
-        self._quiet = math.inf  # windows since the last one with a refused gradient
+        self._quiet = math.inf  # windows since the last overflow
 
     def unscale(self) -> None:
         self.scaler.unscale_(self._optimizer)
@@ -34,18 +33,19 @@ class LossScale:
         """Restore the scale from before a window that ended in an error."""
         if self._unscaled:
             state = self.scaler.state_dict()
-            self.scaler.update()  # which lets it unscale again
+            self.scaler.update()  # lets it unscale again
             self.scaler.load_state_dict(state)
         self._unscaled = False
 
     def lost(self, refusals: Sequence[Refusal], micro_batches: int) -> bool:
-        """Return whether the scale has cost a window all that was good in it."""
+        """Return whether the scale left a window without survivors."""
         overflowed = len(refusals) >= micro_batches and any(map(_overflowed, refusals))
         return bool(overflowed and self.scaler is not None and self.scaler.get_scale() > 1)
 
     def update(self, outcome: Outcome) -> bool:
-        """Move the scale after a window; if it lost the window, its overflows are no refusals.
-        Return whether they are the scale's fault, since it falls.
+        """Adjust the scale after a window; return whether it caused overflows and so falls.
+
+        If no micro-batch survived, overflows are removed from the refusals.
         """
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
@@ -68,7 +68,7 @@ class LossScale:
             outcome.refused = tuple(others)
             for micro in outcome.own:
                 if micro.refusal is not None and _overflowed(micro.refusal):
-                    micro.stored = None  # nothing to look at afterwards
+                    micro.stored = None  # not kept for a post-mortem
         return bool(falls and state["scale"] > 1)
 
 

@@ -1,8 +1,8 @@
 """A window from its first micro-batch to its outcome.
 
-Until then it is a `PendingWindow`. Once it is stepped, `send_record` sends its figures from the
-device to the host as one tensor, and there `read_record` makes an `Outcome` of it; what was refused
-is explained in `refusal.py`.
+A window starts as a `PendingWindow`. After the step, `send_record` sends its figures from the
+device to the host as one tensor, and `read_record` turns them into an `Outcome`. `refusal.py`
+explains what was refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from npt.guard.forensics import Finding, StoredMicroBatch
 
 Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]
-"""By parameter name, a copy of the parameter and of all that the optimizer keeps for it."""
+"""By parameter name, a copy of the parameter and of its optimizer state."""
 
 NO_LIMITS = (math.inf, math.inf)
 
@@ -35,20 +35,21 @@ class MicroBatch:
     """A micro-batch from its forward to the outcome of its window.
 
     Attributes:
-        loss: scalar or number, told to the guard by assigning it: a loss can be NaN with gradients
-            that are not. With the outcome of its window it is a number, its mean per token.
-        tokens: what it weighs.
-        report: [n] figures that are wanted with the outcome.
-        index: in the window over all processes.
-        flag: scalar bool, loss and gradients are finite; None if it was refused before that.
-        norms: [P] of the parameters' gradients, to name the bad one; `norm` is of all.
-        codes: [processes] what is wrong on each, if gradients are summed in each backward; then
-            those that were computed together count together.
-        grad_norm: of all, a number, with the outcome.
-        reached: places of the parameters with a gradient, None for all.
-        refusal: why it does not count, as soon as the host knows.
-        stored: what it takes to compute it again, if that may be wanted.
-        finding: of the tracer, if it was refused and traced.
+        loss: the loss, assigned by the loop; it can be NaN while the gradients are finite. Once the
+            outcome is known, its mean per token, a number.
+        tokens: its weight.
+        report: [n] the caller's own figures, returned with the outcome.
+        index: its index in the window over all processes.
+        flag: scalar bool, whether loss and gradients are finite; None if it was refused before.
+        norm: norm over all gradients, a scalar.
+        norms: [P] norm of each parameter's gradient, to name the bad one.
+        codes: [processes] what is wrong on each, if backward sums gradients; micro-batches
+            computed together then count together.
+        grad_norm: `norm` as a number, once the outcome is known.
+        reached: indices of the parameters with a gradient; None for all.
+        refusal: why it does not count, once the host knows.
+        stored: what is needed to compute it again; None if that is not wanted.
+        finding: the tracer's finding, if it was refused and traced.
     """
 
     loss: Any
@@ -67,35 +68,36 @@ class MicroBatch:
     finding: Finding | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its figures for JSON, once they are known."""
+        """Return its figures for JSON, once the outcome is known."""
         figures = {"loss": self.loss, "grad_norm": self.grad_norm}
         return {"micro_batch": self.index, "sample_ids": self.sample_ids, **figures}
 
 
 @dataclass
 class Outcome:
-    """The outcome of a window. With several processes all figures are over all of them, except
-    `own` and `reports`.
+    """The outcome of a window. With several processes, all fields but `own` and `reports` cover all
+    of them.
 
     Attributes:
-        micro_batches: their number, refused ones included.
-        applied: the optimizer and the scheduler stepped; not if no parameter got a gradient, or if
-            all overflowed under a loss scale that was too high, which refuses nothing.
-        steps: applied so far, including this one.
-        tokens: of the survivors; their number if none were given.
-        rate: learning rate of the step, None if the optimizer's groups have theirs.
-        loss: mean per token of the survivors (for `share` their sum), None without survivors; 0 if
-            no loss was told.
-        grad_norm: before clipping, None without survivors.
+        index: the window's number, from 0.
+        micro_batches: the number of micro-batches, refused ones included.
+        applied: whether optimizer and scheduler stepped. They do not step if no parameter got a
+            gradient, or if all overflowed under a loss scale that was too high (no refusal).
+        steps: the number of applied steps so far, including this one.
+        tokens: the survivors' tokens; the number of survivors if no tokens were given.
+        rate: the learning rate of the step; None if the optimizer's groups hold the rates.
+        loss: the survivors' mean per token (for `share`, their sum); None without survivors, 0 if
+            no loss was assigned.
+        grad_norm: the norm before clipping; None without survivors.
         own: this process's micro-batches, refused ones included.
-        reports: the `report` of each of its survivors.
-        refused: by micro-batch; `micro_batch` is None if the window was refused as a whole.
-        longest: refusals in a row up to the window's end.
-        limits: of the spike guard when it decided.
-        snapshot: the state before the window, if something was refused and the state may have
-            changed since.
-        update: to take it back as long as no later one was made; holds copies.
-        halts: by process, the code with which it stopped the window, which is then void.
+        reports: the `report` of each of this process's survivors.
+        refused: the refusals; `micro_batch` is None if the whole window was refused.
+        longest: the longest run of refusals in a row up to the end of the window.
+        limits: the spike guard's limits of loss and norm for this window.
+        snapshot: the state from before the window, if something was refused and it may have changed
+            since.
+        update: the guarded update, which can be undone until the next one; holds copies.
+        halts: the code of each process that stopped and so voided the window.
     """
 
     index: int
@@ -117,7 +119,7 @@ class Outcome:
 
     @property
     def places(self) -> list[int]:
-        """Places of this process's survivors in the window, in order."""
+        """Indices of this process's survivors in the window, in order."""
         return [
             micro.index
             for micro in self.own
@@ -126,14 +128,19 @@ class Outcome:
 
     @property
     def findings(self) -> list[Finding]:
-        """Findings of the tracer about this process's refused micro-batches."""
+        """The tracer's findings about this process's refused micro-batches."""
         return [micro.finding for micro in self.own if micro.finding is not None]
 
 
 @dataclass
 class RunCounts:
-    """Counts of a run so far: windows with a step and without, applied steps, refused micro-batches
-    and windows, and refusals in a row, without overflows that a loss scale was to blame for.
+    """Counts of a run so far.
+
+    Attributes:
+        windows: all windows, with a step or without.
+        steps: applied steps.
+        refused: refused micro-batches and windows.
+        in_a_row: current refusals in a row, without overflows caused by the loss scale.
     """
 
     windows: int = 0
@@ -142,14 +149,13 @@ class RunCounts:
     in_a_row: int = 0
 
     def add(self, outcome: Outcome, processes: ProcessGroup, excused: bool = False) -> int:
-        """Count a window, whose overflows may be excused from running on; return the longest run of
-        refusals up to its end."""
+        """Count a window; return its longest run of refusals, without overflows if `excused`."""
         longest = 0
-        if outcome.refused:  # the same on all processes, whose numbers of micro-batches may differ
+        if outcome.refused:  # equal on all processes; their numbers of micro-batches may differ
             bad = [r for r in outcome.refused if not (excused and r.kind == "gradient")]
             refused = [refusal.micro_batch for refusal in bad]
             order = [*chain(*processes.gather(outcome.places)), *refused]
-            # of a window that was refused as a whole no survivor ends a run of refusals
+            # survivors of a window that was refused as a whole do not end a run of refusals
             for index in sorted(order) if outcome.applied else refused:
                 self.in_a_row = self.in_a_row + 1 if index in refused else 0
                 longest = max(longest, self.in_a_row)
@@ -165,13 +171,14 @@ class PendingWindow:
     """A window until its outcome is known.
 
     Attributes:
-        own: this process's micro-batches; `earlier` were refused before it began again.
-        closed: there will be no more; the fields below are known then.
-        micro_batches: their number over all processes.
-        reached: a survivor's backward reached a parameter, as far as that is tracked.
-        go: scalar bool, it is to be stepped; None if nothing ran.
-        figures: on the device: of its survivors, of each of `ran`, of each process.
-        norms: [P] of the window's gradient, if it may be refused or flags are late.
+        own: this process's micro-batches.
+        earlier: micro-batches that were refused before the window began again.
+        closed: no micro-batch will follow; the fields below are set.
+        micro_batches: the number of micro-batches over all processes.
+        reached: whether a survivor's backward reached a parameter; True if that is not tracked.
+        go: scalar bool, whether to step; None if nothing ran.
+        figures: on the device, over the survivors, of each of `ran`, and of each process.
+        norms: [P] norms of the window's gradient, if it may be refused or flags are late.
         record: the figures on the host, in parts of `sizes`, valid once `arrived`.
     """
 
@@ -199,23 +206,22 @@ class PendingWindow:
 
 
 class Landing:
-    """Pinned memory for records, made before a step, since nothing may fail once weights moved."""
+    """Pinned memory for a record, allocated before the step: nothing may fail after it."""
 
     def __init__(self, size: int):
         self.memory = torch.empty(size, dtype=torch.float64, pin_memory=True)
         self.arrived = torch.cuda.Event()
 
     def take(self, record: Tensor) -> tuple[Tensor, Any]:
-        """Return the record on the host, and the event to wait for before it is read."""
+        """Return the record on the host, and the event to wait for before reading it."""
         target = self.memory[: record.numel()]
         target.copy_(record, non_blocking=True)
-        # the current device may be another one
+        # the record may not be on the current device
         self.arrived.record(torch.cuda.current_stream(record.device))
         return target, self.arrived
 
 
 def send_record(window: PendingWindow) -> None:
-    """Send the record of a window that was stepped: all on the device, without waiting."""
     figures = [figure.reshape(-1) for figure in window.figures.values()]
     window.sizes = [figure.numel() for figure in figures]
     record = figures[0].new_empty(sum(window.sizes), dtype=torch.float64)
@@ -229,8 +235,9 @@ def send_record(window: PendingWindow) -> None:
 def read_record(
     window: PendingWindow, names: Sequence[str], known_steps: int, processes: ProcessGroup
 ) -> Outcome:
-    """Read the record of a committed window, which has arrived, after `known_steps` applied ones;
-    with refusals all processes must call this.
+    """Read the arrived record of a window, after `known_steps` applied steps.
+
+    If micro-batches were refused, all processes must call this.
     """
     outcome = Outcome(window.index, window.micro_batches, False, known_steps, limits=window.limits)
     figures: dict[str, list[float]] = {}
@@ -257,14 +264,14 @@ def read_record(
     if not figures:
         return replace(outcome, refused=tuple(refusals))
     scalars = {name: values[0] for name, values in figures.items() if values}
-    if processes.size > 1 and scalars["refused"]:  # over all processes: all come here
+    if processes.size > 1 and scalars["refused"]:  # a sum over processes, so all come here
         everywhere = chain(*processes.gather(refusals))
         refusals = sorted(everywhere, key=lambda r: r.micro_batch or 0)
     outcome.tokens, outcome.rate = int(scalars["tokens"]), scalars.get("rate")
     if scalars["survivors"]:
         outcome.loss, outcome.grad_norm = scalars["loss"], scalars["norm"]
         outcome.applied = bool(scalars["applied"])
-        # survivors without a token, or without a gradient, are nothing to step on, and no fault
+        # survivors without tokens or gradients make no step, and are no fault
         if not outcome.applied and outcome.tokens and window.reached:
             refusals.append(window_refusal(window, names, scalars))
     outcome.update, outcome.refused = window.update, tuple(refusals)

@@ -1,6 +1,4 @@
-"""What a guard is given: the parameters of its optimizer by the names of their model, which must be
-such that it can guard them, and the processes.
-"""
+"""The parameters that a guard steps, by name, and the checks that it can guard them."""
 
 from __future__ import annotations
 
@@ -18,33 +16,36 @@ from npt.guard.refusal import UNGUARDED
 from npt.guard.sharding import refuse_unfit
 
 IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
-"""Classes of lomo_optim, and of transformers for GaLore and Apollo layer by layer."""
+"""Classes of lomo_optim, and of transformers for layerwise GaLore and Apollo."""
 
 
 def guarded_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters that require a gradient now, by their names in the model;
-    others follow, named by their places in the optimizer. Tied weights are one.
+    """Return the optimizer's parameters that require a gradient now, by name.
 
-    ConfigError if the optimizer or a parameter of it cannot be guarded.
+    Names are those in the model; parameters outside it come last, named by their place in the
+    optimizer. Tied weights count once.
+
+    Raises:
+        ConfigError: the optimizer, or one of its parameters, cannot be guarded.
     """
     if not IN_BACKWARD.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
         raise ConfigError(
-            f"{type(optimizer).__name__} steps inside backward, before a guard can look at the"
-            f" gradient; use its form that is not layerwise, or AdamW, or {UNGUARDED}"
+            f"{type(optimizer).__name__} steps inside backward, before a guard can check the"
+            f" gradient; use a variant that is not layerwise, or AdamW, or {UNGUARDED}"
         )
     stepped = stepped_parameters(optimizer)
     if not stepped:
-        raise ConfigError("no parameter of the optimizer requires a gradient; nothing to guard")
+        raise ConfigError("no parameter of the optimizer requires a gradient: nothing to guard")
     names: dict[nn.Parameter, str] = {}
     for name, p in whole(model).named_parameters():
         if p in stepped:
             names[p] = plain_name(name)
     if not names:
         raise ConfigError(
-            "none of the optimizer's parameters is among the guard's; give the guard the model that"
-            " the optimizer was made for"
+            "none of the optimizer's parameters is in the guard's model; pass the guard the model"
+            " that the optimizer was made for"
         )
     for group, settings in enumerate(optimizer.param_groups):
         for index, p in enumerate(settings["params"]):
@@ -62,16 +63,18 @@ def stepped_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
 def unwrapped(
     optimizer: Any, divided: bool
 ) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler | None]:
-    """Return torch's optimizer, and the scaler inside one that `Accelerator.prepare` returned;
-    ConfigError if accelerate would divide the loss for the window, and it is not `divided` already.
+    """Return torch's own optimizer, and the scaler, of one from `Accelerator.prepare`.
+
+    Raises:
+        ConfigError: accelerate divides losses by the window's size, but `divided` is False.
     """
     if type(optimizer).__module__.partition(".")[0] != "accelerate":
         return optimizer, None
     steps = optimizer.gradient_state.num_steps
     if steps > 1 and not divided:
         raise ConfigError(
-            f"accelerate divides losses by gradient_accumulation_steps {steps}, and a guard divides"
-            " once, by what survives; leave it at 1, and call guard.step() after each window"
+            f"accelerate divides losses by gradient_accumulation_steps={steps}, but the guard"
+            " divides by the survivors: leave it at 1, and call guard.step() after each window"
         )
     return optimizer.optimizer, optimizer.scaler
 
@@ -84,7 +87,6 @@ def all_processes(device: torch.device) -> ProcessGroup:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what torch.compile adds to it."""
     return name.replace("_orig_mod.", "")
 
 
@@ -93,14 +95,14 @@ def whole(model: nn.Module) -> nn.Module:
 
 
 def _parallel(model: nn.Module) -> DistributedDataParallel | None:
-    """Return a model, compiled or not, as DistributedDataParallel; None if it is not in one."""
+    """Return the DistributedDataParallel around a model, compiled or not; None without one."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which processes compute apart: no NaN is spread over all in a backward,
-    and none waits in its forward, where buffers would be sent, for one that was refused before.
+    """Return a context in which processes compute independently: backward spreads no NaN to the
+    others, and forward waits for no buffers from a process that refused its micro-batch.
     """
     wrapped = _parallel(model)
     if wrapped is None:
@@ -110,8 +112,9 @@ def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Send process 0's buffers to all, which all must call, as DistributedDataParallel does in a
-    window's first forward.
+    """Send process 0's buffers to all, as DistributedDataParallel does in a window's first forward.
+
+    All processes must call it.
     """
     wrapped = _parallel(model)
     if wrapped is not None and wrapped.broadcast_buffers and wrapped.modules_buffers:

@@ -1,4 +1,4 @@
-"""What was refused and why, in words, on one process and on all."""
+"""What was refused and why, in words, on one process or across all."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from npt.errors import DataError, ProcessError
 if TYPE_CHECKING:
     from npt.guard.outcome import MicroBatch, PendingWindow
 
-UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which says what is lost"
+UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which logs what is lost"
 
 IN_LOSS, IN_GRADIENT, BEFORE = 1, 2, 4
-"""What is wrong with a micro-batch on one process, if gradients are summed in its backward."""
+"""Codes for what is wrong with a micro-batch on one process, if backward sums gradients."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One refused micro-batch or step.
+    """A refused micro-batch or window.
 
     Attributes:
         kind: `data` (refused before any computation), `error`, `loss` or `gradient`; for a whole
             window `norm`, `spike`, `update` (parameters or moments after the step) or `card`.
-        detail: in words.
-        micro_batch: index in the window over all processes, None for a whole window.
-        sample_ids: of the micro-batch.
-        process: that computed it.
-        tensor: the first that was not finite, by name; of finite gradients that are too large, the
-            largest.
+        detail: the reason in words.
+        micro_batch: its index in the window over all processes; None for a whole window.
+        sample_ids: the ids of its samples.
+        process: the process that computed it.
+        tensor: the name of the first non-finite tensor, or, if all are finite, of the largest
+            gradient.
     """
 
     kind: str
@@ -44,8 +44,8 @@ class Refusal:
     tensor: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as events and post-mortems store it: the process as `rank`, the tensor in
-        `detail` alone.
+        """Return it for events and post-mortems. They store the process as `rank`, and name the
+        tensor only in `detail`.
         """
         values = asdict(self)
         process = values.pop("process")
@@ -54,7 +54,7 @@ class Refusal:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Refusal:
-        """Return what `as_dict` gave, now or in an earlier version."""
+        """Return the refusal that `as_dict` stored, in this or an earlier version."""
         names = tuple(map(str, values["sample_ids"]))
         kind, detail, index = (values[key] for key in ("kind", "detail", "micro_batch"))
         return cls(kind, detail, index, names, values["rank"])
@@ -71,15 +71,18 @@ class Refusal:
 def check_alike(
     figures: Mapping[str, Sequence[float]], window: int, steps: int, processes: ProcessGroup
 ) -> None:
-    """Raise if processes had different data in a window, of which they would train on some twice,
-    on some never, or differ after `steps` alike steps; a state is 0 if it is not finite.
+    """Check that all processes had the same data in a window, and the same state after its step.
+
+    Raises:
+        ProcessError: data or states differ; a state is 0 if it is not finite.
     """
     data, states = figures["data"], figures.get("states", ())
     other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
     if other is not None:
         message = (
-            f"process {other} reads other data than process 0 in window {window + 1} (fingerprints"
-            f" {data[other]:.0f} and {data[0]:.0f}); give all the same data in the same order"
+            f"process {other} reads different data from process 0 in window {window + 1}"
+            f" (fingerprints {data[other]:.0f} and {data[0]:.0f}); give every process the same data"
+            " in the same order"
         )
         raise processes.everywhere(ProcessError(message, DataError.exit_status))
     bad = [process for process, state in enumerate(states) if not state]
@@ -87,9 +90,9 @@ def check_alike(
     if wrong and len(bad) < len(states):
         where = ", ".join(map(str, wrong))
         message = (
-            f"every process took step {steps + 1} alike, but what it left on process {where}"
-            f" {'is not finite' if bad else 'differs'}; it was taken back: look at the hardware of"
-            " these processes, then continue with --resume auto"
+            f"step {steps + 1} was undone: every process took the same step, but afterwards the"
+            f" state of process {where} {'is not finite' if bad else 'differs'}; check its"
+            " hardware, then continue with --resume auto"
         )
         raise processes.everywhere(ProcessError(message))
 
@@ -97,8 +100,10 @@ def check_alike(
 def refusal_of(
     micro: MicroBatch, loss: float, names: Sequence[str], process: int
 ) -> Refusal | None:
-    """Return why a micro-batch of this summed loss was refused that ran on this process; None if
-    another's was summed with it and is to blame. If only the sum is bad, it is process 0's.
+    """Return why this process's micro-batch with this summed loss was refused.
+
+    None if another process's micro-batch, computed together with it, is to blame. If only their sum
+    is not finite, the refusal is process 0's.
     """
     if micro.codes is not None:
         code = micro.codes[process]
@@ -109,7 +114,7 @@ def refusal_of(
     else:
         bad = int((~micro.norms.isfinite()).sum())
         kind, tensor = "loss", None
-        detail = f"loss is {loss}, and {bad or 'none'} of {len(names)} gradients are not finite"
+        detail = f"loss is {loss}, and {bad} of {len(names)} gradients are not finite"
     return Refusal(kind, detail, micro.index, micro.sample_ids, process, tensor)
 
 
@@ -127,18 +132,16 @@ def window_refusal(
         detail = f"gradient norm of the window is {norm}: {description}"
         return Refusal("norm", detail, tensor=tensor)
     above = [
-        f"{name} {value:.4g} is above {limit:.4g}"
+        f"{name} {value:.4g} is above its limit {limit:.4g}"
         for name, value, limit in zip(("loss", "norm"), (loss, norm), window.limits, strict=True)
         if value > limit
     ]
-    detail = f"{' and '.join(above)}, the most that the accepted steps allow"
-    return Refusal("spike", f"{detail}; the largest gradient is {tensor}'s", tensor=tensor)
+    detail = f"{' and '.join(above)}; {tensor} has the largest gradient"
+    return Refusal("spike", detail, tensor=tensor)
 
 
 def describe_norms(norms: Tensor, names: Sequence[str]) -> tuple[str, str]:
-    """Return the first of a gradient's tensors that is not finite, or the largest, and a
-    description of it; norms: [P].
-    """
+    """Name and describe the first gradient whose norm in [P] is not finite, or the largest."""
     values = norms.tolist()
     bad = [value for value in values if not math.isfinite(value)]
     value = bad[0] if bad else max(values)
@@ -146,6 +149,6 @@ def describe_norms(norms: Tensor, names: Sequence[str]) -> tuple[str, str]:
     if bad:
         return name, f"gradient of {name} has norm {value} ({len(bad)} of {len(values)} tensors)"
     return name, (
-        f"every tensor's own norm is finite (largest {value:.3g}, of {name}), their sum of squares"
+        f"every tensor's norm is finite (largest {value:.3g}, of {name}), but their sum of squares"
         " overflows"
     )

@@ -1,9 +1,8 @@
-"""`Report`: what a run loses, said by a callback that changes nothing.
+"""`Report`: a callback that logs what a run loses and changes nothing.
 
-For Trainers that a guard cannot be put into, such as those of DeepSpeed, and for a first look at
-any other. The host reads one tensor of flags a step, before the optimizer's own step, so that a bad
-batch is traced with the weights that it met. What a step made of the weights is read one step late,
-or when the Trainer logs.
+Use it with Trainers that cannot be guarded, such as DeepSpeed's, or for a first look at any run.
+The host reads one tensor of flags per step, before the optimizer steps, so that a bad batch is
+traced with the weights it met. Weights are checked one step late, or when the Trainer logs.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from npt.guard.parameters import plain_name, whole
 from npt.guard.sharding import is_of_fsdp1, is_sharded, local
 
 SAID = 5
-"""Steps with the same loss that are told of one by one; the end of training counts all."""
+"""How many events of each kind are logged one by one; the end of training counts all."""
 
 SKIPPED = (
-    "no weight was changed: a GradScaler, DeepSpeed or the optimizer skipped the step, or all it"
-    " adds is below the weights' precision"
+    "no weight changed: a GradScaler, DeepSpeed or the optimizer skipped the step, or its update is"
+    " below the weights' precision"
 )
 
 _log = logging.getLogger("npt.guard")
@@ -39,9 +38,7 @@ _log = logging.getLogger("npt.guard")
 
 @dataclass
 class _Look:
-    """Flags [P] on a device, False for what is lost, and what is said then: its `text` is given the
-    first of these names, their number, and that of all.
-    """
+    """Flags [P], False if lost. `text` gets the first lost name and the numbers of lost and all."""
 
     kind: str
     step: int
@@ -51,40 +48,40 @@ class _Look:
 
 
 class Report(TrainerCallback):
-    """Says, for any Trainer, that a step was skipped, or that a loss, a gradient, a weight or a
-    figure of the log is not finite, also where the Trainer shows a clean curve.
+    """Log skipped steps and any loss, gradient, weight or logged figure that is not finite, even
+    where the Trainer's curve looks clean.
 
-    Weights, random numbers and logs are those of the run without it. Lines are warnings of the
-    logger `npt.guard`; every process tells of its own.
+    Works with any Trainer. Weights, random numbers and logs equal those of a run without it. Each
+    process logs its own warnings to the logger `npt.guard`.
 
     Args:
-        trace: batches of which the tracer names the operation; not where a single process cannot
-            compute alone.
+        trace: how many bad batches to trace to the operation that made the NaN. Models that one
+            process cannot compute alone are not traced.
 
     Attributes:
-        counts: steps by what was lost: `loss`, `gradient`, `weight`, `skipped` and, of entries of
-            the log, `logged`.
-        findings: of the tracer.
+        counts: the number of steps that lost a `loss`, `gradient` or `weight`, or were `skipped`,
+            and of log entries that hide or show a non-finite figure (`logged`).
+        findings: the tracer's findings.
     """
 
     def __init__(self, trace: int = 1):
         self.counts: Counter[str] = Counter()
         self.findings: list[Finding] = []
         self._left, self._steps = trace, 0
-        self._stack = ExitStack()  # hooks of a training
-        self._watched = ExitStack()  # that of a micro-batch
+        self._stack = ExitStack()  # hooks for the whole training
+        self._watched = ExitStack()  # hook for one micro-batch
         self._forensics: Forensics | None = None
         self._window: list[MicroBatch] = []
-        self._late: list[_Look] = []  # at the weights that the last step left
-        self._bits: dict[str, Tensor] = {}  # of the weights, to see whether a step changes them
-        self._moves = False  # the rate is above 0
-        self._hidden = 0  # losses since the last entry of the log
+        self._late: list[_Look] = []  # at the weights after the last step
+        self._bits: dict[str, Tensor] = {}  # sums of the weights' bits, to notice skipped steps
+        self._moves = False  # the learning rate is above 0
+        self._hidden = 0  # non-finite losses since the last log entry
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         """Put hooks on the model."""
-        self._stop()  # a training that ended in an error
+        self._stop()  # in case the last training ended in an error
         self.counts.clear()
         self._steps, self._moves, self._window, self._late, self._bits = 0, False, [], [], {}
         self._forensics = Forensics(model, self._left)
@@ -121,7 +118,7 @@ class Report(TrainerCallback):
             _finite("gradient", step, gradients, "the gradient of {0} is not finite ({1} of {2})"),
         )
         self._hidden += len(losses)
-        scaled = getattr(kwargs.get("optimizer"), "scaler", None) is not None  # it finds its scale
+        scaled = getattr(kwargs.get("optimizer"), "scaler", None) is not None  # overflows expected
         if (losses or (bad and not scaled)) and self._left and not self.counts["weight"]:
             suspects = [told[name] for name in losses] or self._window
             self._trace(suspects, step, args, model, kwargs.get("optimizer"))
@@ -130,30 +127,30 @@ class Report(TrainerCallback):
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Look at what the step left, to be read later."""
+        """Check the weights after the step; the flags are read later."""
         self._look_at_weights(model, state.global_step)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any
     ) -> None:
-        """Say what the log has that is not finite, and what it does not show."""
+        """Warn of non-finite figures that the log shows, and of those that it hides."""
         numbers = {name: value for name, value in logs.items() if isinstance(value, float)}
         bad = [f"{name} {value}" for name, value in numbers.items() if not math.isfinite(value)]
         if bad:
-            self._say("logged", state.global_step, f"the log has {', '.join(bad)}")
+            self._say("logged", state.global_step, f"the log shows {', '.join(bad)}")
         loss = numbers.get("loss", math.nan)
         if self._hidden and math.isfinite(loss):
-            detail = f"the log has loss {loss}, without {self._hidden} that are not finite"
+            detail = f"the log shows loss {loss} and hides {self._hidden} that are not finite"
             self._say("logged", state.global_step, detail)
         self._hidden = 0
         self._read()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say how many steps lost something, and take the hooks away."""
+        """Log how many steps lost something, and remove the hooks."""
         self._read()
         self._stop()
         lost = ", ".join(f"{kind} {number}" for kind, number in self.counts.items())
-        text = f"{self._steps} steps, of which were lost: {lost}" if lost else "nothing was lost"
+        text = f"faults in {self._steps} steps: {lost}" if lost else "nothing was lost"
         _log.log(logging.WARNING if lost else logging.INFO, "report: %s", text)
 
     def _begin(self) -> None:
@@ -171,14 +168,14 @@ class Report(TrainerCallback):
         loss = loss_in(output)
         if loss is not None and self._window and torch.is_grad_enabled():
             micro, good = self._window[-1], loss.detach().isfinite().all()
-            micro.flag = [*(micro.flag or []), good]  # in nn.DataParallel each on its device
+            micro.flag = [*(micro.flag or []), good]  # several devices under nn.DataParallel
 
     def _look_at_weights(self, model: nn.Module, step: int) -> None:
         weights = {name: p.detach() for name, p in _trained(model).items()}
-        text = "{0} is not finite ({1} of {2} weights): the model is lost; go back to an earlier"
+        text = "{0} is not finite ({1} of {2} weights), so the model is lost; go back to an earlier"
         self._late.append(_finite("weight", step, weights, text + " checkpoint"))
         each = bits_of([local(weight) for weight in weights.values()])
-        # their sums are equal only if nothing changed, but for a rare chance
+        # equal sums mean that nothing changed, almost surely
         bits = {name: b.sum(dtype=torch.int64) for name, b in zip(weights, each, strict=True)}
         if self._moves and bits and bits.keys() == self._bits.keys():
             home = next(iter(bits.values())).device
@@ -189,9 +186,7 @@ class Report(TrainerCallback):
         self._bits = bits
 
     def _read(self, *now: _Look) -> list[list[str]]:
-        """Read these flags and the late ones; tell of what is lost, and return the names of what is
-        by these.
-        """
+        """Read these flags and the late ones, and log what is lost; return the names for `now`."""
         looks, self._late = [*self._late, *now], []
         home = next((look.flags.device for look in looks if look.names), None)
         good = iter(torch.cat([look.flags.to(home) for look in looks]).tolist() if home else [])
@@ -206,15 +201,15 @@ class Report(TrainerCallback):
     def _trace(
         self, suspects: list[MicroBatch], step: int, args: Any, model: nn.Module, optimizer: Any
     ) -> None:
-        """Compute suspects again under the tracer until one is found guilty; nothing is changed."""
+        """Compute suspects again under the tracer until it finds the operation. Changes nothing."""
         assert self._forensics is not None
         self._left -= 1
         if reason := _cannot_trace(model):
             _log.warning("step %d: the batch is not traced: %s", step, reason)
             return
-        # DeepSpeed's hooks would sum the gradients of a backward
+        # DeepSpeed's hooks would sum a backward's gradients
         of_deepspeed = any("DeepSpeed" in kind.__name__ for kind in type(optimizer).__mro__)
-        window, self._window = self._window, []  # what is computed now is no part of the step
+        window, self._window = self._window, []  # these forwards are not part of the step
         finding: Finding | None = None
         for micro in suspects:
             index = next(i for i, each in enumerate(window) if each is micro)
@@ -229,12 +224,11 @@ class Report(TrainerCallback):
             self.findings.append(finding)
             told = finding.told
             if finding.verdict is None and getattr(args, "world_size", 1) > 1:
-                told = "this process's own batches are finite; look at what the others say"
+                told = "this process's batches are finite; see the warnings of the other processes"
             place = finding.refusal.micro_batch
             _log.warning("step %d: micro-batch %s traced: %s", step, place, told)
 
     def _say(self, kind: str, step: int, detail: str) -> None:
-        """Count, and tell of the first; of nothing more once the weights are lost."""
         lost = self.counts["weight"] > 0
         self.counts[kind] += 1
         if self.counts[kind] <= SAID and not lost:
@@ -253,10 +247,9 @@ def _finite(kind: str, step: int, tensors: Mapping[str, Tensor], text: str) -> _
 
 
 def _cannot_trace(model: nn.Module) -> str:
-    """Return why this process alone cannot compute the batch again; empty if it can."""
     sharded = any(is_sharded(p) or hasattr(p, "ds_id") for p in model.parameters())
     if sharded or is_of_fsdp1(model):
         return "its parameters are sharded over processes"
     weights = [p.detach() for p in _trained(model).values()]
     good = not weights or bool(norms_of(weights, math.inf).isfinite().all())
-    return "" if good else "its weights are not finite any more"
+    return "" if good else "its weights are no longer finite"

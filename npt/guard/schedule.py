@@ -6,8 +6,9 @@ import math
 
 
 def rate_table(peak: float, kind: str, warmup_steps: int, total_steps: int | None) -> list[float]:
-    """Return the learning rate of every step of a run; the last holds for all later steps. That of
-    a run of unknown length stays constant after warm-up.
+    """Return the learning rate of every step; the last one holds for all later steps.
+
+    If the run's length is unknown, the rate stays constant after warm-up.
     """
     if total_steps is None:
         kind = "constant"
@@ -18,10 +19,10 @@ def rate_table(peak: float, kind: str, warmup_steps: int, total_steps: int | Non
 def learning_rate_scale(step: int, kind: str, warmup_steps: int, total_steps: int | None) -> float:
     """Return the factor on the peak learning rate for the step after `step` applied ones.
 
-    Linear warm-up reaches 1 after `warmup_steps` steps; its first step is already above 0, since a
-    step at rate 0 moves the optimizer's moments and nothing else. Then `constant`, or `linear` or
-    `cosine` (Loshchilov & Hutter 2017, without restarts) down to 0 after the last step. Only
-    `constant` needs no `total_steps`.
+    Linear warm-up reaches 1 after `warmup_steps` steps. It starts above 0, since a step at rate 0
+    changes only the optimizer's moments. The rate then stays `constant`, or falls to 0 after the
+    last step as `linear` or `cosine` (Loshchilov & Hutter 2017, without restarts). Only `constant`
+    needs no `total_steps`.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps

@@ -14,23 +14,23 @@ Loss = Literal["sum", "mean", "share"]
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """Settings of how a guard divides, clips, decides and stops.
+    """Settings of a guard: how it divides, clips, refuses and stops.
 
     Attributes:
-        max_grad_norm: to which the window's gradient is clipped.
-        loss: of a micro-batch. `sum`: over its tokens; the window's gradient is the sum divided by
-            the tokens of the micro-batches that count. `mean`: over its tokens; each gradient is
-            weighted by the micro-batch's tokens (by 1 if none are given), the sum divided by these
-            weights. `share`: of the window's loss, already divided by what belongs to the whole
-            window, which the caller computes again after a refusal (`Guard.begin_again`).
-        refuse: exceptions inside a micro-batch that refuse it; others leave it and are raised.
-        spike_sigmas: refuse a window whose loss or norm lies so many robust standard deviations
-            above the accepted ones.
-        max_refused: refusals in a row before TooManyRefusalsError.
-        trace: refused micro-batches, on each process, that are computed again to name the guilty
-            operation; each costs a few slow passes.
-        postmortem: a folder; when `max_refused` is reached, a folder in it gets the last refused
-            micro-batches, weights, moments and reasons.
+        max_grad_norm: the norm to which the window's gradient is clipped.
+        loss: what a micro-batch's loss is. `sum`: a sum over its tokens; the window's gradient is
+            divided by the survivors' tokens. `mean`: a mean over its tokens; gradients are weighted
+            by their tokens (by 1 if none are given) and divided by the sum of the weights. `share`:
+            its share of the window's loss, already divided for the whole window; the caller
+            computes it again after a refusal (`Guard.begin_again`).
+        refuse: exceptions that refuse their micro-batch; any other exception propagates.
+        spike_sigmas: refuse a window whose loss or norm exceeds the accepted ones by this many
+            robust standard deviations; None turns the check off.
+        max_refused: raise TooManyRefusalsError after this many refusals in a row.
+        trace: how many refused micro-batches each process computes again to find the operation
+            that made the NaN; each costs a few slow passes.
+        postmortem: the folder for post-mortem bundles. When `max_refused` is reached, the last
+            refused micro-batches, weights, moments and reasons are written there.
     """
 
     max_grad_norm: float = math.inf
@@ -44,7 +44,7 @@ class GuardSettings:
     def __post_init__(self) -> None:
         classes = self.refuse if isinstance(self.refuse, tuple) else (None,)
         if not all(isinstance(each, type) and issubclass(each, Exception) for each in classes):
-            raise ConfigError(f"refuse is {self.refuse!r}; give a tuple of classes of exceptions")
+            raise ConfigError(f"refuse is {self.refuse!r}; pass a tuple of exception classes")
         if self.loss not in get_args(Loss):
             raise ConfigError(f"loss is {self.loss!r}; choose from {', '.join(get_args(Loss))}")
         for name in ("max_grad_norm", "spike_sigmas", "max_refused"):

@@ -1,4 +1,4 @@
-"""Spikes: a finite loss or gradient norm far outside the range of the steps before it."""
+"""Spikes: a finite loss or gradient norm far above those of the steps before it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from statistics import median
 from torch import Tensor
 
 SIGMAS = 10.0
-"""Far smaller values refuse healthy windows of mixed data."""
+"""Much smaller values refuse healthy windows of mixed data."""
 
 HISTORY = 128
 MINIMUM = 20
-"""Accepted steps before anything is called a spike: a median of fewer says little."""
+"""Accepted steps needed before a spike is refused; a median of fewer is unreliable."""
 
-MAD_TO_SIGMA = 1.4826  # median absolute deviations of a normal distribution's standard deviation
+MAD_TO_SIGMA = 1.4826  # standard deviation per median absolute deviation, if normal
 
-SPREAD_FLOOR = 0.01  # of values that repeat exactly: rounding is no spike
+SPREAD_FLOOR = 0.01  # for values that repeat exactly, where rounding is no spike
 
 
 class SpikeGuard:
     """Limits of loss and gradient norm: median + k sigma of the last accepted steps' logarithms.
 
-    Sigma is estimated by the median absolute deviation, so that neither a spike that was let
-    through nor a NaN can drag the limits along. Logarithms, because both are positive and spread
-    over factors: the gradient norms of small windows have a heavy upper tail, which reads as spikes
-    on their own scale and not on a logarithmic one.
-
+    Sigma comes from the median absolute deviation, so that one accepted spike does not move the
+    limits. Logarithms are used because gradient norms of small windows have a heavy upper tail,
+    which would look like spikes on a linear scale.
     """
 
     def __init__(self, k: float = SIGMAS):
@@ -36,11 +34,11 @@ class SpikeGuard:
         self.recall((), ())
 
     def exceeds(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Return a scalar bool on the tensors' device, without waiting: above a limit."""
+        """Return whether either is above its limit: a scalar bool on the device, unread."""
         return (loss > self.limits[0]) | (norm > self.limits[1])
 
     def accept(self, loss: float, norm: float) -> None:
-        """Take an applied step into the statistics, unless it has no finite logarithm."""
+        """Add an applied step to the statistics, except values without a finite logarithm."""
         for logarithms, value in ((self._losses, loss), (self._norms, norm)):
             if math.isfinite(value) and value > 0:
                 logarithms.append(math.log(value))

@@ -1,7 +1,7 @@
-"""What a micro-batch leaves besides its gradients: random numbers drawn, buffers written to.
+"""What a micro-batch changes besides gradients: the random state and the model's buffers.
 
-`begin` comes before it, `settle` after it. Its window ends with `rewind`, or with `forget` after a
-step. `keep` says whether what it left stays: a scalar bool on the device, or None for no.
+Call `begin` before it and `settle` after it. End the window with `rewind`, or with `forget` after a
+step. `keep` tells whether the changes stay: a scalar bool on the device, or None for no.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from npt.random_state import micro_batch_draws, random_state, set_random_state
 
 LARGEST_BUFFER = 2**20
-"""Numbers in a buffer that is copied before each micro-batch."""
+"""The most elements of a buffer that is copied before each micro-batch."""
 
 
 class Draws:
-    """torch's random numbers, drawn again after a refusal.
+    """torch's random state, restored after a refusal.
 
-    A window that is refused as a whole is rewound to its first micro-batch, unless the loop itself
-    drew in between, for its data: those draws are not the guard's to repeat.
+    If a whole window is refused, the state from before its first micro-batch is restored, unless
+    the loop itself drew random numbers in between.
     """
 
     before: Mapping[str, Tensor] = {}
@@ -40,7 +40,7 @@ class Draws:
         return nullcontext()
 
     def settle(self, keep: Tensor | None) -> None:
-        # what drew nothing need not wait for the device
+        # a micro-batch that drew nothing need not wait for the device
         if not equal_states(random_state(), self.before) and (keep is None or not bool(keep)):
             set_random_state(self.before)
         self._end = random_state()
@@ -60,29 +60,29 @@ class Draws:
 
 
 class Seeded(Draws):
-    """Random numbers of each micro-batch by its name, so that nothing is to be drawn again: they do
-    not depend on what was refused before, on the process, or on a resume.
+    """Random numbers seeded by each micro-batch's sample ids, so that they do not depend on earlier
+    refusals, on the process, or on a resume. Nothing needs to be restored.
     """
 
     def __init__(self, seed: int):
         self.seed = seed
 
     def begin(self) -> None:
-        """Take no state, which has no part in it."""
+        """Do nothing: the random state plays no part."""
 
     def drawing(self, ids: Sequence[str], offset: int) -> AbstractContextManager[None]:
-        """Return a context in which the numbers are those of these samples at this place."""
+        """Return a context that draws the numbers of these samples at this offset."""
         return micro_batch_draws(self.seed, tuple(ids), offset)
 
     def settle(self, keep: Tensor | None) -> None:
-        """Leave the state, which `drawing` has put back."""
+        """Do nothing: `drawing` has restored the state."""
 
 
 class Buffers:
     """The buffers that a forward may write to: running statistics, codebooks, observed ranges.
 
-    Those of normalisation layers, and all others of floating-point numbers up to a size: larger
-    ones are tables, and copying them for each micro-batch would cost too much.
+    Covers normalisation layers, and other floating-point buffers up to `LARGEST_BUFFER`. Larger
+    ones are tables, too costly to copy for each micro-batch.
     """
 
     def __init__(self, model: nn.Module):
@@ -117,7 +117,7 @@ class Buffers:
         for (held, name), copy in zip(self._held, copies, strict=True):
             now = held.get(name)
             if copy is None or now is None or now.shape != copy.shape or now.device != copy.device:
-                if now is not copy and (keep is None or not bool(keep)):  # assigned anew, and rare
+                if now is not copy and (keep is None or not bool(keep)):  # replaced; rare
                     held[name] = None if copy is None else copy.clone()
             elif keep is None:
                 now.data.copy_(copy)  # .data: a graph of an earlier forward may hold the buffer
@@ -128,7 +128,7 @@ class Buffers:
 def _is_written(module: nn.Module, buffer: Tensor) -> bool:
     if buffer.is_inference() or buffer.layout != torch.strided:
         return False
-    if torch._debug_has_internal_overlap(buffer) == 1:  # expanded: nothing can be written to it
+    if torch._debug_has_internal_overlap(buffer) == 1:  # expanded, so not writable
         return False
     statistics = getattr(module, "track_running_stats", False)
     return statistics or (buffer.is_floating_point() and buffer.numel() <= LARGEST_BUFFER)

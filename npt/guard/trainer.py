@@ -1,13 +1,13 @@
-"""transformers' Trainer under a guard, and what is derived from it.
+"""A guard for transformers' Trainer and its subclasses.
 
-The Trainer divides each loss by what belongs to the whole window (its tokens, or its number of
-micro-batches) before the backward. If a micro-batch is refused, the others' losses are too small
-for the window that is left. So the survivors are computed again, divided by what is theirs, with
-the random numbers of a window without the bad one: the step is, bit for bit, the one of a Trainer
-that never saw it. A window without refusals is computed once.
+Before backward, the Trainer divides each loss by the tokens, or the number of micro-batches, of the
+whole window. If a micro-batch is refused, the losses of the others are too small for what is left.
+So the survivors are computed again with the right divisor, and with the random numbers of a window
+without the refused one. The step then equals, bit for bit, that of a Trainer that never saw it. A
+window without refusals is computed once.
 
-As with an fp16 overflow, `global_step` counts a window that was refused as a whole, since it is
-the place in the data too; optimizer and scheduler do not step.
+`global_step` is also the position in the data, so it counts a window that was refused as a whole,
+as after an fp16 overflow. Optimizer and scheduler do not step.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from npt.guard.settings import GuardSettings
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # the mixin needs none of transformers
+    Trainer = object  # importing the mixin does not import transformers
 
-# by TRL, in each forward
+# attributes that TRL changes in each forward
 _COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens", *generations.COUNTED)
 _GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
@@ -50,49 +50,48 @@ _log = logging.getLogger("npt.guard")
 
 
 class TrainerMixin(Trainer):
-    """A guard for `class Safe(TrainerMixin, Trainer)`; put it first.
+    """A guard for a Trainer class: `class Safe(TrainerMixin, Trainer)`. Put it first.
 
     Attributes:
-        guard_settings: of `GuardSettings`, but for the norm, which is the arguments', and the loss;
-            unless set, `trace` is 1 and `postmortem` a folder in the output folder.
-        guard: the guard, once training has begun.
+        guard_settings: fields of `GuardSettings`, except `loss` and `max_grad_norm`, which the
+            Trainer decides. By default `trace` is 1 and `postmortem` is in the output folder.
+        guard: the guard; None until training begins.
     """
 
     guard_settings: Mapping[str, Any] = {}
     guard: Guard | None = None
 
-    # of the open window: micro-batches, their names by identity, the loss to be logged and TRL's
-    # metrics before it, the norm, once it is closed
-    _inputs: list[Any]
-    _names: Mapping[int, tuple[object, ...]] = {}
-    _logged: Tensor | None = None
-    _counted: Mapping[str, Any] = {}
-    _norm: float | None = None
-    _finally: ExitStack  # what gives the optimizer its own step back
+    # the open window
+    _inputs: list[Any]  # its micro-batches
+    _names: Mapping[int, tuple[object, ...]] = {}  # their sample ids, by id of the inputs
+    _logged: Tensor | None = None  # the Trainer's summed loss before it
+    _counted: Mapping[str, Any] = {}  # TRL's metrics before it
+    _norm: float | None = None  # once it is closed
+    _finally: ExitStack  # restores the optimizer's own step
     _trains: bool = False
-    _epoch: Any = None  # the iterator of the present one
-    _generations: Generations | None = None  # of TRL's Trainers that make some
+    _epoch: Any = None  # the iterator of the current epoch
+    _generations: Generations | None = None  # for TRL's Trainers that generate
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         first = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
         if any(hasattr(c, "training_step") and not issubclass(c, TrainerMixin) for c in first):
             raise ConfigError(
-                f"{cls.__name__} has a Trainer before TrainerMixin, so its steps would be"
-                " unguarded; put TrainerMixin first"
+                f"{cls.__name__} has a Trainer before TrainerMixin, which would leave its steps"
+                " unguarded: put TrainerMixin first"
             )
         check_settings(cls.guard_settings)
 
     def on_refused(self, outcome: Outcome) -> None:
-        """Warn of each refusal, and of what the tracer found; override to do more."""
+        """Log a warning for each refusal and each finding of the tracer. Override to do more."""
         for refusal in outcome.refused:
             _log.warning("refused in step %d: %s", self.state.global_step + 1, refusal)
         for finding in outcome.findings:
             _log.warning("traced in step %d: %s", self.state.global_step + 1, finding)
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
-        """Train, with a guard of its own: a window that an error left open is forgotten, as when
-        memory ran out and `auto_find_batch_size` begins again."""
+        """Train with a new guard, so that a window left open by an error is dropped, such as an OOM
+        after which `auto_find_batch_size` starts again."""
         _refuse_unfit(self)
         self.guard = None
         self._trains, self._epoch = True, None
@@ -104,16 +103,16 @@ class TrainerMixin(Trainer):
     def _end_training(self) -> None:
         self._trains, self._names, self._generations = False, {}, None
         if self.guard is not None:
-            self.guard.close()  # its buffers are as large as the gradients
+            self.guard.close()  # frees buffers as large as the gradients
 
     def get_train_dataloader(self) -> Any:
-        """Let the loader's sampler note its indices, so that refusals name them."""
+        """Make the loader's sampler record its indices, so that refusals can name samples."""
         loader = super().get_train_dataloader()
         _note_order(loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **named: Any) -> Any:
-        """Draw the micro-batches of a window, and keep the indices of their rows, if noted."""
+        """Draw a window's micro-batches, and keep the indices of their rows if recorded."""
         drawn = super().get_batch_samples(epoch_iterator, *arguments, **named)
         if self._trains:
             loader = self.callback_handler.train_dataloader
@@ -127,26 +126,26 @@ class TrainerMixin(Trainer):
         return drawn
 
     def _skipped(self, loader: Any) -> int:
-        """Return how many micro-batches of its epoch a run passes over that begins or resumes."""
+        """Return how many micro-batches of the epoch a starting or resuming run skips."""
         size = self.args.gradient_accumulation_steps
         steps = max(1, math.ceil(len(loader) / size))
         return 0 if self.args.ignore_data_skip else self.state.global_step % steps * size
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Compute a micro-batch; with the last one of a window, settle what counts of it."""
-        if not self._trains:  # called by itself, not by `train`
+        """Compute a micro-batch; after the window's last, compute survivors of a refusal again."""
+        if not self._trains:  # not called by `train`
             return super().training_step(model, inputs, num_items_in_batch)
         guard = self._guard_of(model)
         if not self._inputs:
             share_buffers(model)
-            guard.window.max_grad_norm = self.args.max_grad_norm or math.inf  # callbacks set it
+            guard.window.max_grad_norm = self.args.max_grad_norm or math.inf  # callbacks change it
             self._logged = getattr(self, "_tr_loss", torch.zeros(())).clone()
             self._counted = self._counts()
         inputs = self._taken(inputs)
         self._inputs.append(inputs)
         loss = self._compute(guard, model, inputs, num_items_in_batch)
         if self._generations is not None:
-            self._step += 1  # the place in the generation, of a refused micro-batch too
+            self._step += 1  # the position in the generation; counts refused micro-batches too
         if not self.accelerator.gradient_state.sync_gradients:
             return loss
         losses = None
@@ -164,11 +163,10 @@ class TrainerMixin(Trainer):
         return loss if losses is None else self._logged_again(losses)
 
     def _taken(self, inputs: Any) -> Any:
-        """Return the inputs, of a Trainer that generates those that it made."""
         if self._generations is None:
             return inputs
         taken = self._generations.take(len(self._inputs), inputs, self._counted)
-        names = self._names.get(id(inputs), ())  # of the whole generation, which TRL shuffles
+        names = self._names.get(id(inputs), ())  # for the whole generation, which TRL shuffles
         self._names = {**self._names, id(taken): tuple(dict.fromkeys(names))}
         return taken
 
@@ -193,13 +191,12 @@ class TrainerMixin(Trainer):
         return loss
 
     def _labels_are_tokens(self) -> bool:
-        """Return whether the loss is a stock one, in which a label is a token or -100."""
+        """Return whether the loss is a stock one, whose labels are tokens or -100."""
         if self.compute_loss_func is not None or self.label_smoother is not None:
             return False
         return type(self).compute_loss.__module__.partition(".")[0] in ("transformers", "trl")
 
     def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
-        """Compute a micro-batch for the tracer: not counted, and by this process alone."""
         counted = self._counts()
         try:
             with _alone(self.accelerator), self._computing(inputs):
@@ -213,11 +210,11 @@ class TrainerMixin(Trainer):
     def _compute_again(
         self, guard: Guard, model: Any, refused: set[int], items: Any
     ) -> list[Tensor]:
-        """Compute the window's survivors as a window of their own; return their losses."""
+        """Compute the survivors as a window without the refused ones; return their losses."""
         window = self._inputs
         processes = guard.window.processes
         (left,) = processes.sums([len(window) - len(refused)])
-        # a Trainer divides by one of these two
+        # a Trainer divides by this or by `items`
         self.current_gradient_accumulation_steps = left / processes.size
         if items is not None:
             counted = [_blank(x) if i in refused else x for i, x in enumerate(window)]
@@ -229,7 +226,7 @@ class TrainerMixin(Trainer):
                 self._generations.rewind_to(place)
                 self._generations.calls = len(losses)
             if place not in refused:
-                self.accelerator.sync_gradients = place == last  # asked by what GRPO counts
+                self.accelerator.sync_gradients = place == last  # GRPO's metrics read it
                 try:
                     losses.append(self._compute(guard, model, inputs, items))
                 finally:
@@ -237,7 +234,7 @@ class TrainerMixin(Trainer):
                 continue
             guard.window.place += processes.size
             if guard.sharding is not None and not guard.sharding.trained:
-                with (  # another process may need it
+                with (  # another process may wait for its layers
                     suppress(*guard.settings.refuse),
                     guard.aside(),
                     refuse_bad_ids(inputs, self.model, self._labels_are_tokens()),
@@ -246,9 +243,10 @@ class TrainerMixin(Trainer):
         return losses
 
     def _logged_again(self, losses: list[Tensor]) -> Tensor:
-        """Replace the window's losses in the Trainer's sum; return the last, which it adds. Of a
-        window of which nothing is left that is the mean of the steps since the last entry of the
-        log, as for a NaN that the Trainer filters: the entry divides by all of them.
+        """Replace the window's losses in the Trainer's sum; return the last one, which it adds.
+
+        Without survivors, return the mean loss since the last log entry, as the Trainer does for a
+        NaN that it filters: the entry divides by all steps.
         """
         if not hasattr(self, "_tr_loss"):
             return losses[-1] if losses else torch.zeros((), device=self.args.device)
@@ -261,11 +259,13 @@ class TrainerMixin(Trainer):
         return losses[-1]
 
     def _guard_of(self, model: Any) -> Guard:
-        """Return the guard, whose `step` is the optimizer's from now on."""
+        """Return the guard; the first call makes it and puts its `step` into the optimizer."""
         if self.guard is not None:
             return self.guard
         if self.accelerator.distributed_type.value == "DEEPSPEED":
-            raise ConfigError(f"DeepSpeed steps by itself; train with DDP or alone, or {UNGUARDED}")
+            raise ConfigError(
+                f"DeepSpeed makes its own step; train with DDP or one process, or {UNGUARDED}"
+            )
         folder = Path(self.args.output_dir, "postmortem")
         settings = {"trace": 1, "postmortem": folder, **self.guard_settings}
         settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
@@ -273,7 +273,8 @@ class TrainerMixin(Trainer):
         self.guard = Guard(model, self.optimizer, **settings)
         if self._generations is not None and self.guard.sharding is not None:
             raise ConfigError(
-                f"{type(self).__name__} is not guarded over FSDP2; train with DDP or {UNGUARDED}"
+                f"the guard does not support {type(self).__name__} with FSDP2; train with DDP, or"
+                f" {UNGUARDED}"
             )
         self._inputs = []
         self._take_over(self.optimizer)
@@ -281,7 +282,7 @@ class TrainerMixin(Trainer):
 
     def _take_over(self, optimizer: Any) -> None:
         def step(closure: Any = None) -> None:
-            optimizer._opt_called = True  # asked by schedulers
+            optimizer._opt_called = True  # schedulers read it
             assert self.guard is not None
             held = [(p, p.grad) for p in self.guard.window.gradients.parameters]
             try:
@@ -291,9 +292,9 @@ class TrainerMixin(Trainer):
                 self.on_refused(self.guard.outcome)
                 raise
             if outcome.applied:
-                for parameter, gradient in held:  # `AdafactorSchedule` asks for them
+                for parameter, gradient in held:  # `AdafactorSchedule` reads them
                     parameter.grad = gradient
-            optimizer._is_overflow = not outcome.applied  # then the scheduler waits
+            optimizer._is_overflow = not outcome.applied  # makes the scheduler skip this step
             if any(refusal.micro_batch is None for refusal in outcome.refused):
                 self.__dict__.update(self._counted)
                 mean = self._logged_again([])
@@ -308,38 +309,36 @@ class TrainerMixin(Trainer):
         self._finally.callback(delattr, optimizer, "step")
 
     def _clip_grad_norm(self, model: Any) -> float | None:
-        return self._norm  # clipped when the window was closed
+        return self._norm  # clipped when the window closed
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
         return self._norm
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
-        """Log with the number of refusals so far, `refused`.
-
-        It enters the caller's own dict, as all that a Trainer adds: the caller reads it afterwards.
-        """
+        """Add `refused`, the number of refusals so far, to the caller's `logs`, and log them."""
         if self.guard is not None:
             logs["refused"] = self.guard.counts.refused
         super().log(logs, *arguments, **named)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save only a state that is finite; older checkpoints go only if it was saved."""
         guard = self.guard
         bad = None if guard is None else guard.first_bad()
         if guard is not None and any(guard.window.processes.sums([float(bad is not None)])):
-            text = "step %d is not saved: %s is not finite; older checkpoints are kept"
-            _log.error(text, self.state.global_step, bad or "a tensor of another process")
+            text = "checkpoint of step %d not saved: %s is not finite; older checkpoints are kept"
+            _log.error(text, self.state.global_step, bad or "a tensor on another process")
             return
         super()._save_checkpoint(model, trial)
 
 
 def protect(trainer: Any, **settings: Any) -> Any:
-    """Put a guard into a `trainer` that exists; returns it.
+    """Guard an existing Trainer, in place, and return it.
 
-    settings: as `TrainerMixin.guard_settings`.
+    Args:
+        trainer: any Trainer of transformers, or one derived from it, before training.
+        settings: as in `TrainerMixin.guard_settings`.
 
     Raises:
-        ConfigError: a setting.
+        ConfigError: a setting is invalid.
     """
     check_settings(settings)
     kind = type(trainer)
@@ -350,11 +349,11 @@ def protect(trainer: Any, **settings: Any) -> Any:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that are the Trainer's own, and values that cannot be."""
+    """Raise ConfigError for settings that belong to the Trainer, and for invalid values."""
     for name in {"loss", "max_grad_norm"}.intersection(settings):
         raise ConfigError(
-            f"a Trainer's guard has no setting {name!r}; the loss is the Trainer's, the norm that"
-            " of TrainingArguments"
+            f"a Trainer's guard has no setting {name!r}: the Trainer computes the loss, and"
+            " TrainingArguments(max_grad_norm=...) sets the norm"
         )
     GuardSettings(**{"trace": 1, **settings})
 
@@ -363,25 +362,24 @@ def _refuse_unfit(trainer: Any) -> None:
     generating = generations.generates(trainer)
     if hasattr(trainer, "_buffered_inputs") and not generating:
         raise ConfigError(
-            f"{type(trainer).__name__} makes the inputs of several micro-batches at once, and a"
+            f"{type(trainer).__name__} makes the inputs of several micro-batches at once, so the"
             f" guard cannot compute one of them again; {UNGUARDED}"
         )
     if trainer.accelerator.num_processes > 1 and generations.asks_all_processes(trainer):
         raise ConfigError(
             "use_adaptive_entropy, top_entropy_quantile below 1 and KTO's KL ask all processes in"
-            " every forward, which a guard does not; leave them out, use one process, or"
+            " every forward, which the guard does not support; turn them off, use one process, or"
             f" {UNGUARDED}"
         )
-    adapters = sys.modules.get("npt.adapters.converted")  # not loaded: it is no student
+    adapters = sys.modules.get("npt.adapters.converted")  # not loaded: the model is no student
     if adapters and adapters.is_attached(trainer.model) and trainer.args.save_strategy != "no":
         raise ConfigError(
-            "a Trainer's checkpoint cannot hold an NPT student; pass save_strategy='no' and"
-            " call npt.save_adapter(model, folder) after training, or train with npt.Trainer"
+            "a Trainer's checkpoint cannot hold an NPT student; pass save_strategy='no' and call"
+            " npt.save_adapter(model, folder) after training, or train with npt.Trainer"
         )
 
 
 def _note_order(loader: Any) -> None:
-    """Let the batch sampler note what it yields, if micro-batches come in that order."""
     from accelerate.data_loader import DataLoaderDispatcher
     from transformers.trainer_utils import has_length
 
@@ -398,17 +396,17 @@ def _note_order(loader: Any) -> None:
             noted.append(indices)
             yield indices
 
-    with suppress(TypeError):  # a sampler of slots, or of C
-        # of one base, since only that has the same layout
+    with suppress(TypeError):  # a sampler with slots, or written in C
+        # only a subclass of one base has the same layout
         sampler.__class__ = type(f"Noting{kind.__name__}", (kind,), {"__iter__": noting})
 
 
 @contextmanager
 def _alone(accelerator: Any) -> Iterator[None]:
-    """Let accelerate gather nothing within the context, as TRL does for its metrics.
+    """Turn accelerate's gathering off within the context; TRL uses it for metrics.
 
-    A refused micro-batch may end early: whoever gathered in one would wait for ever. Metrics are
-    then the main process's own.
+    A refused micro-batch may end early, and the other processes would wait for ever. Metrics are
+    then those of the main process.
     """
     names = _GATHERING if accelerator.num_processes > 1 else ()
     for name in names:

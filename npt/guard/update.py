@@ -1,9 +1,9 @@
 """An optimizer step that changes nothing unless its whole result is finite.
 
-Parameters and moments are copied, stepped, verified, and put back if one of them is not finite. On
-a CPU the flags are read at once. On a GPU reading a flag would make the host wait, so there a fused
-AdamW skips by its own `found_inf` and the old state is selected by the flag. Both ways do the
-same arithmetic in the same order: their results are equal bit for bit.
+Parameters and moments are copied, stepped and verified; if one of them is not finite, all are
+restored. On a CPU the flags are read at once. On a GPU that would make the host wait, so a fused
+AdamW skips the step by its own `found_inf`, and the flag selects the old state on the device. Both
+ways do the same arithmetic in the same order, so their results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from npt.guard.sharding import is_sharded, local
 from npt.random_state import random_state, set_random_state
 
 EXACT = 2**24
-"""Whole numbers below it are exact in fp32: token counts, data and state fingerprints."""
+"""Integers below this are exact in fp32: token counts, data and state fingerprints."""
 
 _TORCHS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
 class Holdings:
-    """A copy of what objects hold and of torch's random state, put back into the same tensors and
-    containers, for whoever else holds them.
+    """A copy of what the `owners` hold and of torch's random state. `restore` writes it back into
+    the same tensors and containers, which other code may hold too.
 
-    Followed are tensors, containers, torch's optimizers and schedulers, and whatever an optimizer
-    keeps in its state. Models are not, and parameters without a gradient are not copied: no step
-    changes them.
+    It copies tensors, containers, torch's optimizers and schedulers, and an optimizer's state, but
+    not models or parameters that need no gradient, which no step changes.
     """
 
     def __init__(self, owners: Iterable[Any], without: Iterable[Any] = ()):
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id, each with its copy
-        self._containers: list[tuple[Any, Any]] = []  # each with a shallow copy
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # id: tensor, copy
+        self._containers: list[tuple[Any, Any]] = []  # container, shallow copy
         self._paged = False
         self._follow(owners, {id(each) for each in without})
         plain = [pair for pair in self._tensors.values() if _is_plain(pair[0])]
@@ -51,7 +50,6 @@ class Holdings:
         self._random = random_state()
 
     def of(self, value: Any) -> Any:
-        """Return the copy of a tensor that was copied, and any other value as it is."""
         return self._tensors[id(value)][1] if id(value) in self._tensors else value
 
     @torch.no_grad()
@@ -60,13 +58,13 @@ class Holdings:
             container.clear()
             (container.update if isinstance(container, dict | set) else container.extend)(items)
         for tensor, copy in self._tensors.values():
-            tensor.copy_(copy)  # never replaced: others hold it, and a paged one has attributes
-        if self._paged:  # the host may read it next
+            tensor.copy_(copy)  # in place: others hold it, and paged tensors have attributes
+        if self._paged:  # the host may read them next
             torch.cuda.synchronize()
         set_random_state(self._random)
 
     def _follow(self, owners: Iterable[Any], seen: set[int]) -> None:
-        waiting = [(owner, False) for owner in owners]  # and whether it is part of a state
+        waiting = [(owner, False) for owner in owners]  # value, whether it is part of a state
         owned = {id(owner) for owner, _ in waiting}
         while waiting:
             value, in_state = waiting.pop()
@@ -96,19 +94,21 @@ class Holdings:
                 waiting += [
                     (item, in_state or name == "state")
                     for name, item in attributes.items()
-                    if not name.endswith("_hooks")  # others' to add and remove
+                    if not name.endswith("_hooks")  # other code adds and removes them
                 ]
 
 
 @dataclass
 class Update:
-    """The outcome of a guarded update.
+    """The result of a guarded update.
 
     Attributes:
-        applied: scalar bool on the device.
-        holdings: all that was held before, None if it is held now; `snapshot` is of its parameters.
-        finite: flags of the parameters and moments of these `names`.
-        fingerprints: [processes] of the state that the step left on each, 0 if it is not finite.
+        applied: scalar bool on the device, whether the step stays.
+        holdings: the state from before the step; None if there was no step, or it was undone.
+        snapshot: the part of `holdings` that belongs to the parameters.
+        names: the names of the verified parameters and moments.
+        finite: whether each of `names` is finite.
+        fingerprints: [processes] of each process's state after the step, 0 if it is not finite.
     """
 
     applied: Tensor
@@ -124,11 +124,14 @@ class Update:
 
 
 class GuardedUpdate:
-    """Steps an optimizer, verifies, and restores.
+    """Step an optimizer, verify the result, and restore the old state if it is not finite.
 
     Args:
-        parameters: by name, all that the optimizer trains.
-        late: never read a flag on the host; by default for a fused Adam or AdamW on CUDA.
+        parameters: all parameters that the optimizer trains, by name.
+        late: never read a flag on the host; default: True for a fused Adam or AdamW on CUDA.
+
+    Raises:
+        ValueError: `late` with an optimizer that ignores `found_inf`.
     """
 
     def __init__(
@@ -146,8 +149,8 @@ class GuardedUpdate:
         self.late = late if late is not None else self._fused and self.home.type == "cuda"
         if self.late and not self._fused:
             raise ValueError(
-                f"{type(optimizer).__name__} does not obey found_inf; pass AdamW(fused=True) or"
-                " late=False"
+                f"late=True does not support {type(optimizer).__name__}, which ignores found_inf:"
+                " pass AdamW(fused=True) or late=False"
             )
         if self.late:
             self.make_moments()
@@ -158,11 +161,11 @@ class GuardedUpdate:
 
     @contextmanager
     def step(self, go: Tensor, rate: Tensor | None, processes: ProcessGroup) -> Iterator[Update]:
-        """Step if `go`, verify, and restore the old state if the new one is bad.
+        """Step if `go`, verify, and restore the old state if the new one is not finite.
 
-        An error within, or within the context, takes the step back: running out of memory, or an
-        interrupt. All processes keep it or none does. `go` is a scalar bool on the home device, the
-        learning rate a scalar, or None if the optimizer's groups have it.
+        All processes keep the step or none does. An error here or in the context, such as an OOM or
+        an interrupt, undoes it. `go` is a scalar bool on the home device. `rate` is a scalar, or
+        None to keep the rates of the optimizer's groups.
         """
         update = Update(go)
         try:
@@ -177,7 +180,6 @@ class GuardedUpdate:
             raise
 
     def take_back(self, update: Update) -> None:
-        """Put back the parameters, and all that the optimizer held, from before an update."""
         if update.holdings is not None:
             update.holdings.restore()
         update.holdings = update.snapshot = None
@@ -190,8 +192,7 @@ class GuardedUpdate:
         ]
 
     def snapshot(self) -> Snapshot:
-        """Return copies of parameters and optimizer state, on their devices; of what is sharded,
-        this process's shards."""
+        """Copy parameters and optimizer state on their devices; of sharded ones, the own shards."""
         return self._snapshot(Holdings([self.optimizer]))
 
     def first_bad(self) -> str | None:
@@ -200,14 +201,14 @@ class GuardedUpdate:
         return names[bad[0]] if bad else None
 
     def checksum(self) -> int:
-        """Return the sum of every bit of parameters and moments, equal on equal processes."""
+        """Return a checksum over the bits of parameters and moments, equal on equal processes."""
         total = torch.zeros((), dtype=torch.int64, device=self.home)
         for _, tensor in self._tensors():
             total += bits_of([tensor])[0].sum(dtype=torch.int64).to(self.home)
         return int(total)
 
     def make_moments(self) -> None:
-        """Let a fused optimizer without any make its moments by a step that `found_inf` forbids."""
+        """Create a fused optimizer's moments with a step that `found_inf` turns into a no-op."""
         if not self._fused or self.optimizer.state:
             return
         for parameter in self.parameters:
@@ -235,16 +236,15 @@ class GuardedUpdate:
         self.optimizer.step()
 
     def _verify(self, update: Update, go: Tensor, processes: ProcessGroup) -> None:
-        """Restore the old state unless the new one is finite on every process, and one on all."""
+        """Restore the old state unless the new one is finite, and equal, on all processes."""
         update.names, largest = self._largest()
-        update.finite = largest < math.inf  # NaN is not
+        update.finite = largest < math.inf  # False for NaN
         good = update.finite.all()
         if processes.size > 1 and is_sharded(self.parameters[0]):
             update.finite = processes.sum_((~update.finite).to(torch.float32)) == 0
             good = update.finite.all()
         elif processes.size > 1:
-            # The largest number of each tensor, bit for bit: equal in any order of summation, never
-            # 0.
+            # Sum the bits of each tensor's largest number: exact in any order, and never 0.
             bits = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
             prints = update.fingerprints = processes.each(torch.where(good, bits, 0))
             good = (prints == prints[0]).all() & (prints[0] > 0)
@@ -255,7 +255,7 @@ class GuardedUpdate:
             self.take_back(update)
 
     def _select(self, good: Tensor, snapshot: Snapshot) -> None:
-        """Keep the new state if `good`, else the snapshot, without reading the flag."""
+        """Keep the new state if `good`, else restore the snapshot, without reading the flag."""
         now: list[Tensor] = []
         old: list[Tensor] = []
         for parameter, (value, state) in zip(self.parameters, snapshot.values(), strict=True):
@@ -267,7 +267,7 @@ class GuardedUpdate:
             keep_(tensors, good, others)
 
     def _largest(self) -> tuple[list[str], Tensor]:
-        sharded = is_sharded(self.parameters[0])  # then of other processes it may be something
+        sharded = is_sharded(self.parameters[0])  # an empty shard may not be empty elsewhere
         named = [
             (n, t) for n, t in self._tensors() if t.is_floating_point() and (t.numel() or sharded)
         ]
@@ -275,9 +275,7 @@ class GuardedUpdate:
         return [name for name, _ in named], norms_of(tensors, float("inf"), self.home)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Return parameters and their optimizer tensors, by name: moments first, since a broken one
-        breaks its weight in the same step, and the first tensor found is reported.
-        """
+        """Return tensors by name, moments first: of the bad ones, the first is reported."""
         named: list[tuple[str, Tensor]] = []
         for name, parameter in zip(self.names, self.parameters, strict=True):
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -292,8 +290,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def on_card(tensor: Tensor) -> Tensor:
-    """Return the memory of bitsandbytes' paged tensors, which torch takes for the host's, as a
-    tensor of its card, lest it is read page by page through the host; other tensors as they are.
+    """Return a bitsandbytes paged tensor as a tensor on its GPU, and any other tensor as it is.
+
+    Torch treats paged memory as host memory, and would read it page by page.
     """
     if not getattr(tensor, "is_paged", False):
         return tensor

@@ -1,20 +1,19 @@
 """The gradient window: micro-batches in, one guarded optimizer step out.
 
-Each micro-batch makes gradients of its own. One flag says whether its loss and gradients are
-finite; they are added to the window's gradient if it is set, and else zeros are: their bits times
-0, since of numbers 0 * NaN is NaN. The window is divided once, by the tokens of its survivors. Its
-norm is checked before clipping, because clipping spreads one NaN over every gradient and turns an
-overflowing norm silently into zeros.
+Each micro-batch gets its own gradients. One flag tells whether its loss and gradients are finite.
+If so, they are added to the window's gradient; otherwise zeros are added. The zeros come from
+multiplying the bits by 0, since 0 * NaN is NaN. The sum is divided once, by the survivors' tokens.
+Its norm is checked before clipping, because clipping spreads one NaN over every gradient and
+silently turns an overflowing norm into zeros.
 
 All decisions are device flags. On a CPU they are read at once. On a GPU they are copied to pinned
-memory and read one window late, or up to `IN_FLIGHT` windows late while they have not arrived; the
-learning rate follows the device's own count of applied steps. The limits of the spike guard come
-from steps whose results are known, so with it, and with several processes, results are read exactly
-one window late: nothing may depend on the clock.
+memory and read one window late, or up to `IN_FLIGHT` windows late if they have not arrived. The
+learning rate follows the device's own count of applied steps. With the spike guard or several
+processes, results are read exactly one window late, so that nothing depends on timing.
 
-Several processes share a window: one all-reduce sums gradients, losses, token counts and flags, so
-all decide the same, and void the window if one of them must stop. After the step they compare the
-state it left, and a step that differs or is not finite on one of them is taken back on all.
+Several processes share a window. One all-reduce sums gradients, losses, token counts and flags, so
+all processes decide alike; if one must stop, all void the window. After the step they compare their
+states. If one differs or is not finite, all undo the step.
 """
 
 from __future__ import annotations
@@ -50,26 +49,25 @@ if TYPE_CHECKING:
     from npt.guard.forensics import StoredMicroBatch
 
 IN_FLIGHT = 3
-"""Windows whose results may be on their way before the host waits for one."""
+"""The most windows whose results may be pending before the host waits for one."""
 
 FAILED = 1000
-"""The code of a process that stops because of an error; other codes are signal numbers."""
+"""The code of a process that stops on an error; other codes are signal numbers."""
 
 
 class Gradients:
-    """The gradients of a window, summed, and those of its present micro-batch.
+    """The summed gradients of a window, and those of its current micro-batch.
 
-    Sums are flat, one buffer per device and dtype, of which `.grad` is a view in the window's step.
-    In a micro-batch `.grad` is what its backward makes of None, so that nothing is zeroed or added
-    for it. Of sharded parameters both are this process's shards.
+    Sums lie in one flat buffer per device and dtype; in the window's step, `.grad` is a view of it.
+    During a micro-batch `.grad` starts as None, so that backward need not zero or add. For sharded
+    parameters both hold this process's shards.
 
     Args:
-        parameters: by name; their `.grad` belongs to this object from now on.
-        track: leave parameters that no backward reached the `.grad` None that makes an optimizer
-            leave them alone.
+        parameters: parameters by name; this object now owns their `.grad`.
+        track: keep `.grad` None where no backward reached, so the optimizer skips the parameter.
 
     Attributes:
-        present: of each parameter that the micro-batch's backward reached, by place.
+        present: the micro-batch's gradients, by index of the parameter that backward reached.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], track: bool = False):
@@ -81,30 +79,29 @@ class Gradients:
         self._stale = False
 
     def withdraw(self) -> None:
-        """Leave the parameters without gradients; the window keeps its sums."""
         self.present = {}
         for parameter in self.parameters:
             parameter.grad = None
 
     def collect(self) -> None:
-        """Take the gradients of a backward, or what replaced them."""
+        """Take the gradients from `.grad` after a backward."""
         self.present = {}
         taken: set[int] = set()
         for place, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 continue
             gradient, view = local(parameter.grad).detach(), self.sum_views[place]
-            gradient = gradient.to_dense().resolve_conj().resolve_neg()  # as a rule it is itself
-            # what changes in place must not be two parameters' at once, or one's many times
+            gradient = gradient.to_dense().resolve_conj().resolve_neg()  # usually no copy
+            # gradients change in place, so none may share memory with another or with itself
             same = gradient.stride() == view.stride() and gradient.dtype == view.dtype
-            memory = gradient.untyped_storage().data_ptr()  # backward may make views of one
+            memory = gradient.untyped_storage().data_ptr()  # backward may return views
             if not same or memory in taken:
                 gradient = torch.empty_like(view).copy_(gradient)
             taken.add(memory)
             self.present[place] = gradient
 
     def norms(self) -> Tensor:
-        """Return the norms [P] of the micro-batch's gradients, 0 where there is none."""
+        """Return the norm of each gradient of the micro-batch [P], 0 where there is none."""
         return norms_of([self.present.get(i, none) for i, none in enumerate(self._none)])
 
     def scale(self, factor: float) -> None:
@@ -112,9 +109,7 @@ class Gradients:
             torch._foreach_mul_(gradients, factor)
 
     def add(self, flag: Tensor) -> None:
-        """Add the micro-batch's gradients to the sums if the scalar bool `flag` is set, without
-        reading it; their memory is lost.
-        """
+        """Add the gradients to the sums if `flag`, a scalar bool, is set; then drop them."""
         self._renew()
         totals = [self.sum_views[place] for place in self.present]
         for gradients, sums in alike([*self.present.values()], totals):
@@ -123,22 +118,22 @@ class Gradients:
         self.withdraw()
 
     def expose(self, unreached: Sequence[int] = ()) -> None:
-        """Point `.grad` at the window's sums, but leave those parameters without one."""
+        """Point `.grad` at the window's sums, except for the parameters in `unreached`."""
         self._renew()
         for parameter, view in zip(self.parameters, self.sum_views, strict=True):
-            gradient = view.detach()  # fresh: somebody may move it by `p.grad.data = ...`
+            gradient = view.detach()  # a callback may replace its `.data`
             sharded = is_sharded(parameter)
             parameter.grad = as_gradient(gradient, parameter) if sharded else gradient
         for place in unreached:
             self.parameters[place].grad = None
 
     def clear(self) -> None:
-        """Forget the window, by nothing that could fail: its step may be made already."""
+        """Discard the window. Nothing here can fail, since its step may have been made."""
         self._stale = True
         self.withdraw()
 
     def close(self) -> None:
-        """Leave the parameters as they were found, without a gradient, and free the buffers."""
+        """Set all `.grad` to None and free the buffers."""
         self.withdraw()
         self.sums, self.sum_views = [], []
 
@@ -150,22 +145,23 @@ class Gradients:
 
 
 class GradientWindow:
-    """Collects micro-batches and commits them as one step.
+    """Collect micro-batches and commit them as one step.
 
     Args:
-        update: the guarded optimizer; the parameters' `.grad` belongs to the window from now on.
-        max_grad_norm: global norm to which the window's gradient is clipped.
-        rates: of each applied step; the last one stays. None leaves rates to the optimizer, and
-            parameters alone that no survivor's backward reached: it reads flags at once.
-        divisor: of the window's gradient; default the tokens of its survivors.
-        sharding: of the parameters, if they are sharded; each backward sums their gradients.
+        update: the guarded optimizer; the window now owns the parameters' `.grad`.
+        max_grad_norm: the global norm to which the window's gradient is clipped.
+        rates: the rate of each applied step; the last one stays. With None the optimizer keeps its
+            own rates and skips parameters that no survivor's backward reached, and flags are read
+            at once.
+        divisor: what the window's gradient is divided by; default: its survivors' tokens.
+        sharding: how the parameters are sharded; each backward then sums their gradients.
 
     Attributes:
-        place: in the open window, of the next micro-batches of all processes.
-        committed: windows so far, which is the index of the next one.
-        known_steps: applied steps, of the windows whose results were read.
-        applied: the last window's step, a scalar bool; None if there was none.
-        unscale: called once `.grad` is the sum of a window's survivors, if there are some.
+        place: the index of the next micro-batch in the open window, over all processes.
+        committed: the number of windows so far, and the index of the next one.
+        known_steps: the number of applied steps in windows whose results were read.
+        applied: scalar bool, whether the last window was stepped; None if nothing ran.
+        unscale: called when `.grad` holds the sum over a window's survivors, if there are any.
     """
 
     def __init__(
@@ -179,7 +175,7 @@ class GradientWindow:
         divisor: float | None = None,
         sharding: Sharding | None = None,
     ):
-        assert not (update.late and rates is None), "it needs flags on the host"
+        assert not (update.late and rates is None), "without rates flags are read on the host"
         self.update, self.max_grad_norm, self.spikes = update, max_grad_norm, spikes
         self.processes = processes if processes is not None else ProcessGroup()
         self.known_steps = self.committed = self.place = self._halt = 0
@@ -196,35 +192,33 @@ class GradientWindow:
         self._divisor, self.sharding = divisor, sharding
         self._open = PendingWindow()
         self._launched: deque[PendingWindow] = deque()
-        self._landings: list[Landing] = []  # that no window uses
+        self._landings: list[Landing] = []  # free ones
 
     @property
     def in_flight(self) -> int:
-        """Committed windows whose result is not known yet."""
+        """The number of committed windows whose result is not known yet."""
         return len(self._launched)
 
     @property
     def applied_steps(self) -> int:
-        """Applied steps by the device's own count, for which this waits."""
+        """The device's own count of applied steps; waits for the device."""
         return int(self._steps)
 
     def hold(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Step these parameters from now on, and hold their gradients; no micro-batch has run."""
+        """Step these parameters from now on. Call it only while the window is empty."""
         self.update.guard(parameters)
         self.gradients.close()
         self.gradients = Gradients(parameters, track=self._rates is None)
 
     def add(self, micro: MicroBatch) -> Tensor:
-        """Count the micro-batch whose gradients were collected, if it is finite; return whether it
-        is, a scalar bool, without reading it.
-        """
+        """Add the collected gradients if they and the loss are finite; return that flag [] bool."""
         norms = self.gradients.norms()
         loss = micro.loss.to(self._home)
         if self.sharding is not None:
             micro.codes, norms = self.sharding.judge(loss, norms)
-        # Finite only if every norm is; also catches squares that overflow only in their sum.
+        # Finite only if every norm is, and the sum of their squares too.
         norm = torch.linalg.vector_norm(norms)
-        flag = norm + 0 * loss < math.inf  # NaN is not, nor 0 * inf
+        flag = norm + 0 * loss < math.inf  # False for NaN, and 0 * inf is NaN
         if micro.codes is not None:
             flag = (micro.codes == 0).all() & (norm < math.inf)
         if self.gradients.track:
@@ -241,7 +235,7 @@ class GradientWindow:
         kind: str = "data",
         stored: StoredMicroBatch | None = None,
     ) -> None:
-        """Count a micro-batch that was found bad before its gradients were made."""
+        """Refuse a micro-batch that has no gradients yet."""
         micro = MicroBatch(None, 0, sample_ids=sample_ids, stored=stored)
         if self.sharding is not None:
             norms = torch.zeros(len(self.gradients.parameters), device=self._home)
@@ -250,13 +244,12 @@ class GradientWindow:
         micro.refusal = Refusal(kind, detail, micro.index, sample_ids, self.processes.index)
 
     def _append(self, micro: MicroBatch) -> None:
-        """Add to the open window; micro-batches of the other processes lie around it."""
         micro.index = self.place + self.processes.index
         self.place += self.processes.size
         self._open.own.append(micro)
 
     def halt(self, code: int) -> None:
-        """Make this and all later windows void, on every process, for `FAILED` or a signal."""
+        """Void this and all later windows on every process; `code` is `FAILED` or a signal."""
         assert 0 < code < EXACT
         self._halt = code
 
@@ -265,10 +258,10 @@ class GradientWindow:
         self._open, self.place = PendingWindow(), 0
 
     def begin_again(self) -> None:
-        """Forget the open window but for what was refused in it, whose flags are known."""
+        """Clear the open window but keep its refused micro-batches, whose flags are known."""
         refused = self.refused()
         for micro in refused:
-            if micro.flag is not None:  # it ran, and no record will tell its figures
+            if micro.flag is not None:  # it ran, and no record will hold its figures
                 micro.loss = float(micro.loss) / max(1, micro.tokens)
                 micro.grad_norm = float(micro.norm)
         earlier = [*self._open.earlier, *refused]
@@ -276,7 +269,7 @@ class GradientWindow:
         self._open.earlier = earlier
 
     def refused(self) -> list[MicroBatch]:
-        """Return this process's refused micro-batches of the open window; waits for their flags."""
+        """Return this process's refused micro-batches of the open window. Waits for the flags."""
         for micro in self._open.ran:
             if micro.refusal is None and not bool(micro.flag):
                 names, process = self.gradients.names, self.processes.index
@@ -284,8 +277,8 @@ class GradientWindow:
         return [micro for micro in self._open.own if micro.refusal is not None]
 
     def close(self, fingerprint: int = 0) -> Tensor | None:
-        """Let `.grad` be the window's gradient, divided, checked and clipped, for `commit`; return
-        the norm before clipping, a scalar, None if no micro-batch ran.
+        """Set `.grad` to the window's gradient, divided, checked and clipped, for `commit`. Return
+        its norm before clipping, a scalar, or None if no micro-batch ran.
         """
         window = self._open
         if window.closed:
@@ -303,12 +296,14 @@ class GradientWindow:
         return window.figures.get("norm")
 
     def commit(self, fingerprint: int = 0) -> list[Outcome]:
-        """Close the window, unless it is closed: one optimizer step from its survivors, or none.
-        Return the results that have become known, oldest first.
+        """Make one optimizer step from the window's survivors, or none. Return the outcomes known
+        so far, oldest first.
 
         Every process must call this equally often, with micro-batches or without, and with the same
-        fingerprint of the window's data, below `EXACT`. ProcessError if one is lost or differs:
-        this window is not applied, nor earlier ones whose result was not known yet.
+        fingerprint of the window's data, below `EXACT`.
+
+        Raises:
+            ProcessError: a process is lost or differs; windows without a known result are undone.
         """
         window = self._open
         self.close(fingerprint)
@@ -325,7 +320,7 @@ class GradientWindow:
         return self._read(keep=0)
 
     def resume_at(self, steps: int) -> None:
-        """Count as if `steps` had been applied; moments and weights are the caller's to restore."""
+        """Set the count of applied steps; the caller restores weights and moments."""
         assert not self._launched and not self._open.own, "a window is open"
         self._steps.fill_(steps)
         self.known_steps = steps
@@ -371,12 +366,12 @@ class GradientWindow:
         window.figures |= {**scalars, "survivors": survivors, **each_of}
 
     def _sum_over_processes(self, window: PendingWindow, numbers: list[Tensor]) -> Sequence[Tensor]:
-        """Sum gradients, in place, and scalars over all processes; exchange halts and fingerprints:
-        in one flat fp32 tensor, which holds whole numbers below `EXACT` as they are.
+        """Sum gradients, in place, and scalars over all processes, and exchange halts and
+        fingerprints. All travel in one flat fp32 tensor, exact for integers below `EXACT`.
         """
         processes, sums = self.processes, self.gradients.sums
         if self.sharding is not None:
-            sums = []  # each backward has summed them
+            sums = []  # backward has summed them
         codes = torch.zeros(2, processes.size, device=self._home)
         codes[:, processes.index] = sent([window.halt, window.fingerprint], self._home)
         parts = [*sums, torch.stack(numbers), codes.flatten()]
@@ -388,9 +383,7 @@ class GradientWindow:
         return totals.unbind()
 
     def _unreached(self, ran: Sequence[MicroBatch]) -> list[int]:
-        """Return the places of parameters that no survivor's backward reached, on any process,
-        every one of which calls this; reads flags.
-        """
+        """Return indices of parameters that no survivor's backward reached. All must call it."""
         reached = torch.zeros(len(self.gradients.parameters))
         for micro in ran:
             if micro.reached and bool(micro.flag):
@@ -400,13 +393,12 @@ class GradientWindow:
         return (reached == 0).nonzero().flatten().tolist()
 
     def _clip(self, window: PendingWindow) -> Tensor:
-        """Clip the window's gradient; return its norm before, a scalar in fp32."""
         gradients = self.gradients
         if not gradients.track:
             window.norms = self._norms()
             norm = torch.linalg.vector_norm(window.norms)
         else:
-            # torch's own arithmetic, in the gradients' dtype: that of the loop which is guarded
+            # torch's own arithmetic, in the gradients' dtype, as in an unguarded loop
             norm = get_total_norm([p.grad for p in gradients.parameters if p.grad is not None])
             if self.spikes is not None or not bool(torch.isfinite(full(norm))):
                 window.norms = self._norms()
@@ -418,14 +410,14 @@ class GradientWindow:
         return norms if self.sharding is None else self.sharding.norms_of_all(norms)
 
     def _step(self, window: PendingWindow, go: Tensor) -> None:
-        """Step, verify, restore, and send the record: all on the device."""
+        """Step, verify or restore, and send the record, all on the device."""
         rate = None
         if self._rates is not None:
-            # Not indexed by the step: indexing with a scalar tensor reads it.
+            # rates[step] would read the step on the host.
             step = self._steps.clamp(max=len(self._rates) - 1).view(1)
             rate = window.figures["rate"] = self._rates.index_select(0, step).squeeze(0)
         if self._home.type == "cuda":
-            added = 2 + self.processes.size  # below, at most
+            added = 2 + self.processes.size  # the most that is added below
             size = added + sum(figure.numel() for figure in window.figures.values())
             fitting = [each for each in self._landings if each.memory.numel() >= size]
             window.landing = fitting[0] if fitting else Landing(size)
@@ -456,7 +448,7 @@ class GradientWindow:
         while len(self._launched) > keep:
             window = self._launched[0]
             if self.processes.broken and window.arrived is not None:
-                self._take_back()  # its loss was raised where it was noticed
+                self._take_back()  # the lost process was reported already
                 break
             try:
                 if window.arrived is not None:
@@ -477,7 +469,6 @@ class GradientWindow:
         return results
 
     def _take_back(self) -> None:
-        """Restore the state before the oldest window whose result is not known."""
         for window in reversed(self._launched):
             if window.update is not None:
                 self.update.take_back(window.update)
@@ -486,15 +477,14 @@ class GradientWindow:
 
 
 def sent(numbers: Sequence[int], home: torch.device) -> Tensor:
-    """Return numbers of the host in fp32 on the device, without waiting for it."""
     values = torch.tensor(numbers, dtype=torch.float32)
     return values.pin_memory().to(home, non_blocking=True) if home.type == "cuda" else values
 
 
 def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a flat buffer of zeros per device and dtype, and each parameter's view of one.
+    """Return a flat buffer of zeros per device and dtype, and each parameter's view of its buffer.
 
-    A view has its parameter's strides, as a gradient of autograd's has: a norm adds in that order.
+    Views have the parameters' strides, as autograd's gradients do, so norms add in the same order.
     """
     shards = [local(p) for p in parameters]
     flats: list[Tensor] = []

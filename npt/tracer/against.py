@@ -1,11 +1,10 @@
-"""`trace(against=)`: the first operation at which two passes of a batch part beyond rounding.
+"""`trace(against=)`: the first operation where two passes of a batch differ beyond rounding.
 
-A reference's results are recorded. In the pass in question each result is compared with its
-record, then replaced by it, so a difference is an operation's own, none is inherited. What rounding
-explains of it is measured: the pass runs once more, held in the same way, while what its operations
-read is moved at random by as much as rounding moves it (as TTrace, arXiv 2506.09280, moves the
-inputs of a program). An operation without a partner (a cast, a fused kernel) runs free, and counts
-towards the next that has one.
+A reference's results are recorded. In the other pass, each result is compared with its record and
+then replaced by it, so no difference is inherited. To measure how much rounding explains, the pass
+runs again, held in the same way, while its operations' inputs are perturbed at random by as much as
+rounding would (TTrace, arXiv 2506.09280, perturbs a program's inputs). An operation without a
+partner, such as a cast or a fused kernel, runs freely and counts towards the next matched one.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from npt.tracer.tensors import dtype_name
 from npt.tracer.verdict import Phase, Verdict
 
 MARGIN = 12.0
-"""What rounding explains, in sizes of the answer to a random perturbation. Of all equal passes that
-were tried, gradients of attention (eager against fused, fp16 against fp32) need most: 6 to 8.
+"""What rounding may explain, as a multiple of the response to a random perturbation. Among equal
+passes, gradients of attention (eager against fused, fp16 against fp32) needed most: 6 to 8.
 """
 
-# The least share of a pass's results that are of a dtype which it is meant to compute in.
+# A pass is meant to compute in a dtype that at least this share of its results has.
 _MEANT = 0.1
-# The least length of rows that are judged one by one.
+# Rows at least this long are judged one by one.
 _ROW = 32
-# Copies and casts, of which another dtype, device or version has others.
+# Copies and casts, which differ between dtypes, devices and versions.
 _UNSEEN = BLANK | names("_to_copy copy_ clone detach alias lift_fresh _unsafe_view")
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 _FORMATS = {2.0**-11: "float16 or TF32", 2.0**-8: "bfloat16"}
 
 
 class Step(NamedTuple):
-    """A result's name in both passes: it is the `nth` of its kind."""
+    """The name of a result in both passes; `nth` counts equal ones."""
 
     module: str
     phase: Phase
@@ -65,7 +64,7 @@ class Step(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Norms of a difference and of the record, by row; the element that differs most."""
+    """Norms, by row, of a difference and of the record, and the element that differs most."""
 
     error: Tensor
     size: Tensor
@@ -74,18 +73,17 @@ class Difference(NamedTuple):
 
 
 def _unit(dtype: torch.dtype) -> float:
-    """Return the largest relative error of rounding to a dtype; 0 of integers."""
     return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
 
 
 def _compare(record: Tensor, found: Tensor, tokens: Tokens | None = None) -> Difference:
-    """Compare a result with its record, of valid tokens. Both masked, or NaN in both, is no
-    difference; an integer that differs counts 1.
+    """Compare a result with its record at valid tokens. Elements that are masked in both, or NaN in
+    both, are equal; a differing integer counts 1.
     """
     if record.dtype == found.dtype and torch.equal(record, found):
         return Difference(torch.zeros(1), torch.zeros(1), (), 0.0)
     if record.is_floating_point() and found.is_floating_point():
-        # 8-bit floats have no promotion
+        # torch does not promote 8-bit floats
         wide = torch.float64 if torch.float64 in (record.dtype, found.dtype) else torch.float32
         a, b = record.to(wide), found.to(wide)
         masked = a <= torch.finfo(record.dtype).min / 2
@@ -107,8 +105,12 @@ def _compare(record: Tensor, found: Tensor, tokens: Tokens | None = None) -> Dif
 
 @dataclass
 class PassRecord:
-    """The steps of a pass in order, with their lines and, if kept, results on the host; `end` is
-    the loss, or the mean of the first output.
+    """The steps of a pass in order.
+
+    Attributes:
+        sources: the line of each.
+        values: the result of each on the host, if kept.
+        end: the loss, or the mean of the first output.
     """
 
     dtypes: dict[Step, torch.dtype] = field(default_factory=dict)
@@ -118,12 +120,12 @@ class PassRecord:
 
     @property
     def unit(self) -> float:
-        """The coarsest rounding that the pass is meant to do."""
+        """The rounding error of the coarsest dtype that the pass is meant to compute in."""
         counts = Counter(unit for dtype in self.dtypes.values() if (unit := _unit(dtype)))
         return max((u for u, n in counts.items() if n >= _MEANT * counts.total()), default=0.0)
 
     def alone(self, step: Step, matched: Collection[Step]) -> str:
-        """Name the operations without a partner just before a step."""
+        """Name the unmatched operations just before a step."""
         alone: dict[str, None] = {}
         for earlier in self.dtypes:
             if earlier == step:
@@ -143,7 +145,7 @@ class PassRecord:
         with opened(path, ConfigError) as stored:
             metadata = stored.metadata() or {}
             if "npt_trace" not in metadata:
-                raise ConfigError(f"{path} is no trace that against= wrote; name another file")
+                raise ConfigError(f"{path} was not written by against=; pass another file")
             record = PassRecord(end=metadata["end"])
             for i, (*kind, shape, nth) in enumerate(json.loads(metadata["npt_trace"])):
                 step = Step._make((*kind, tuple(shape), nth))
@@ -153,13 +155,15 @@ class PassRecord:
 
 
 class HeldPass(Observer):
-    """A pass whose results are recorded, and `compared`, then replaced by those `held`. With
-    `boundaries` results are what modules return, since a compiled graph shows no operation.
+    """A pass whose results are recorded, compared and then replaced by held ones.
 
     Args:
-        keep: record the values too.
-        units: by operation, the relative size of the perturbations.
-        unit: that of others; 0 for no perturbation.
+        boundaries: observe only what modules return, since a compiled graph hides operations.
+        keep: record values too.
+        held: the results to replace by.
+        compared: the results to compare with; default `held`.
+        units: the relative size of the perturbation of each operation's result.
+        unit: that size for other operations; 0 turns perturbations off.
     """
 
     def __init__(
@@ -178,7 +182,7 @@ class HeldPass(Observer):
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
         name = call.name.rstrip("_")
-        # autograd sums gradients in the order in which they come
+        # autograd adds gradients in order of arrival
         summed = call.node is not None and name == "add"
         unseen = call.is_view or call.name in _UNSEEN or "dequantize" in name or summed
         if unseen or self._taking:
@@ -186,8 +190,8 @@ class HeldPass(Observer):
         phase, place = self._where(call)
         unit = self._units.get((place.module, phase, name), self._unit)
         if self._unit:
-            # A sum over n numbers rounds about sqrt(n) times, in fp32 at least; none is longer
-            # than a dimension.
+            # A sum of n numbers rounds about sqrt(n) times, in fp32 or better; n is at most the
+            # longest dimension.
             longest = max((n for _, t in call.read if _unit(t.dtype) for n in t.shape), default=1)
             moved = unit + (0.0 if call.pointwise else _unit(torch.float32) * math.sqrt(longest))
             args, kwargs = tree_map_only(
@@ -201,7 +205,7 @@ class HeldPass(Observer):
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
-        """Take what modules return. What is compiled is compiled anew, here and when next used."""
+        """Observe what modules return. Compiled code is recompiled, here and at its next use."""
 
         @torch.compiler.disable
         def hook(module: nn.Module, _: Any, output: Any) -> None:
@@ -218,7 +222,7 @@ class HeldPass(Observer):
             yield
 
     def _where(self, call: TorchCall) -> tuple[Phase, Place]:
-        """Return phase and place of an operation, in backward those of its forward."""
+        """Return an operation's phase and place; in backward, the place of its forward."""
         stack, (away, now) = read_stack(sys._getframe(), self.modules), self.clock()
         if call.node is None or stack.recomputing:
             self._places.setdefault((away, now - 1), stack.place)
@@ -241,14 +245,14 @@ class HeldPass(Observer):
             result.copy_(self._moved(held, unit))
 
     def _moved(self, tensor: Tensor, unit: float) -> Tensor:
-        """Return the numbers moved at random, by up to `unit` of each."""
+        """Return the tensor with each number perturbed at random by up to `unit` of it."""
         if not (unit and tensor.is_floating_point() and tensor.layout == torch.strided):
             return tensor
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         draws = torch.empty(tensor.shape, dtype=wide).uniform_(-unit, unit, generator=self._draws)
-        # not 1 + draws, which would round them
+        # 1 + draws would round the draws
         moved = torch.addcmul(tensor.to(wide), tensor.to(wide), draws.to(tensor.device))
-        inside = moved.abs() < torch.finfo(tensor.dtype).max / 2  # masks are not moved
+        inside = moved.abs() < torch.finfo(tensor.dtype).max / 2  # masks stay
         return torch.where(inside, moved.to(tensor.dtype), tensor)
 
 
@@ -262,7 +266,7 @@ class PassComparison:
         self.tokens = Tokens(batch, {tuple(p.shape) for p in model.parameters()})
 
     def verdict(self) -> Verdict | None:
-        """Return the first result that rounding does not explain; write a file that is missing."""
+        """Return the first result that rounding does not explain, or write a missing file."""
         file = None if isinstance(self._against, nn.Module) else Path(self._against)
         if file is not None and file.exists():
             return self._parting(PassRecord.load(file))
@@ -273,7 +277,7 @@ class PassComparison:
         return None
 
     def _pass(self, model: nn.Module, *, eager: bool = False, **how: Any) -> HeldPass:
-        """Run one; if `eager`, perturbed even where only what modules return is compared."""
+        """Run a pass; if `eager`, observe operations even if only module outputs are compared."""
         batch = ready(model, self.batch)
         run = default_run(model, batch) if self._run is None else partial(self._run, model)
         held = HeldPass(model, self.tokens, self._boundaries, **how)
@@ -293,24 +297,24 @@ class PassComparison:
         held = {s: v for s, v in record.values.items() if ours[s[:-1]] == theirs[s[:-1]]}
         if 2 * len(held) <= len(record.values):
             raise ConfigError(
-                f"only {len(held)} of the reference's {len(record.values)} results have a partner"
-                " in this pass: compare one model with itself, on one batch"
+                f"only {len(held)} of the reference's {len(record.values)} results match one in"
+                " this pass: compare the same model on the same batch"
             )
         run = self._pass(self.model, held=held, keep=True)
         if not any(bool(difference.error.any()) for difference in run.found.values()):
             return None
         coarsest, operations = max(plain.unit, record.unit), dict[Any, float]()
-        for step in run.found:  # of an operation that gives integers, the rounding of what it reads
+        for step in run.found:  # an operation that returns integers rounds as coarsely as any
             unit = max(_unit(run.record.dtypes[step]), _unit(record.dtypes[step])) or coarsest
             operations[step[:3]] = max(min(unit, coarsest), operations.get(step[:3], 0.0))
-        shown = run  # a compiled pass shows no operation to be moved
+        shown = run  # a compiled pass shows no operation to perturb
         if _is_compiled(self.model):
             shown = self._pass(self.model, eager=True, held=held, keep=True)
         how: Any = {"held": held, "compared": shown.record.values, "units": operations}
         noise = self._pass(self.model, eager=True, unit=coarsest, **how).found
         for step, found in run.found.items():
             if step not in noise:
-                continue  # a shape that depends on values, such as an expert's share of the tokens
+                continue  # the shape depends on values, as for an expert's tokens
             unit = operations[step[:3]] if record.dtypes[step].is_floating_point else 0.0
             rounding = noise[step].error + unit * found.size
             explained = MARGIN * (rounding + rounding.mean())
@@ -318,14 +322,14 @@ class PassComparison:
             error, size = float(found.error[row]), float(found.size[row]) or 1.0
             if error <= explained[row]:
                 continue
-            text = f"it differs from the reference's by {error / size:.2g} of its norm, rounding"
-            text += f" explains {float(explained[row]) / size:.2g}"
+            text = f"the relative difference from the reference is {error / size:.2g}; rounding"
+            text += f" explains at most {float(explained[row]) / size:.2g}"
             for size_of, name in _FORMATS.items():
                 if 0 < unit < size_of and size_of * size < 8 * error <= 16 * size_of * size:
-                    text += f"; rounding to {name} makes as much"
+                    text += f"; rounding to {name} would explain it"
             for whose, other in (("this pass", plain), ("the reference", record)):
                 alone = other.alone(step, held)
-                text += f"; just before it {whose} alone ran {alone}" if alone else ""
+                text += f"; just before, only {whose} ran {alone}" if alone else ""
             module, phase, operation, _, shape, _ = step
             dtype, source = dtype_name(run.record.dtypes[step]), run.record.sources[step]
             return Verdict(
@@ -344,15 +348,14 @@ class PassComparison:
             other = theirs.get(name, tensor)
             difference = _compare(other.cpu(), tensor.cpu())
             apart = float(difference.error.norm() / difference.size.norm())
-            # of equal dtypes all but the last bit of a statistic that another device rounded
+            # equal dtypes may differ in a last bit that another device rounded
             units = _unit(tensor.dtype), _unit(other.dtype)
             if apart > (1e-6 if units[0] == units[1] else max(units)):
-                text += f"; {name} differs by {apart:.2g} of its norm"
+                text += f"; {name} differs by {apart:.2g}"
         return text
 
 
 def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
-    """Return a module's floating-point parameters and buffers, and its dequantised weight."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     own = ((_plain(n), t.detach()) for n, t in tensors if t.is_floating_point())
     state = {name: tensor for name, tensor in own if name.startswith(f"{module}.")}
@@ -361,7 +364,6 @@ def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
 
 
 def _plain(name: str) -> str:
-    """Return the name of a module, parameter or buffer without that of a compiled wrapper."""
     return name.replace("_orig_mod.", "")
 
 

@@ -1,11 +1,11 @@
-"""The ledger of a pass: for each bad tensor the operation that first made it bad.
+"""The ledger of a pass: for each bad tensor, the operation that first made it bad.
 
-A bad output whose inputs were all good has a new origin; one with a bad input inherits that
-input's. So a bad loss or gradient leads back to the one operation, parameter or batch entry that it
-came from, and a NaN that was masked away on purpose leads nowhere.
+A bad output whose inputs were all good gets a new origin; one with a bad input inherits that
+input's. So a bad loss or gradient leads back to one operation, parameter or batch entry. A NaN that
+`where` masks on purpose is not reported.
 
--Inf is what masks are made of. It counts as bad only if arithmetic made it from numbers that were
-no masks; writing it (`full`, `masked_fill`, `where`) is intended, and so is passing it along.
+Masks use -Inf. It counts as bad only if arithmetic made it from numbers that are no mask. Writing
+it (`full`, `masked_fill`, `where`) or passing it on is intended.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from npt.tracer.tensors import (
 from npt.tracer.verdict import Phase
 
 _ORIGINS_KEPT = 8
-"""Origins kept, the oldest ones, of a tensor that is bad for several reasons."""
+"""How many origins are kept, oldest first, of a tensor that is bad for several reasons."""
 
 
 class Location(NamedTuple):
-    """The place of an operation, as `Origin` has it. In backward `place` is that of a hook or a
-    custom function, which has no `node`, or nothing but a leaf's module.
+    """The place of an operation, as in `Origin`. In backward, `place` is known only for a hook or a
+    custom function, which has no `node`, and otherwise holds at most a leaf's module.
     """
 
     phase: Phase
@@ -58,19 +58,20 @@ class Location(NamedTuple):
 
 
 class Ledger(Observer):
-    """Keeps the origin of every bad tensor of a pass; its inputs for one origin only, so that a
-    model with thousands of harmless ones is not held twice.
-
-    Attributes:
-        first: the first origin that is no mask's and no NaN, of a number beyond the limit.
-        hid: the operation `watched` gave a bad number.
+    """Keep the origin of every bad tensor of a pass. Inputs are copied for one origin only, to save
+    memory.
 
     Args:
+        modules: dotted names of modules by id.
         externals: tensors that exist before the pass.
-        limit: a size from which finite numbers count as bad.
-        keep: number and output of the operation whose origin, `kept`, keeps copies of arguments.
-        asked: number of the operation whose inputs' origins are noted: `read_origins`.
-        watch: the forward operation to locate, for a fault in its backward: `watched`.
+        limit: the magnitude above which finite numbers count as bad.
+        keep: number and output of the operation whose origin, `kept`, keeps its arguments.
+        asked: number of the operation whose inputs' origins are kept in `read_origins`.
+        watch: the forward operation to locate as `watched`, after a fault in its backward.
+
+    Attributes:
+        first: the first origin of a number beyond the limit, neither a mask nor NaN.
+        hid: whether the operation `watched` gave a bad value.
     """
 
     def __init__(
@@ -98,9 +99,7 @@ class Ledger(Observer):
         self._inputs: list[tuple[str, Tensor]] = []
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """Return where the badness of this tensor came from, if the pass saw it arise: of what was
-        certainly bad (0) before what may have been a mask (1), and the older before the younger.
-        """
+        """Return a tensor's origin: certain ones (0) before possible masks (1), then the oldest."""
         found = self._origins.of(tensor)
         return min(found, key=lambda o: (o[1].meant, o[0], o[1].number), default=(0, None))[1]
 
@@ -129,7 +128,7 @@ class Ledger(Observer):
         return out
 
     def _look_at_inputs(self, call: TorchCall) -> None:
-        """Judge, and keep if asked, the inputs that the operation will write over."""
+        """Judge the inputs that the operation will overwrite, and keep inputs if asked."""
         memory = {key for t in call.written if (key := storage_key(t))}
         again = (t for _, t in call.read if memory and storage_key(t) in memory)
         call.replaced = {id(t): judge(t, self._limit) for t in again}
@@ -140,7 +139,7 @@ class Ledger(Observer):
             self.read_origins = {label: self.origin_of(t) for label, t in call.read}
 
     def _account(self, call: TorchCall, position: int, result: Tensor, badness: Badness) -> None:
-        """Give a bad result its origin: that of the input it has it from, else a new one."""
+        """Give a bad result its origin: the origin of a bad input, or else a new one."""
         inherited, mask, masks = self._inherited(call, result, badness)
         constant = result.ndim == 0 and call.name in CONSTANTS
         if call.written:
@@ -152,7 +151,7 @@ class Ledger(Observer):
             return
         blank = call.written and self._is_blank(result) and call.name not in REPLACING
         if badness == Badness.HARD and blank:
-            return  # some of it may still be the content of fresh memory
+            return  # part of it may still be uninitialised
         masks_on = masks or call.name in WRITERS or call.made_of_masks or self._masks_with(call)
         meant = constant or (badness == Badness.SOFT and masks_on)
         if meant and mask is not None and mask.shape:
@@ -168,7 +167,7 @@ class Ledger(Observer):
     def _inherited(
         self, call: TorchCall, result: Tensor, badness: Badness
     ) -> tuple[list[tuple[int, Origin]], Origin | None, bool]:
-        """Return the origins that it has from its inputs, the first mask, and if any is a mask."""
+        """Return the origins from its inputs, the first mask, and whether there is a mask."""
         inherited: list[tuple[int, Origin]] = []
         mask, masks, selects = None, False, call.name in WRITERS
         for label, tensor in call.read:
@@ -182,14 +181,14 @@ class Ledger(Observer):
                 masks = True
                 continue
             if not origins and tensor.ndim == 0 and not before_pass:
-                continue  # a constant from before the pass, treated as those made in it
+                continue  # a constant from before the pass counts like one made in it
             masks |= was == Badness.SOFT
             if not origins:
                 origins = [(0, self._from_outside(call, label, was, result, badness))]
             for rank, origin in origins:
                 if origin.meant:
                     mask = mask or origin
-                # A selection that leaves -Inf alone has dropped the worse of that input.
+                # A selection with only -Inf left has dropped that input's NaN or +Inf.
                 elif badness >= was or not (origin.hard and selects):
                     inherited.append((max(rank, int(was < badness)), origin))
         return inherited, mask, masks
@@ -222,7 +221,7 @@ class Ledger(Observer):
     def _from_outside(
         self, call: TorchCall, label: str, was: Badness, result: Tensor, badness: Badness
     ) -> Origin:
-        """Return the origin, for every reader, of an input that no operation made bad."""
+        """Return the origin of an input that no operation made bad, and record it."""
         tensor, ids = dict(call.read)[label], dict(call.read).get("indices")
         shown = first_bad(result, self._limit, soft=badness == Badness.SOFT)
         origin = self._origin(call, result, 0, shown)
@@ -231,7 +230,7 @@ class Ledger(Observer):
         whole = origin.external.tensor
         origin.index = first_bad(whole, self._limit)
         if call.name == "embedding" and ids is not None and len(shown) > 1:
-            # of a table with several bad rows the one that was read
+            # the bad row that was read, if the table has several
             origin.index = (int(ids[shown[:-1]]), shown[-1])
         origin.shape, origin.dtype = tuple(whole.shape), whole.dtype
         origin.value = element(whole, origin.index)
@@ -241,9 +240,7 @@ class Ledger(Observer):
         return origin
 
     def _external(self, tensor: Tensor, module: str, bad: bool = False) -> External | None:
-        """Return what a tensor was before the pass, by its name in `module`; `bad`: of several that
-        share its memory only a bad one.
-        """
+        """Return an external in a tensor's memory, preferably of `module`; a bad one if `bad`."""
         noted = self._externals.of(tensor)
         externals = [e for e in noted if not bad or judge(e.tensor, self._limit)]
         return min(externals, key=lambda external: external.module != module, default=None)
@@ -253,7 +250,7 @@ class Ledger(Observer):
             self.first = origin
 
     def _masks_with(self, call: TorchCall) -> bool:
-        """Tell if a number of the program itself is beyond the limit: (1 - mask) * -1e9."""
+        """Tell if a number in the code is beyond the limit, as in (1 - mask) * -1e9."""
         scalars = (t for _, t in call.read if t.ndim == 0 and numbers(t) is not None)
         made = (element(t, ()) for t in scalars if not self._externals.of(t))
         constants = [*call.constants.values(), *made]
@@ -264,7 +261,6 @@ class Ledger(Observer):
         return reference is not None and not reference.expired()
 
     def _leaf(self, node: Any) -> str:
-        """Return the module of the leaf whose gradient is accumulated, at the last node."""
         variable = getattr(node, "variable", None)
         external = self._external(variable, "") if isinstance(variable, Tensor) else None
         return "" if external is None else external.module

@@ -1,8 +1,8 @@
-"""Check of the attention masks of a pass: does one leave a valid token without keys?
+"""Check whether an attention mask leaves a valid token without keys.
 
-Softmax over a row without a key has no answer, so each kernel makes one up: NaN (eager, with -Inf),
-zeros (SDPA's CPU kernels, with bool and -Inf) or an even mixture of masked keys (with a finite
-mask). The last two are wrong and reach no loss as NaN, so the masks themselves are checked.
+Softmax over a row without keys is undefined. The result depends on the kernel: NaN (eager, with
+-Inf), zeros (SDPA's CPU kernels, with bool and -Inf) or an even mixture of masked keys (with a
+finite mask). The last two are wrong but finite, so the masks themselves are checked.
 
 Shapes: B batch, T queries, S keys, H heads.
 """
@@ -25,15 +25,17 @@ from npt.tracer.verdict import Verdict
 from npt.tracer.watchdogs import BadNumber
 
 MASKED = -1e3
-"""An additive entry that low is masked. It lies between biases, of which every row has one near 0
-(ALiBi, T5), and stand-ins for minus infinity: finfo.min of any dtype, -1e9, -1e4 (bf16 -9984)."""
+"""Additive entries at or below this are masked. It lies between biases, near 0 somewhere in every
+row (ALiBi, T5), and stand-ins for -Inf: finfo.min of any dtype, -1e9, -1e4 (bf16 -9984)."""
 
 
 def mask_fault(mask: Tensor, valid: Tensor) -> BadNumber | None:
-    """Find the row [b, t] of a valid query that may attend to nothing, or of one with NaN or +Inf,
-    with its largest entry. A padded query may be without keys. Waits for the device.
+    """Find the first row [b, t] with NaN or +Inf, or where a valid query may attend to nothing, and
+    its largest entry. Padded queries need no keys. Waits for the device.
 
-    The mask is [B, 1 or H, T, S], bool (True: may attend) or floating (added to the scores).
+    Args:
+        mask: [B, 1 or H, T, S], bool (True: may attend) or floating (added to the scores).
+        valid: [B, T].
     """
     valid = valid.bool()
     masked = mask <= MASKED if mask.is_floating_point() else ~mask
@@ -47,27 +49,26 @@ def mask_fault(mask: Tensor, valid: Tensor) -> BadNumber | None:
     if bad is broken:
         message = (
             f"{name}: {int(unusable.sum())} entries are NaN or +Inf, first in row [b={b}, t={t}],"
-            " which comes out as NaN; make the mask anew"
+            " and softmax turns the row into NaN; rebuild the mask"
         )
         return BadNumber(name, (b, t), float(mask[b, :, t].max()), message)
-    value = float(mask[b, :, t].amax(dim=-1).min())  # the head without a key has the lowest peak
+    value = float(mask[b, :, t].amax(dim=-1).min())  # lowest in the head without keys
     row = f"at most {value:g}" if mask.is_floating_point() else "all False"
     message = (
         f"{name}: the valid token at [b={b}, t={t}] may attend to nothing (its row is {row};"
-        f" {int((keyless & valid).sum())} of {int(valid.sum())} valid tokens are so): NaN comes"
-        " out, or zeros or a mixture of masked keys, which are wrong; let every valid token see"
-        " itself"
+        f" {int((keyless & valid).sum())} of {int(valid.sum())} valid tokens affected): attention"
+        " is NaN, or finite but wrong; let every valid token attend to itself"
     )
     return BadNumber(name, (b, t), value, message)
 
 
 @contextmanager
 def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator[list[Verdict]]:
-    """Check within the context every attention mask that a module is given, once; yield the list
-    that gets the verdict on the first bad one.
+    """Check every attention mask that a module receives within the context. Yield a list, which
+    gets the verdict on the first bad mask.
 
-    The batch says which tokens are valid. If it does not, a token that no query may attend to is
-    taken for padding, or none if the batch is `unpadded`.
+    The batch tells which tokens are valid. Otherwise tokens that no query may attend to count as
+    padding, or no token does if the batch is `unpadded`.
     """
     verdicts: list[Verdict] = []
     seen: list[weakref.ref[Tensor]] = []
@@ -90,14 +91,14 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # which has no hooks
                 hook = only_looks(partial(check, name))
                 hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield verdicts
 
 
 def _fault_of(mask: Tensor, valid: Tensor | None) -> BadNumber | None:
-    """Return the fault of a mask; None also if it cannot be told whose queries are valid."""
+    """Return a mask's fault; None also if the valid queries are unknown."""
     rows, queries = mask.shape[0], mask.shape[2]
     square = mask.shape[3] == queries
     if valid is None and square:
@@ -124,7 +125,7 @@ def _verdict(fault: BadNumber, module: str, mask: Tensor, tokens: Tokens) -> Ver
         tensor=f"attention_mask {list(mask.shape)} {dtype_name(mask.dtype)}",
         index=fault.index,
         value=fault.value,
-        reached="the attention of a valid token, maybe as finite numbers",
+        reached="the attention of a valid token, perhaps as finite values",
         explanation=fault.message,
         row=row,
         token=token,

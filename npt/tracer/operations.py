@@ -1,4 +1,4 @@
-"""One operation of a pass, as torch dispatches it, and the origin of a bad number."""
+"""One operation of a pass, as torch dispatches it, and the origin of a bad value."""
 
 from __future__ import annotations
 
@@ -17,36 +17,39 @@ from npt.tracer.verdict import Phase
 
 
 def names(text: str) -> frozenset[str]:
-    """Return the names in a text, divided by spaces."""
     return frozenset(text.split())
 
 
-# Writing a constant, or selecting among existing numbers: a -Inf that comes out of these was meant.
+# These write a constant or select among numbers, so a -Inf from them is intended.
 WRITERS = names(
     "full full_like fill fill_ scalar_tensor new_full masked_fill masked_fill_ where copy_ copy"
     " index_put index_put_ _index_put_impl_ lift_fresh constant_pad_nd triu tril cat stack clone"
 )
-# One number that these make is a constant of the program: the fault is of whoever uses it.
+# A single number from these is a constant in the code; the operation that uses it is at fault.
 CONSTANTS = names("scalar_tensor lift_fresh full")
-# The content of fresh memory is nobody's number.
+# Uninitialised memory holds no result.
 BLANK = names(
     "empty empty_like new_empty empty_strided new_empty_strided empty_permuted resize_ set_"
 )
-# These write over all of their first argument and read nothing of it.
+# These overwrite their whole first argument without reading it.
 REPLACING = names(
     "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_"
 )
-# Outputs after the first are bookkeeping, -Inf for a row without a key.
+# Outputs after the first are bookkeeping, with -Inf for a row without keys.
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 
 Sequence = tuple[bool, int]
-"""A forward operation: whether a thread of backward ran it, and the number of its node there."""
+"""A forward operation: whether a backward thread ran it, and its node's number there."""
 
 
 @dataclass(frozen=True)
 class External:
-    """A tensor from before the pass: `state` (parameter, buffer, quantisation statistic), `data`,
-    or from `outside`, made by code that torch does not see. In a `trained` one -Inf is no mask.
+    """A tensor from before the pass.
+
+    Attributes:
+        kind: `state` (parameter, buffer, quantisation statistic), `data`, or `outside` (made by
+            code that torch does not see).
+        trained: whether -Inf in it is a fault and no mask.
     """
 
     name: str
@@ -56,25 +59,29 @@ class External:
 
     @property
     def module(self) -> str:
-        """The module that holds it: statistics are named `module: absmax`."""
+        """The module that holds it; statistics are named `module: absmax`."""
         return self.name.split(": ")[0] if ": " in self.name else self.name.rpartition(".")[0]
 
 
 @dataclass(eq=False)
 class Origin:
-    """The begin of badness: an operation, or a tensor that was bad before the pass.
+    """The origin of a bad value: an operation, or a tensor that was bad before the pass.
 
     Attributes:
-        number, output: of the operation in the pass, and which of its results.
-        operation: its name in torch; of an external tensor, the operation that read it first.
-        index, value: of the first bad element of the bad result (or external tensor).
-        through: of an external tensor, shape and index at which it came through.
-        node, sequence: of the graph, in backward, and of the forward operation that it is of.
-        meant: a mask's -Inf, or a constant.
-        hard: more than what may be a mask.
-        hid: the forward operation gave a bad number too, and something hid it.
-        inputs, constants, externals: arguments as they went in, and those from before the pass, if
-            the ledger was told to keep them.
+        number: the operation's number in the pass.
+        output: which of its results is bad.
+        operation: its name in torch; for an external tensor, the operation that read it first.
+        index: the index of the first bad element in the result or external tensor.
+        value: that element.
+        through: for an external tensor, shape and index of the first bad result it caused.
+        node: the graph node, in backward.
+        sequence: its forward operation.
+        meant: whether it is a mask's -Inf, or a constant.
+        hard: whether it is certainly no mask.
+        hid: whether the forward operation gave a bad value too, which was hidden.
+        inputs: copies of the arguments, if the ledger was asked to keep them.
+        constants: arguments that are numbers in the code.
+        externals: arguments from before the pass.
     """
 
     number: int
@@ -104,8 +111,12 @@ class Origin:
 
 @dataclass
 class TorchCall:
-    """One dispatched operation: the tensors that it reads, by the names of its arguments, and those
-    that it writes to; how bad those were that it reads and writes over.
+    """One dispatched operation.
+
+    Attributes:
+        read: the tensors that it reads, with argument names.
+        written: the tensors that it writes to.
+        replaced: by id, how bad a tensor was that it reads and overwrites.
     """
 
     number: int
@@ -122,18 +133,16 @@ class TorchCall:
         return any(tensor is written for written in self.written)
 
     def results(self, out: Any) -> list[Tensor]:
-        """Return what it wrote to, and the other tensors of its output."""
+        """Return the tensors that it wrote to, and the others in its output."""
         return [*self.written, *(t for _, t in tensors_in(out) if not self.writes(t))]
 
     def judged(self, results: list[Tensor]) -> list[Tensor]:
-        """Return the results that are numbers of the program."""
+        """Return the results that count: for attention, the first."""
         return results[:1] if self.name.startswith(_ATTENTION) else results
 
     @property
     def made_of_masks(self) -> bool:
-        """Tell if its -Inf is of numbers at the dtype's end: a mask that was added to a mask, or
-        cast to a smaller dtype.
-        """
+        """Tell if its -Inf comes from adding or casting a mask near the dtype's minimum."""
         if self.name not in ("add", "add_", "sub", "_to_copy", "to", "mul"):
             return False
         return any(
@@ -145,7 +154,7 @@ class TorchCall:
 
 def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchCall:
     node = torch._C._current_autograd_node()
-    # an operator of functions, such as flex_attention
+    # a higher-order operator, such as flex_attention
     if not isinstance(func, torch._ops.OpOverload):
         return TorchCall(
             number, func.name(), node, read=[*tensors_in({**dict(enumerate(args)), **kwargs})]
@@ -167,9 +176,7 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class Observer(TorchDispatchMode):
-    """Sees the operations of a pass, and which of forward one of backward belongs to; `modules` are
-    dotted names by identity.
-    """
+    """Observe operations, and match backward ones to forward ones; `modules` are names by id."""
 
     def __init__(self, modules: Mapping[int, str]):
         super().__init__()
@@ -182,27 +189,22 @@ class Observer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # a tensor made of tensors is taken apart first, and comes back as those
+            # a wrapper subclass is unwrapped first, and its parts come back here
             return NotImplemented
         call = call_of(self.count, func, args, kwargs or {})
         self.count += 1
         return self.run(call, func, args, kwargs or {})
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the call `func(*args, **kwargs)`, and return what it returns."""
         raise NotImplementedError
 
     def clock(self) -> Sequence:
-        """Return whether this is a thread of backward, as on a GPU, and how many nodes the graph
-        has got in it since the pass began.
-        """
+        """Return whether this is a backward thread, and its number of graph nodes so far."""
         thread, now = threading.get_ident(), torch._C._autograd._get_sequence_nr()
         return thread != self._home, now - self._starts.setdefault(thread, now)
 
     def sequence(self, node: Any, nested: bool) -> Sequence | None:
-        """Return the forward operation that a node belongs to; None for one that has none, such as
-        the end of a leaf's gradient.
-        """
+        """Return the forward operation of a node; None if it has none, as at a leaf."""
         thread = threading.get_ident()
         away = thread != self._home and nested
         number = node._sequence_nr() - self._starts.get(thread if away else self._home, 0)

@@ -1,4 +1,4 @@
-"""One pass of a model: run it, collect its results, and leave the model unchanged."""
+"""One pass of a model: run it, collect its results, and leave the model as it was."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Sink:
-    """A result that may not be bad: a loss, a gradient, or an output, which may be masked."""
+    """A result to check: a loss, a gradient, or an output, which may contain a mask."""
 
     label: str
     tensor: Tensor
@@ -39,12 +39,11 @@ class Sink:
 
     @property
     def unsure(self) -> bool:
-        """Tell if only a ledger can judge it."""
+        """Tell if it may be a mask, which only a ledger can judge."""
         return self.label.startswith("output") and judge(self.tensor) == Badness.SOFT
 
 
 def default_run(model: nn.Module, batch: Any) -> Run:
-    """Return a call of the model on the batch, with labels if it is a language model."""
     if isinstance(batch, Batch):
         packed = batch if is_known(model) else replace(batch, documents=None)
         batch = {**model_inputs(model, packed), "labels": batch.labels}
@@ -53,7 +52,7 @@ def default_run(model: nn.Module, batch: Any) -> Run:
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if "labels" not in arguments and isinstance(ids, Tensor) and _is_language_model(model):
             if isinstance(mask, Tensor) and mask.shape == ids.shape:
-                # nor is the first token after padding predicted from it
+                # padding does not predict the first token after it
                 before = F.pad(mask.bool()[..., :-1], (1, 0), value=True)
                 ids = ids.masked_fill(~(mask.bool() & before), IGNORE_INDEX)
             arguments["labels"] = ids
@@ -63,16 +62,13 @@ def default_run(model: nn.Module, batch: Any) -> Run:
 
 
 def _is_language_model(model: nn.Module) -> bool:
-    """Tell if labels are token ids: transformers' models with a head over their vocabulary."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return head is not None and "labels" in inspect.signature(model.forward).parameters
 
 
 @torch.inference_mode(False)
 def ready(model: nn.Module, batch: Any) -> Any:
-    """Return the batch on the model's device, fit for backward, which tensors of inference mode
-    are not.
-    """
+    """Return the batch on the model's device, without inference tensors, which backward rejects."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if isinstance(batch, Batch):
         return batch.to(device)
@@ -83,9 +79,7 @@ def ready(model: nn.Module, batch: Any) -> Any:
 
 
 def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
-    """Return the results of the pass. A scalar loss with a graph is differentiated first, if the
-    pass has not done so.
-    """
+    """Return the results of a pass; differentiate a scalar loss first, unless the pass has."""
     loss = result if isinstance(result, Tensor) else getattr(result, "loss", None)
     loss = result.get("loss") if isinstance(result, Mapping) else loss
     named = [*model.named_parameters(), *named_inputs(batch)]
@@ -101,23 +95,25 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
         if leaf.grad is not None:
             sinks += [Sink(*named) for named in tensors_in(leaf.grad, f"gradient of {name}")]
     if not sinks:
-        gave = f"run gave {kind_of(result)} and no gradients"
-        raise ConfigError(f"{gave}: it must return a loss or outputs, or run backward")
+        gave = f"run returned {kind_of(result)} and made no gradients"
+        raise ConfigError(f"{gave}: return a loss or outputs, or call backward in it")
     return sinks
 
 
 def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a batch: entries by their names, arguments by their positions."""
+    """Yield a batch's tensors: entries by name, arguments by position."""
     for name, tensor in tensors_in(batch):
         yield f"input {name}".strip() if isinstance(batch, Tensor | list | tuple) else name, tensor
 
 
 @contextmanager
 def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Start without gradients and without a mode of the caller's that hinders a backward pass.
+    """Start a pass without gradients, and with autograd on whatever the caller's mode.
 
-    Afterwards gradients, buffers, the modules' modes and random state are as before; a pass that
-    wrote to a weight is refused (ConfigError).
+    Afterwards gradients, buffers, train/eval modes and random state are restored.
+
+    Raises:
+        ConfigError: the pass wrote to a weight.
     """
     writes = _writes(model)
     modes = [(module, module.training) for module in model.modules()]
@@ -126,7 +122,7 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
     held_by = ((m._buffers, *item) for m in model.modules() for item in m._buffers.items())
     buffers = [(held, name, b, b.detach().clone()) for held, name, b in held_by if b is not None]
     states = random.getstate(), numpy.random.get_state()
-    # casts of the weights from before this pass would come out of nowhere in it
+    # cached casts of weights would have no origin in this pass
     torch.clear_autocast_cache()
     try:
         with (
@@ -154,8 +150,8 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
     for name, count in _writes(model).items():
         if writes.get(name, count) != count:
             raise ConfigError(
-                f"run wrote to {name}: give trace a run that computes loss and gradients, and takes"
-                " no optimizer step"
+                f"run wrote to {name}: pass a run that computes loss and gradients without an"
+                " optimizer step"
             )
 
 

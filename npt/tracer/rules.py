@@ -1,7 +1,7 @@
-"""From the operation that made a bad number to the reason why.
+"""Rules that explain why an operation made a NaN or Inf.
 
-A rule looks at the operation's name and its inputs, and the first one that fits names the cause. A
-fault that none of them knows stays `unknown`: a guess would cost more time than it saves.
+Each rule looks at the operation's name and inputs, and the first one that fits names the cause. If
+none fits, the cause is `unknown`, since a wrong guess would cost more time than it saves.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from npt.tracer.operations import WRITERS, External, Origin, names
 from npt.tracer.tensors import absmax, dtype_name, element
 
 HUGE = 1e6
-"""A finite weight, statistic or activation of this size is no trained model's: theirs stay below a
-few thousand.
+"""No trained model has finite weights, statistics or activations this large; they stay below a few
+thousand.
 """
 
 _SMALL = 1e-3
-"""A divisor below this is taken for the reason of an overflow that its quotient is."""
+"""If a quotient overflows, a divisor below this is taken for the cause."""
 
 CONSTANTS = ("other", "exponent", "value", "fill_value", "eps")
-"""Arguments that are numbers of the program and that a result is made of."""
+"""Arguments that are numbers in the code and enter the result."""
 
 DIVISIONS = names("div div_ true_divide reciprocal reciprocal_ remainder fmod")
 POWERS = names("rsqrt rsqrt_ pow pow_")
@@ -43,16 +43,16 @@ SLOPES = names(
 )
 AVERAGES = names("mean var std var_mean std_mean")
 NORMALISATIONS = ("layer_norm", "group_norm", "batch_norm", "rms_norm")
-"""Parts of the names of operations."""
+"""Parts of operation names."""
 
 CASTS = names("_to_copy to copy_")
 PRODUCTS = names("mul mul_ addcmul")
 LONG_PRODUCTS = names("pow pow_ prod cumprod cumprod_ _linalg_det linalg_matrix_exp lgamma")
-"""Overflow of moderate numbers: factors are many, or the function grows faster than a product."""
+"""Operations that overflow for moderate inputs: they multiply often, or grow fast."""
 
 
 class Reason(NamedTuple):
-    """A cause, and the sentence with the figures that make it one."""
+    """A cause, and a sentence with the values that show it."""
 
     cause: str
     explanation: str
@@ -69,21 +69,21 @@ def explain(origin: Origin) -> Reason:
 
 
 def hidden(reason: Reason) -> Reason:
-    """Return the cause of a number that forward hid from the loss but not from gradients."""
+    """Return the reason for a value that forward hid from the loss but not from gradients."""
     hideable = ("invalid argument", "division by zero", "vanishing norm", "exponential overflow")
     if reason.cause not in hideable:
         return reason
-    unseen = "the loss does not show it, its gradient is 0 times infinity"
+    unseen = "the loss does not show it, but its gradient is 0 times infinity"
     return Reason("masked gradient", f"{reason.explanation}; {unseen}")
 
 
 def _external(origin: Origin, external: External) -> Reason:
     held = f"{external.name} held {origin.value:g}"
     if math.isfinite(origin.value) and abs(origin.value) <= HUGE:
-        return Reason("beyond the limit", f"{held} before anything was computed")
+        return Reason("beyond the limit", f"{held} before the pass")
     if external.kind == "outside":
-        return Reason("outside of torch", f"{held}, and no operation of the pass made it so")
-    return Reason(_corrupt(external), f"{held} before anything was computed")
+        return Reason("outside of torch", f"{held}, but no operation of the pass made it")
+    return Reason(_corrupt(external), f"{held} before the pass")
 
 
 def _corrupt(external: External) -> str:
@@ -92,7 +92,7 @@ def _corrupt(external: External) -> str:
 
 
 def element_at(tensor: Tensor, shape: tuple[int, ...], index: tuple[int, ...]) -> float | None:
-    """Return the element at `index` of `tensor`, broadcast to `shape`; None if it does not."""
+    """Return the element at `index` of `tensor` broadcast to `shape`; None if it cannot be."""
     if len(index) != len(shape) or tensor.layout != torch.strided:
         return None
     try:
@@ -106,7 +106,7 @@ def _input(origin: Origin, *names: str) -> Tensor | None:
 
 
 def _at(origin: Origin, tensor: Tensor | None) -> float | None:
-    """Return the element of an input that met the bad one of the output, under broadcasting."""
+    """Return the input element, after broadcasting, that the bad output element came from."""
     return None if tensor is None else element_at(tensor, origin.shape, origin.index)
 
 
@@ -120,7 +120,7 @@ def _largest(origin: Origin) -> float:
 
 
 def _given(origin: Origin, at: float | None = None) -> str:
-    """Return the inputs for a sentence: the very element or the largest, and constants."""
+    """Describe the inputs: the element `at`, or the largest one, and constants."""
     numbers = f"{at:g}" if at is not None else f"numbers up to {_largest(origin):g}"
     constants = (value for name, value in origin.constants.items() if name in CONSTANTS)
     return numbers + "".join(f" and the constant {value:g}" for value in constants)
@@ -150,10 +150,10 @@ def _labels(origin: Origin) -> Reason | None:
     ignored = int(origin.constants.get("ignore_index", IGNORE_INDEX))
     if bool((target == ignored).all()):
         labels = f"all {target.numel()} labels are {ignored}"
-        none = f"{labels}, and the mean over none of them is {origin.value:g}"
+        none = f"{labels}, and the mean over no labels is {origin.value:g}"
         return Reason("no valid label", none)
     if logs is not None and origin.value == math.inf and bool((logs == -math.inf).any()):
-        return Reason("masked label", "a label's own log-probability is -Inf")
+        return Reason("masked label", "the log-probability of a label is -Inf")
     return None
 
 
@@ -167,7 +167,7 @@ def _cast(origin: Origin) -> Reason | None:
     at = _at(origin, source)
     value = absmax(source) if at is None else at
     cast = f"in {dtype_name(source.dtype)} was cast to {dtype_name(origin.dtype)}"
-    return Reason("cast overflow", f"{value:g} {cast}, which ends at {ends:g}")
+    return Reason("cast overflow", f"{value:g} {cast}, whose maximum is {ends:g}")
 
 
 def _mask(origin: Origin) -> Reason | None:
@@ -177,7 +177,7 @@ def _mask(origin: Origin) -> Reason | None:
     for axis in reversed(range(logits.ndim)):
         row = logits.movedim(axis, -1)[(*origin.index[:axis], *origin.index[axis + 1 :])]
         if bool((row == -math.inf).all()):
-            zeros = f"all {len(row)} logits of the row are -Inf, so the softmax divides 0 by 0"
+            zeros = f"all {len(row)} logits of the row are -Inf, so softmax divides 0 by 0"
             return Reason("fully masked row", zeros)
     return None
 
@@ -185,13 +185,12 @@ def _mask(origin: Origin) -> Reason | None:
 def _written(origin: Origin) -> Reason | None:
     if origin.phase == "backward" and not origin.place.source:
         return None
-    fresh = "a tensor made of Python's or numpy's numbers holds"
+    fresh = "a tensor made from Python or NumPy numbers holds"
     wrote = fresh if origin.operation == "lift_fresh" else f"{origin.operation} wrote"
     return Reason("written constant", f"{wrote} {origin.value:g}")
 
 
 def _slope(origin: Origin) -> Reason | None:
-    """Recognise backward of a function at a point with an infinite derivative."""
     function = origin.node.rpartition("Backward")[0]
     if origin.phase != "backward" or function not in SLOPES:
         return None
@@ -201,10 +200,10 @@ def _slope(origin: Origin) -> Reason | None:
     name = function.lower()
     gave = f"{origin.operation} in its backward gave {origin.value:g}"
     if origin.hid:
-        hid = f"{name} itself gave no finite number, which something hid from the loss, and"
+        hid = f"{name} itself was not finite, which was hidden from the loss, and"
         return Reason("masked gradient", f"{hid} {gave}")
     if math.isnan(origin.value) and len(zeros) > 1:
-        came = f"a gradient of 0 came in and the derivative of {name} is infinite"
+        came = f"the incoming gradient is 0 and the derivative of {name} is infinite"
         return Reason("masked gradient", f"{came}: 0 times infinity is NaN")
     return Reason("infinite slope", f"{name} has no finite derivative at its argument: {gave}")
 
@@ -213,7 +212,7 @@ def _power(origin: Origin) -> Reason | None:
     at = _at(origin, _input(origin, "self"))
     if at is None or (at != 0.0 and not (math.isinf(origin.value) and abs(at) < _SMALL)):
         return None
-    return Reason("vanishing norm", f"{_result(origin, at)}: was an epsilon added to the variance?")
+    return Reason("vanishing norm", _result(origin, at))
 
 
 def _division(origin: Origin) -> Reason | None:
@@ -225,11 +224,11 @@ def _division(origin: Origin) -> Reason | None:
         return None
     if below != 0.0 and above is not None and abs(above) > HUGE:
         return None
-    # A norm is one number for many elements, a divisor of the dividend's own shape is not.
+    # A norm is one number for many elements; a divisor of the dividend's shape is no norm.
     norm = divisor is not None and divisor.ndim > 0 and divisor.numel() < math.prod(origin.shape)
     quotient = f"{1.0 if above is None else above:g} / {below:g} is {origin.value:g}"
     if norm:
-        quotient = f"a divisor that many numbers share is {below:g}: {quotient}"
+        quotient = f"a divisor shared by many elements is {below:g}: {quotient}"
     return Reason("vanishing norm" if norm else "division by zero", quotient)
 
 
@@ -245,15 +244,14 @@ def _domain(origin: Origin) -> Reason | None:
 
 
 def _average(origin: Origin) -> Reason | None:
-    """Recognise an average of nothing, or a variance of one element."""
     source, name = _input(origin, "self"), origin.operation
     if source is None or not math.isnan(origin.value):
         return None
     if not source.numel():
-        return Reason("division by zero", f"the {name} of no element: of {list(source.shape)}")
+        return Reason("division by zero", f"the {name} of no elements (shape {list(source.shape)})")
     if name == "mean" or bool((source == -math.inf).any()) or _largest(origin) > HUGE:
         return None
-    return Reason("division by zero", f"the {name} of one element, divided by their number less 1")
+    return Reason("division by zero", f"the {name} of one element divides by n - 1 = 0")
 
 
 def _normalisation(origin: Origin) -> Reason | None:
@@ -268,38 +266,38 @@ def _hidden_branch(origin: Origin) -> Reason | None:
     if not math.isnan(origin.value) or 0.0 not in met:
         return None
     cause = "masked gradient" if origin.phase == "backward" else "masked arithmetic"
-    return Reason(cause, "0 was multiplied by an infinity")
+    return Reason(cause, "0 was multiplied by infinity")
 
 
 def _mask_arithmetic(origin: Origin) -> Reason | None:
     if not any(bool((t == -math.inf).any()) for t in _floats(origin).values()):
         return None
-    numbers = f"{origin.operation} of numbers with -Inf among them is {origin.value:g}"
+    numbers = f"{origin.operation} of numbers that include -Inf is {origin.value:g}"
     return Reason("masked arithmetic", numbers)
 
 
 def _low_precision(origin: Origin) -> Reason | None:
     if origin.dtype != torch.float16:
         return None
-    left = f"{origin.operation} of {_given(origin)} left float16, which ends at 65504"
+    left = f"{origin.operation} of {_given(origin)} overflowed float16, whose maximum is 65504"
     return Reason("low-precision overflow", left)
 
 
 def _product(origin: Origin) -> Reason | None:
-    """Recognise infinity out of finite numbers, or NaN out of huge ones."""
     sizes = {label: absmax(t) for label, t in _floats(origin).items()}
     label = max(sizes, key=lambda name: sizes[name], default="")
     largest, external = sizes.get(label, 0.0), origin.externals.get(label)
     if largest > HUGE and external is not None:
-        size = f"{external.name} is up to {largest:g} in size, no trained one's is"
+        size = f"{external.name} holds values up to {largest:g}, far beyond any trained model"
         return Reason(_corrupt(external), size)
-    # an infinity of moderate numbers has another reason, unless there are many factors
+    # an infinity from moderate numbers has another reason, unless there are many factors
     if largest <= HUGE and not (math.isinf(origin.value) and origin.operation in LONG_PRODUCTS):
         return None
     dtype = origin.dtype
-    ends = f", which ends at {torch.finfo(dtype).max:g}" if dtype.is_floating_point else ""
+    ends = f", whose maximum is {torch.finfo(dtype).max:g}" if dtype.is_floating_point else ""
     cause = "exploding gradient" if origin.phase == "backward" else "exploding product"
-    return Reason(cause, f"{origin.operation} of {_given(origin)} left {dtype_name(dtype)}{ends}")
+    left = f"{origin.operation} of {_given(origin)} overflowed"
+    return Reason(cause, f"{left} {dtype_name(dtype)}{ends}")
 
 
 _RULES: tuple[tuple[frozenset[str] | None, Callable[[Origin], Reason | None]], ...] = (
@@ -321,4 +319,4 @@ _RULES: tuple[tuple[frozenset[str] | None, Callable[[Origin], Reason | None]], .
     (None, _low_precision),
     (None, _product),
 )
-"""The operations that a rule is for, None for all, and the rule."""
+"""Rules in order, each with the operations that it covers; None for all."""

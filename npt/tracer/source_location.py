@@ -1,7 +1,7 @@
-"""The place of an operation: its module, the source line that ran it, the token of an element.
+"""The place of an operation: its module and source line, and the token of an element.
 
-Read off the Python frames at the moment of the operation. Nothing is installed in the model, and
-code between modules, such as a residual sum, is attributed as exactly as code inside one.
+Module and line are read from the Python frames while the operation runs. Nothing is installed in
+the model, and code between modules, such as a residual sum, is located as exactly as code in one.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ _OBSERVERS = tuple(
 )
 _TRACER = (f"{_HERE}trace.py", f"{_HERE}passes.py")
 _LIBRARIES = tuple(_folder(str(package.__file__)) for package in (torch, bitsandbytes))
-# Between an operation and the mode that sees it.
+# Files between an operation and the mode that observes it.
 _DISPATCH = tuple(
     os.path.join(_LIBRARIES[0], name)
     for name in ("_dynamo", "_compile.py", "_ops.py", "utils" + os.sep + "_python_dispatch")
 )
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 _ENGINE = "_engine_run_backward"
-"""The function of torch that enters the autograd engine: frames below it run in backward, those
-above only started it.
+"""The torch function that enters the autograd engine. Frames below it run in backward; those above
+only started it.
 """
 
 _TEXT_MAX = 160
 
 
 class Place(NamedTuple):
-    """A line of Python and the dotted name of the module that it worked for, empty if unknown."""
+    """The dotted name of a module and a line of Python; empty if unknown."""
 
     module: str = ""
     source: str = ""
 
 
 def layer_of(name: str) -> int | None:
-    """Return the index of the decoder layer in a dotted name: the first whole number in it."""
+    """Return the decoder layer's index in a dotted name: its first integer part."""
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(number[1]) if number else None
 
 
 class Stack(NamedTuple):
-    """The Python frames that an operation runs in: of the first line that is not a library's, and
-    the first module.
+    """A summary of the Python frames around an operation.
 
     Attributes:
-        user_code: there is such a line before the engine: in backward a hook or custom function.
-        recomputing: a checkpoint runs its forward again.
-        nested: the engine was entered from Python on this thread.
+        place: the first module, and the first line that is not a library's.
+        user_code: whether such a line runs inside the engine: a hook or custom function.
+        recomputing: whether a checkpoint runs its forward again.
+        nested: whether the engine was entered from Python on this thread.
     """
 
     place: Place
@@ -79,7 +79,7 @@ class Stack(NamedTuple):
 
 
 def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
-    """Walk outwards from `frame` to the entry of the engine or the trace."""
+    """Walk outwards from `frame` to where the engine or the trace was entered."""
     module: str | None = None
     source = fallback = ""
     user_code = recomputing = False
@@ -102,9 +102,9 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
 
 
 def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
-    """Return the module that a frame works for: its `self`, or the function's first argument. If
-    that is the whole model, the variable of a loop around the line says more. No other local does:
-    after a loop over layers the last one is still among the locals.
+    """Return the module that a frame works for: `self`, or the first argument. If that is the whole
+    model, use the variable of a loop around the line. Other locals mislead: after a loop over
+    layers, the last layer is still a local.
     """
     code, line, variables = frame.f_code, frame.f_lineno, frame.f_locals
     first = ("self", *code.co_varnames[: min(code.co_argcount, 1)])
@@ -119,7 +119,6 @@ def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _loops(file: str) -> list[tuple[int, int, str]]:
-    """Return first line, last line and variable of a file's loops, outer ones first."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -135,7 +134,7 @@ def _loops(file: str) -> list[tuple[int, int, str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _line(code: CodeType, instruction: int) -> str:
-    """Return `file.py:12 in function: expression`, as exactly as the interpreter knows it."""
+    """Return `file.py:12 in function: expression`."""
     expression: Any = Positions(*next(islice(code.co_positions(), instruction // 2, None)))
     source, line = "".join(linecache.getlines(code.co_filename)), expression.lineno
     text = ast.get_source_segment(source, expression) if source else None
@@ -143,13 +142,13 @@ def _line(code: CodeType, instruction: int) -> str:
     text = " ".join(text.split())
     text = text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 3] + "..."
     folder, name = os.path.split(code.co_filename)
-    if os.path.basename(folder).startswith("ipykernel_"):  # a notebook's; its name is a number
+    if os.path.basename(folder).startswith("ipykernel_"):  # a notebook cell, named by a number
         name = "cell"
     return f"{name}:{line} in {code.co_qualname}: {text}"
 
 
 class Owner(NamedTuple):
-    """Row, token and sample of an element; None for what is not known."""
+    """The row, token and sample of an element; None if unknown."""
 
     row: int | None = None
     token: int | None = None
@@ -157,15 +156,18 @@ class Owner(NamedTuple):
 
 
 class Tokens:
-    """Tells which token of which sample an element of a tensor belongs to, from the tensor's shape.
+    """Find the token and sample that a tensor's element belongs to, from the tensor's shape.
 
-    A shape that can be read in two ways tells nothing: no token is better than a wrong one.
+    An ambiguous shape gives no answer, since a wrong token is worse than none.
 
     Args:
-        others: shapes of tensors that are of no token, such as weights and their gradients.
+        others: shapes of tensors without tokens, such as weights and their gradients.
 
     Attributes:
-        valid: [B, T] bool, the tokens that are no padding, if the batch says.
+        shape: (B, T), if known.
+        rows: flat positions of the valid tokens.
+        scored: flat positions whose next token is predicted.
+        valid: [B, T] bool, False for padding; None if the batch does not tell.
     """
 
     def __init__(self, batch: Any = None, others: Collection[tuple[int, ...]] = ()):
@@ -191,7 +193,7 @@ class Tokens:
                     self.shape = (value.shape[0], value.shape[1])
 
     def without_padding(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with 0 at padded tokens, in the first four shapes of `locate`."""
+        """Return the tensor with 0 at padding, for the first four shapes of `locate`."""
         shape = tuple(tensor.shape)
         if self.valid is None or shape in self.others or not shape:
             return tensor
@@ -205,12 +207,11 @@ class Tokens:
         return tensor.reshape(b, heads, t, -1).masked_fill(padded, 0.0).reshape(shape)
 
     def locate(self, shape: tuple[int, ...], index: tuple[int, ...]) -> Owner:
-        """Return the owner of an element, as far as the shape tells it.
+        """Return the owner of an element, as far as the shape tells.
 
-        Known are [B, T, ...], attention's [B, heads, T, ...] and [B * heads, T, ...], flattened
-        [B * T, ...] and, of a batch that gathers them, the valid tokens' rows [N, ...], teacher's
-        and student's stacked [2N, ...], or the rows [S, ...] of the positions whose next token is
-        predicted. Of [B, ...] the row is known.
+        Known shapes: [B, T, ...], attention's [B, heads, T, ...] and [B * heads, T, ...], and
+        flattened [B * T, ...]. If the batch gathers tokens: valid ones [N, ...], teacher's and
+        student's stacked [2N, ...], and predicting positions [S, ...]. For [B, ...] only the row.
         """
         if self.shape is None or not index or shape in self.others:
             return Owner()

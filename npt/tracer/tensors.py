@@ -1,7 +1,7 @@
-"""Tensors among other values, how bad their numbers are, and notes on the memory that they lie in.
+"""Find tensors in nested values, judge their numbers, and attach notes to their memory.
 
-One storage may hold several tensors, such as rows of a buffer. So a note holds for a stretch of a
-storage, every view of it finds the note, and it ends when the stretch is overwritten or freed.
+One storage may hold several tensors, such as rows of a buffer. So a note belongs to a stretch of a
+storage. Every view of it finds the note, which ends when the stretch is overwritten or freed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _FP16_LOWEST = torch.finfo(torch.float16).min
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of every tensor in nested tuples, lists, mappings and dataclasses, and
-    the parts of a tensor made of tensors, but not those of caches and the like.
+    """Yield (name, tensor) for every tensor in nested tuples, lists, mappings and dataclasses, and
+    for the parts of wrapper subclasses. Other objects, such as caches, are not searched.
     """
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
@@ -47,9 +47,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Badness(IntEnum):
-    """The badness of a tensor: SOFT with -Inf or numbers below the limit, perhaps as a mask, HARD
-    with NaN, +Inf or numbers above the limit.
-    """
+    """The badness of a tensor: SOFT if it may be a mask (-Inf or below -limit), HARD otherwise."""
 
     FINE = 0
     SOFT = 1
@@ -57,8 +55,8 @@ class Badness(IntEnum):
 
 
 def numbers(tensor: Tensor) -> Tensor | None:
-    """Return the strided floating-point or complex numbers of a tensor as a view (the values of a
-    sparse one), or None if it has none or only pretends to hold memory.
+    """Return a view of a tensor's floating-point or complex numbers (of a sparse one, its values);
+    None if it has none or no real memory.
     """
     # packed 4-bit floats have no NaN
     if not (tensor.is_floating_point() or tensor.is_complex()) or "x2" in str(tensor.dtype):
@@ -71,7 +69,7 @@ def numbers(tensor: Tensor) -> Tensor | None:
 
 
 def extent(values: Tensor) -> tuple[float, float]:
-    """Return the lowest and highest of `numbers`, both NaN if one is NaN. Waits for the device."""
+    """Return the lowest and highest number, or NaN twice if any is NaN. Waits for the device."""
     low, high = torch.stack(torch.aminmax(_reals(values))).tolist()
     return low, high
 
@@ -88,7 +86,7 @@ def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
 
 
 def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tuple[int, ...]:
-    """Return the index of the first bad element, if any; `soft` ones may be a mask."""
+    """Return the index of the first bad element, or (); if `soft`, -Inf counts too."""
     values = numbers(tensor)
     if values is None:
         return ()
@@ -106,13 +104,13 @@ def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tup
 
 
 def element(tensor: Tensor, index: tuple[int, ...]) -> float:
-    """Return one number; the larger part of a complex one."""
+    """Return one element; for a complex one, the larger magnitude of its parts."""
     value = tensor.detach()[index]
     return float(_reals(value).abs().max() if value.is_complex() else value)
 
 
 def absmax(tensor: Tensor) -> float:
-    """Return the size of the largest finite element, 0 if there is none."""
+    """Return the largest finite magnitude, 0 if there is none."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         plain = tensor.numel() and not tensor.is_quantized and not tensor.is_meta
         return float(tensor.detach().to(torch.float64).abs().max()) if plain else 0.0
@@ -131,7 +129,7 @@ def count(tensor: Tensor) -> tuple[int, int]:
 
 
 def looks_like_a_mask(tensor: Tensor) -> bool:
-    """Tell if the lowest number is a mask's: -Inf, a dtype's end, or the only one except 0."""
+    """Tell if the lowest number is a mask's: -Inf, a dtype's minimum, or the only non-zero."""
     values = numbers(tensor)
     if values is None:
         return False
@@ -153,8 +151,8 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 class Stretch(NamedTuple):
-    """The bytes of a storage, whose identity is `key`, from a tensor's first element to the end of
-    its last, with its shape and strides; if `dense` it fills all of them.
+    """The bytes of storage `key` from a tensor's first element to its last; `layout` holds sizes
+    and strides, and `dense` tells whether the tensor fills all bytes.
     """
 
     key: int
@@ -164,13 +162,13 @@ class Stretch(NamedTuple):
     dense: bool
 
     def covers(self, other: Stretch) -> bool:
-        """Tell if writing here leaves nothing of another one of the same storage."""
+        """Tell if writing here overwrites all of another stretch of the same storage."""
         inside = self.dense and self.start <= other.start and other.end <= self.end
         return inside or (self.start, self.layout) == (other.start, other.layout)
 
 
 def stretch_of(tensor: Tensor) -> Stretch | None:
-    """Return a tensor's stretch (of a sparse one, that of its values); None if it has no memory."""
+    """Return the stretch of a tensor, or of a sparse one's values; None if it has no memory."""
     tensor = _values(tensor)
     try:
         key = tensor.untyped_storage()._cdata
@@ -185,21 +183,19 @@ def stretch_of(tensor: Tensor) -> Stretch | None:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage; 0 if it has no memory."""
+    """Return the id of a tensor's storage; 0 if it has no memory."""
     stretch = stretch_of(tensor)
     return stretch.key if stretch else 0
 
 
 class Memory(Generic[N]):
-    """Notes by stretch of storage. The weak references keep a storage's identity from being given
-    to another one while it is noted.
-    """
+    """Notes by stretch of storage. Weak references keep a noted storage's id from being reused."""
 
     def __init__(self) -> None:
         self._notes: dict[int, list[tuple[StorageWeakRef, Stretch, N]]] = {}
 
     def of(self, tensor: Tensor) -> list[N]:
-        """Return the notes on memory that the tensor shares, the oldest first."""
+        """Return the notes on memory that the tensor overlaps, oldest first."""
         if (here := stretch_of(tensor)) is None:
             return []
         notes = self._live(here.key)
@@ -215,7 +211,7 @@ class Memory(Generic[N]):
             self._notes[here.key] = [*notes, (storage, here, note)]
 
     def forget(self, tensor: Tensor) -> None:
-        """Drop the notes on what writing to the tensor replaces."""
+        """Drop the notes on memory that writing to the tensor replaces."""
         here = stretch_of(tensor)
         if here is not None and here.key in self._notes:
             notes = [entry for entry in self._live(here.key) if not here.covers(entry[1])]

@@ -1,9 +1,9 @@
-"""`trace`: from "loss is NaN" to the operation that did it.
+"""`trace`: find the operation that made a NaN.
 
-Good loss and gradients of a plain pass end the matter. Otherwise it is run again, from the same
-random state, under a ledger of its operations, and once more for a close-up: the inputs of the
-guilty operation, and the line of the forward operation whose backward failed. Of numbers that
-overflowed two further passes tell where they had begun to grow.
+If loss and gradients of a plain pass are finite, there is nothing to find. Otherwise the pass runs
+again, from the same random state, under a ledger of its operations. Another pass then collects the
+inputs of the operation that made the NaN and, if that was in backward, the line of its forward. For
+an overflow, two further passes find where the values began to grow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from npt.tracer.watchdogs import quantization_statistics
 OPERANDS_SHOWN = 6
 
 EXPLOSION = 1e18
-"""A size whose square leaves fp32: traced if no number was non-finite but a sum of squares."""
+"""A magnitude whose square nearly overflows fp32, traced if only a sum of squares overflowed."""
 
 _OVERFLOWS = {"exploding product", "exploding gradient", "cast overflow", "corrupt absmax"}
 _OVERFLOWS |= {"low-precision overflow", "exponential overflow"}
@@ -49,36 +49,36 @@ def trace(
     limit: float = math.inf,
     against: nn.Module | str | Path | None = None,
 ) -> Verdict | None:
-    """Return the first fault of a forward and backward pass, or None if there is none.
+    """Find the first operation that made a NaN or Inf in a forward and backward pass.
 
     Args:
-        model: any module; quantised, converted, on any device, in train or eval mode.
-        batch: its input: a mapping of keyword arguments (as tokenizers and data loaders give it), a
-            `npt.data.batch.Batch`, a tensor, or a tuple of arguments. A language model without
-            labels gets its input ids as labels. With `run` it only serves to name samples and
+        model: any module, quantised or converted, on any device, in train or eval mode.
+        batch: the model's input: a mapping of keyword arguments (as from a tokenizer or data
+            loader), an `npt.data.batch.Batch`, a tensor, or a tuple of arguments. A language model
+            without labels gets its input ids as labels. With `run`, it only names samples and
             tokens.
-        run: computes the pass instead. It returns a scalar loss, which is differentiated here if it
-            has a graph, or an object or mapping with such a `loss`, or outputs; it may also run
-            backward itself. It is called once, and up to five more times after a fault; it must do
-            the same each time, and leave the weights alone. Only the model's tensors and the
-            batch's may get gradients. Gradients of before are put aside meanwhile.
-        limit: find the first number larger than this as well: an explosion before it overflows.
-        against: a reference, to find the first operation whose result parts from the reference's by
-            more than rounding explains, and nothing else: a model with the same names of modules
-            (in another dtype, on another device, compiled, but not with `fullgraph`), or the file
-            of an earlier trace, which is written, from this pass, if it does not exist. `run` is
-            given the model to run. The results of all operations are held in the host's memory.
+        run: computes the pass instead of `model(batch)`. It returns outputs, or a scalar loss
+            (or an object or mapping with a `loss`), which is differentiated here; it may also run
+            backward itself. It is called once, and up to five more times after a fault. It must do
+            the same each time and not change weights. Only tensors of the model and the batch may
+            get gradients. Existing gradients are restored afterwards.
+        limit: also find the first magnitude above this, to trace a growth before it overflows.
+        against: a reference to compare with: find the first operation whose result differs by more
+            than rounding explains, and nothing else. Either a model with the same module names (in
+            another dtype, on another device, or compiled without `fullgraph`), or the file of an
+            earlier trace; a file that does not exist is written from this pass. `run` is then
+            called with the model. All results are held in host memory.
 
     Returns:
-        The operation that first made the number that spoilt loss or gradients. A mask that leaves a
-        valid token without keys is a fault too, though all that comes of it may be finite and
-        wrong.
+        A verdict on the operation that first made the value that spoilt the loss or gradients; None
+        if there is no fault. A mask that leaves a valid token without keys is a fault too, even if
+        all results are finite.
 
     Raises:
-        ConfigError: a limit that is not above 0, or a `run` that takes an optimizer step.
+        ConfigError: `limit` is not above 0, or `run` changed a weight or returned nothing to check.
     """
     if not limit > 0:
-        raise ConfigError(f"limit is {limit}, but must be above 0")
+        raise ConfigError(f"limit is {limit}; it must be above 0")
     verdict = _data_fault(model, batch)
     if verdict is not None:
         return verdict
@@ -97,16 +97,16 @@ def trace(
     if bad or unsure or math.isfinite(limit):
         verdict = _Tracer(model, batch, run, limit).verdict()
     if verdict is None and bad:
-        once = f"{bad[0]} was not finite once, and finite when everything was run again"
+        once = f"{bad[0]} was not finite once, but was finite when everything was run again"
         return _without_operation("not repeatable", bad[0], once)
     return verdict or next(iter(masks), None)
 
 
 def first_fault(model: nn.Module, batch: Any, run: Run, *, exploded: bool) -> Verdict | None:
-    """Return the operation that made a micro-batch's first bad number.
+    """Return the operation that made the first NaN or Inf of a micro-batch.
 
-    If it, or its window, was refused (`exploded`) and every number is finite, the first one too
-    large to be squared is traced, since a norm overflows before its elements do.
+    If it was refused (`exploded`) although every number is finite, trace the first one above
+    `EXPLOSION`, since a norm overflows before its elements do.
     """
     verdict = trace(model, batch, run=run)
     return trace(model, batch, run=run, limit=EXPLOSION) if exploded and not verdict else verdict
@@ -129,18 +129,18 @@ class _Tracer:
         origins = [(o, s.label) for o, s in suspects if o and not (o.meant and s.unsure)]
         reached = [label for _, label in origins]
         if math.isfinite(self.limit) and ledger.first is not None:
-            origins.append((ledger.first, f"more than {self.limit:g}"))
+            origins.append((ledger.first, f"a value above {self.limit:g}"))
         if not origins:
             for sink in (sink for sink in sinks if sink.bad):
-                made = f"{sink.label} is not finite, and no operation made it so"
+                made = f"{sink.label} is not finite, but no operation of the pass made it"
                 return _without_operation("outside of torch", sink.label, made, sink.tensor)
             return None
-        del sinks, ledger  # the gradients of one pass are not held during the next
+        del sinks, ledger  # do not hold one pass's gradients during the next
         origin, label = min(origins, key=lambda pair: pair[0].number)
         close = self._close_up(origin, self.limit)
         if close is None:
             gave = f"{origin.operation} gave {origin.value:g} once"
-            once = f"{gave}, and not when everything was run again"
+            once = f"{gave}, but not when everything was run again"
             return self._verdict_on(origin, rules.Reason("not repeatable", once), label)
         reason, computed = rules.explain(close), close.external is None
         in_gradients = bool(reached) and all(name.startswith("gradient") for name in reached)
@@ -152,8 +152,7 @@ class _Tracer:
         return verdict
 
     def _pass(self, **wanted: Any) -> tuple[Ledger, list[Sink]]:
-        # A compiled module has operations of its own, and refuses to run under a ledger if it was
-        # compiled as one graph.
+        # A compiled module has its own operations; compiled as one graph, it raises under a ledger.
         with (
             untouched(self.model, self.batch),
             torch.compiler.set_stance("force_eager"),
@@ -172,7 +171,7 @@ class _Tracer:
             return None
         close.hid = ledger.hid
         while watched is not None and watched.sequence is not None and not watched.place.source:
-            # Backward of a backward: the forward operation is one further back.
+            # A double backward: the forward operation is one step further back.
             watched = self._pass(limit=limit, watch=watched.sequence)[0].watched
         if watched is not None:
             close.place = Place(
@@ -182,7 +181,7 @@ class _Tracer:
         return close
 
     def _with_growth(self, verdict: Verdict, origin: Origin) -> Verdict:
-        """Add where the numbers had become large: half of the way, in orders of magnitude."""
+        """Add where the values were halfway to the overflow, in orders of magnitude."""
         sizes = {label: absmax(t) for label, t in origin.inputs if t.is_floating_point()}
         label = max(sizes, key=lambda name: sizes[name], default="")
         if sizes.get(label, 0.0) <= rules.HUGE:
@@ -195,11 +194,11 @@ class _Tracer:
             return verdict
         at = f"{list(start.index)}" if start.index else ""
         if start.external is not None:
-            was = f"{start.external.name}{at} was {start.value:g} before anything was computed"
+            was = f"{start.external.name}{at} was {start.value:g} before the pass"
             corrupt = start.external.kind != "outside" and abs(start.value) > rules.HUGE
             cause = rules.explain(start).cause if corrupt else verdict.cause
             return replace(verdict, grew=was, cause=cause)
-        where = f"first past {limit:g} in {start} in {start.place.module or OUTSIDE}"
+        where = f"first above {limit:g} in {start} in {start.place.module or OUTSIDE}"
         at = f" at {at} of {list(start.shape)}" if start.shape else ""
         source = f", {start.place.source}" if start.place.source else ""
         return replace(verdict, grew=f"{where}{at}: {start.value:g}{source}")
@@ -236,7 +235,6 @@ def _operands(origin: Origin) -> tuple[Operand, ...]:
 
 
 def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
-    """Yield the tensors that exist before a pass."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield External(name, "state", parameter.detach(), trained=True)
     for name, statistic in quantization_statistics(model):
@@ -248,16 +246,15 @@ def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
 
 
 def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
-    """Find unknown token ids: on a CPU an IndexError, on a GPU the end of the process."""
+    """Find token ids outside the vocabulary: an IndexError on a CPU, a crash on a GPU."""
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     entries = vars(batch) if isinstance(batch, Batch) else batch
     if not isinstance(vocabulary, int) or not isinstance(entries, Mapping):
         return None
     if "pixel_values" in entries or "input_features" in entries:
-        return None  # placeholders beyond the vocabulary are replaced before they are looked up
+        return None  # placeholders beyond the vocabulary are replaced before the lookup
     looked_up = {"input_ids": "embedding"}
-    # Labels are tokens, and -100 is ignored, in language models of transformers. Losses of other
-    # models ignore what they like.
+    # transformers' language models ignore the label -100 only; other losses may ignore any.
     inner = getattr(model, "get_base_model", lambda: model)()
     if type(inner).__module__.startswith(("transformers.", "npt.")) and hasattr(inner, "lm_head"):
         looked_up["labels"] = "cross_entropy"
@@ -273,9 +270,9 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
         return Verdict(
             cause="token id", phase="data", operation=operation, index=index,
             tensor=f"{name} {list(ids.shape)}", value=float(ids[index]),
-            reached="nothing yet: it is refused before it is looked up",
-            explanation=f"the id {int(ids[index])} is outside [0, {vocabulary}), one of"
-            f" {int(bad.sum())} such",
+            reached="nothing, since the lookup was not run",
+            explanation=f"the id {int(ids[index])} is outside [0, {vocabulary}) (ids outside:"
+            f" {int(bad.sum())})",
             **Tokens(batch).locate(tuple(ids.shape), index)._asdict(),
         )  # fmt: skip
     return None

@@ -1,6 +1,4 @@
-"""The verdict of a trace: the operation that first produced a bad number, its place, the cause and
-the remedy that fits it.
-"""
+"""The verdict of a trace: the operation that made the NaN or Inf, its place, cause and remedy."""
 
 from __future__ import annotations
 
@@ -12,71 +10,76 @@ from typing import Any, Literal
 from npt.errors import printable_lines
 
 Phase = Literal["forward", "recomputation", "backward", "data", "state"]
-"""When the number arose: in forward, its recomputation under checkpointing, or backward, or before
-that in the batch (data) or among parameters, buffers and quantisation statistics (state).
+"""Where the value arose: in forward, its recomputation under checkpointing, or backward; or before
+the pass in the batch (data) or in parameters, buffers and quantisation statistics (state).
 """
 
 OUTSIDE = "the model itself or code around it"
-"""Printed for a module without a name: the whole model's, or none."""
+"""Printed for the module if it is the whole model, or none."""
 
 _TABLE = """
-corrupt weight: load a sound checkpoint, or the last adapter that loads, and look for the step
-    or the code that wrote the number
-corrupt absmax: a statistic of a 4-bit weight is bad: quantise the base again from its checkpoint
-    and check the file's checksum
-corrupt input: look at how the batch is made: features, tokenising, truncation, padding
-token id: check that the data was tokenised with the model's own tokenizer, and that the padding
-    id lies in the vocabulary
-no valid label: a mean over no label divides by nothing: truncate the prompt, not the completion,
-    or leave the sample out
-masked label: the logit of a label's class is masked with -Inf: do not mask it, or ignore the label
-cast overflow: the number does not fit the smaller dtype: compute in fp32, as --use_quantization
-    does (drop --use_fp16), or in bf16
-low-precision overflow: the result fits fp32 and not this dtype: compute in fp32 or bf16 (drop
-    --use_fp16, autocast); of gradients, lower the loss scale
-vanishing norm: a norm or variance is 0: check the epsilon (rms_norm_eps), and add it under the
-    root, not after it
-division by zero: a count, norm or probability is 0: clamp the divisor, or leave such elements out
-    with torch.where before it
-fully masked row: a query has no key: let every row of the mask see one, its own position at
-    least, and zero padded queries
-exponential overflow: the logits are too large: subtract their maximum, as softmax does
-invalid argument: the function has no value there: clamp its argument (log of 0, root of -1)
-infinite slope: the derivative has no finite value there: keep the argument from the edge (sqrt(x
-    + eps), clamp before log)
-masked gradient: torch.where hides a bad branch in forward only: make the argument safe before the
-    where as well
-masked arithmetic: -Inf as a mask was used in arithmetic: mask with torch.where or finfo.min
-exploding product: activations have grown too large: look at where they grew; lower the learning
-    rate (--learning_rate) or the scale of what is added (--additive_scale), raise
-    --regularization_lambda, start with --safe_mode, watch the residual stream with --trace_steps
+corrupt weight: load an earlier checkpoint or adapter that is finite, and find the step or the code
+    that wrote this value
+corrupt absmax: a statistic of a 4-bit weight is damaged: quantise the base again from its
+    checkpoint, and verify the file's checksum
+corrupt input: check how the batch is made: features, tokenisation, truncation, padding
+token id: tokenise the data with the model's own tokenizer, and check that the padding id is in the
+    vocabulary
+no valid label: the mean over no labels divides by 0: truncate the prompt instead of the
+    completion, or leave the sample out
+masked label: the logit of a label's class is masked with -Inf: unmask it, or ignore the label
+cast overflow: the value does not fit the smaller dtype: compute in fp32 (with --use_quantization,
+    remove --use_fp16) or in bf16
+low-precision overflow: the result fits fp32 but not this dtype: compute in fp32 or bf16 (remove
+    --use_fp16 or autocast); for gradients, lower the loss scale
+vanishing norm: a norm or variance is 0: check the epsilon (rms_norm_eps), and add it inside the
+    square root
+division by zero: a count, norm or probability is 0: clamp the divisor, or exclude such elements
+    with torch.where before dividing
+fully masked row: a query may attend to no key: let every query attend to at least its own position,
+    and zero the outputs of padded queries
+exponential overflow: the argument is too large: subtract the maximum first, as softmax does
+invalid argument: the function is undefined here: clamp its argument (log of 0, square root of -1)
+infinite slope: the derivative is infinite here: keep the argument away from the edge (sqrt(x +
+    eps), clamp before log)
+masked gradient: torch.where hides a bad branch in forward, but not in backward: make the argument
+    safe before the where too
+masked arithmetic: a -Inf mask was used in arithmetic: mask with torch.where or finfo.min instead
+exploding product: activations have grown too large: find where they grew; lower --learning_rate or
+    --additive_scale, raise --regularization_lambda, start with --safe_mode, or watch the residual
+    stream with --trace_steps
 exploding gradient: gradients have grown too large: lower --learning_rate, raise
     --regularization_lambda, or start with --safe_mode
-written constant: code wrote a non-finite constant here: look at the line, a hook or an assignment
-beyond the limit: nothing is broken yet: look at what went in, and at what comes of it
-not repeatable: the fault did not recur with the same batch, state and random numbers: suspect
+written constant: code wrote a non-finite constant: check this line, hooks and assignments
+beyond the limit: the value is finite but above the limit: check this operation's inputs, and what
+    uses its result
+not repeatable: the fault did not recur with the same batch, state and random numbers: suspect the
     hardware, a race, or a non-deterministic kernel (torch.use_deterministic_algorithms)
-outside of torch: no torch operation of the pass made the number: look at tensors made before it
-    (targets, a closure, a cache), at numpy code, at torch.empty and at compiled extensions
-beyond rounding: two passes that should agree part here, and all that follows was held to the
-    reference: compare weights, constants, dtypes and kernels at the line
-unknown: no rule knows this one: look at the line and at what went in
+outside of torch: no torch operation of this pass made the value: check tensors made before it
+    (targets, a closure, a cache), NumPy code, torch.empty and compiled extensions
+beyond rounding: the two passes diverge here, and all later results were held to the reference:
+    compare weights, constants, dtypes and kernels at this line
+unknown: no rule covers this case: check the line and the operation's inputs
 """
 
 _ENTRIES = re.split(r"\n(?=\w)", _TABLE.strip())
 
 CAUSES = {cause: " ".join(remedy.split()) for cause, remedy in (e.split(": ", 1) for e in _ENTRIES)}
-"""Every cause, and its remedy."""
+"""The remedy of every cause."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor that went into the guilty operation: a parameter, buffer, batch entry or argument.
+    """An input of the operation: a parameter, buffer, batch entry or argument.
 
     Attributes:
-        dtype: `constant` for a number of the program.
-        absmax: size of the largest finite element.
-        value: the element that met the bad one of the output, if the shapes tell which.
+        name: the name of the tensor, or of the operation's argument.
+        dtype: the dtype, or `constant` for a number in the code.
+        shape: the shape.
+        nan: the number of NaN elements.
+        inf: the number of infinite elements.
+        absmax: the largest finite magnitude.
+        value: the element that the bad output element was computed from, if the shapes tell.
     """
 
     name: str
@@ -90,26 +93,34 @@ class Operand:
     def __str__(self) -> str:
         if self.dtype == "constant":
             return f"{self.name} = {self.value:g}"
-        size = "" if self.dtype == "bool" else f" up to {self.absmax:g} in size"
+        size = "" if self.dtype == "bool" else f", max abs {self.absmax:g}"
         nan = f", {self.nan} NaN" if self.nan else ""
         inf = f", {self.inf} Inf" if self.inf else ""
-        at = "" if self.value is None else f", there {self.value:g}"
+        at = "" if self.value is None else f", {self.value:g} at the bad element"
         return f"{self.name} {list(self.shape)} {self.dtype}{size}{nan}{inf}{at}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The first fault of a run: who made the bad number, not who passed it along.
+    """The first fault of a pass: the operation that made the bad value, not one that passed it on.
 
     Attributes:
         cause: a key of `CAUSES`.
-        module: dotted name in the model, empty for code outside any module.
-        operation: its name in torch, such as `rsqrt`.
-        source: file, line and text of the Python line that ran it (in backward: its forward).
-        index: of the first bad element in `tensor`.
-        reached: where the number was seen in the end.
-        grew: of an overflow, where the numbers that went into it first became large.
-        row, token, sample: of the batch, if the tensor's shape tells.
+        phase: where the value arose.
+        layer: the index of the decoder layer; None outside of one.
+        module: the module's dotted name; empty outside of any module.
+        operation: the operation's name in torch, such as `rsqrt`.
+        source: the Python line that ran it (in backward, the forward operation): file and text.
+        tensor: the bad tensor's name, shape and dtype.
+        index: the index of its first bad element.
+        value: that element.
+        reached: the loss, gradient or output that it reached.
+        explanation: the cause in words, with the values involved.
+        grew: for an overflow, where the inputs first became large.
+        operands: the operation's inputs.
+        row: the batch row of the element, if the shape tells.
+        token: its position in the row.
+        sample: its sample's id.
     """
 
     cause: str
@@ -131,13 +142,11 @@ class Verdict:
 
     @property
     def remedy(self) -> str:
-        """The remedy of the cause."""
+        """The remedy for the cause."""
         return CAUSES[self.cause]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON, with non-finite numbers as text, since JSON has no word for them and
-        here they are the message.
-        """
+        """Return it for JSON, with non-finite numbers as text."""
         return _spell({**asdict(self), "remedy": self.remedy})
 
     def __str__(self) -> str:
@@ -149,14 +158,14 @@ class Verdict:
             f"  first bad: {first_bad}; it reached {self.reached}",
         ]
         lines += [f"  line: {self.source}"] * bool(self.source)
-        lines += [f"  went in: {operand}" for operand in self.operands]
+        lines += [f"  input: {operand}" for operand in self.operands]
         lines += [f"  grew: {self.grew}"] * bool(self.grew)
         return printable_lines([*lines, f"  remedy: {self.remedy}"])
 
     def _owner(self) -> str:
         if self.row is None:
             return ""
-        # A weight is of no token: this is the first that it spoilt.
+        # A weight belongs to no token, so this is the first token that it spoilt.
         first = "first in " if self.phase == "state" else ""
         token = "" if self.token is None else f", token {self.token}"
         sample = "" if self.sample is None else f" of sample {self.sample}"

@@ -1,10 +1,10 @@
-"""Watchdogs: pure observers that name the first bad number exactly.
+"""Watchdogs: checks that name the first bad element of weights, moments or the base.
 
-Each looks at one kind of thing and returns a `BadNumber`, or None; `require` raises it. Whatever
-costs a second pass or much memory is paid only after a cheap look has found something.
+Each returns a `BadNumber` or None; `require` raises it. A cheap check comes first, and only if it
+fails is a second pass or more memory spent.
 
-A 4-bit weight is judged by its statistics and its dequantised values, never by its packed bytes:
-any byte pattern is a valid pair of codes, and read as floating-point numbers random bytes hold NaN.
+A 4-bit weight is judged by its statistics and dequantised values, never by its packed bytes, since
+every byte pattern is valid.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from npt.errors import NumericalError
 from npt.guard.sharding import is_sharded
 
 ADAPTER = ".npt."
-"""A part of every adapter tensor's full name, and of no other's."""
+"""Part of the full name of every adapter tensor, and of no other."""
 
 _STATISTICS = ("absmax", "offset", "code", "state2.absmax", "state2.offset", "state2.code")
 
 
 @dataclass(frozen=True)
 class BadNumber:
-    """One bad thing: its first bad element, and the sentence that says it all."""
+    """A tensor's first bad element, and a sentence about it."""
 
     name: str
     index: tuple[int, ...]
@@ -51,10 +51,8 @@ def require(finding: BadNumber | None) -> None:
 def tensor_fault(
     named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: float = math.inf
 ) -> BadNumber | None:
-    """Find the first named tensor with an element that is not finite, or larger than `limit`: a
-    flipped exponent bit makes a finite number of 1e36.
-
-    One norm per tensor is taken and all are read at once, so the device is waited for once.
+    """Find the first tensor with an element that is not finite, or is larger than `limit`: a
+    flipped exponent bit can make a finite 1e36. Waits for the device once.
     """
     pairs = named.items() if isinstance(named, Mapping) else named
     items = [(name, t.detach()) for name, t in pairs if t.numel() > 0]
@@ -70,9 +68,7 @@ def tensor_fault(
 
 
 def moments_fault(moments: Mapping[str, Tensor]) -> BadNumber | None:
-    """Find among named moments what no step can be taken from: not finite, or a second moment below
-    zero, whose root is NaN.
-    """
+    """Find a moment that is not finite, or a second moment below 0, whose square root is NaN."""
     finding = tensor_fault(moments)
     for name, value in moments.items():
         if finding is None and name.startswith("exp_avg_sq of ") and bool((value < 0).any()):
@@ -82,10 +78,10 @@ def moments_fault(moments: Mapping[str, Tensor]) -> BadNumber | None:
 
 
 def base_fault(model: nn.Module) -> BadNumber | None:
-    """Find a frozen weight that holds, or dequantises to, a non-finite value, by its module's name.
+    """Find a frozen weight that holds, or dequantises to, a non-finite value.
 
-    Reads the whole base once; meant for the start of a run and for a post-mortem. Adapters are left
-    to `tensor_fault`.
+    Reads the whole base: call it at the start of a run or for a post-mortem. Skips adapters, which
+    `tensor_fault` checks.
     """
     findings = []
     for name, layer in model.named_modules():
@@ -95,9 +91,6 @@ def base_fault(model: nn.Module) -> BadNumber | None:
 
 
 def _whole_fault(model: nn.Module, prefix: str) -> BadNumber | None:
-    """Return the first finding of `base_fault` among tensors that are whole here, by names that
-    follow `prefix`.
-    """
     return next(filter(None, map(tensor_fault, _whole_tensors(model, prefix))), None)
 
 
@@ -116,13 +109,12 @@ def _whole_tensors(model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]
 
 
 def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield floating-point statistics of 4-bit weights, named `module: absmax` and so on."""
     for name, module in quantized_linears(model):
         yield from _statistics(name, module)
 
 
 def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield them of one weight. If they are quantised themselves, `absmax` is codes: no numbers."""
+    """Yield one weight's statistics; `absmax` is skipped if it is itself quantised."""
     for statistic in _STATISTICS:
         value: Any = module.weight.quant_state
         for part in statistic.split("."):
@@ -134,12 +126,11 @@ def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
 def _element(
     name: str, tensor: Tensor, limit: float, bad: Tensor | None = None, why: str = ""
 ) -> BadNumber:
-    """Return the finding of the first bad element of `tensor`."""
     bad = ~torch.isfinite(tensor) | (tensor.abs() > limit) if bad is None else bad
     index = tuple(bad.nonzero()[0].tolist())
     value = float(tensor[index])
     why = why or (f"larger than {limit:g}" if math.isfinite(value) else "not finite")
-    remedy = "go back to the last checkpoint" if ADAPTER in name else "load the base again"
+    remedy = "go back to the last checkpoint" if ADAPTER in name else "reload it from a checkpoint"
     at = list(index) if index else ""
-    share = f"{int(bad.sum())} of {tensor.numel()} elements bad"
+    share = f"{int(bad.sum())} of {tensor.numel()} elements"
     return BadNumber(name, index, value, f"{name}{at} is {value:g} ({share}: {why}); {remedy}")

@@ -21,7 +21,7 @@ def test_processes_without_a_gpu_of_their_own_are_refused(monkeypatch, gpus, ref
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 2)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
     monkeypatch.setattr(ProcessGroup, "gather", lambda self, gpu: list(gpus))
-    words = "^the processes compute on the GPUs a, (b|None), (a|b); start one for each GPU"
+    words = "^the processes use the GPUs a, (b|None), (a|b); start one process per GPU"
     with pytest.raises(ConfigError, match=words) if refused else nullcontext():
         assert join_processes().size == 3
 
@@ -39,7 +39,7 @@ def test_a_process_that_is_shown_one_gpu_takes_it(
     assert _own_device() == torch.device("cuda", index) and chosen == [index]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ConfigError, match=r"process 2 .* no GPU of its own, there are 2"):
+    with pytest.raises(ConfigError, match=r"process 2 .* no GPU of its own, since there are 2"):
         _own_device()
 
 
@@ -49,7 +49,7 @@ SEVERAL = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({}, r"^process 1 did not meet the 2 processes .*; start them with torchrun"),
+        ({}, r"^process 1 did not join the 2 processes .*; start them with torchrun"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR expected, but not set; start them with torchrun"),
     ],
 )

@@ -21,9 +21,9 @@ class Broken(ProcessGroup):
         self.waits += 1
         if self.waits == 2:
             self.broken = True
-            raise ProcessError("process 1 does not answer any more")
+            raise ProcessError("process 1 no longer responds")
         if self.broken:
-            raise ProcessError("process 0 has left the other processes already")
+            raise ProcessError("process 0 has already left the other processes")
 
 
 @pytest.mark.parametrize("flush_only", [False, True])
@@ -57,7 +57,7 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
             processes.broken, processes.waits = True, 2
             assert result.applied and transaction.flush() == []
         else:
-            with pytest.raises(ProcessError, match="process 1 does not answer"):
+            with pytest.raises(ProcessError, match="process 1 no longer responds"):
                 transaction.flush()
             assert transaction.flush() == []
     assert not torch.equal(after[0][0], after[1][0])  # there was something to take back
@@ -74,7 +74,7 @@ class Uncompared(ProcessGroup):
         return tensor
 
     def each(self, value: torch.Tensor) -> torch.Tensor:
-        raise ProcessError("process 1 does not answer any more")
+        raise ProcessError("process 1 no longer responds")
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -187,7 +187,8 @@ def test_processes_with_other_data_find_out_before_they_step(train: Loops) -> No
         for processes, window in zip(found, (2, 2, 3), strict=True):
             for process in processes:
                 assert process["error"].startswith(
-                    f"ProcessError: process 1 reads other data than process 0 in window {window} "
+                    "ProcessError: process 1 reads different data from process 0 in window"
+                    f" {window}"
                 )
                 assert process["status"] == 2
             assert_equal(processes[0]["state"], processes[1]["state"])
@@ -199,7 +200,7 @@ def test_a_step_that_one_process_gets_wrong_is_taken_back_on_both(train: Loops) 
         for processes, said in ((moment, "is not finite"), (weight, "differs")):
             for process in processes:
                 assert (
-                    f"every process took step 2 alike, but what it left on process 1 {said}"
+                    f"the same step, but afterwards the state of process 1 {said}"
                     in process["error"]
                 )
                 assert process["status"] == 6
@@ -211,7 +212,7 @@ def test_a_process_that_is_killed_is_named_at_once(base: str, tmp_path: Path, la
     windows = [GOOD[0], ["good", "kill", "good", "good"]]
     left, killed = several(2, looped, base, str(tmp_path / "run"), windows, late)
     assert killed.status == -signal.SIGKILL
-    assert left.value["error"].startswith("ProcessError: process 1 does not answer any more (")
+    assert left.value["error"].startswith("ProcessError: process 1 no longer responds (")
     assert left.value["status"] == 6
     # far below the timeout of 20
     assert left.value["steps"] == (0 if late else 1) and left.seconds < 15
@@ -220,8 +221,8 @@ def test_a_process_that_is_killed_is_named_at_once(base: str, tmp_path: Path, la
 def test_a_process_that_hangs_is_named_when_the_time_is_up(base: str, tmp_path: Path) -> None:
     windows = [GOOD[0], ["good", "sleep", "good", "good"]]
     left, slept = several(2, looped, base, str(tmp_path / "run"), windows, timeout=1.0)
-    assert "process 1 does not answer any more (Timed out" in left.value["error"]
-    assert "process 0 does not answer any more (" in slept.value["error"]
+    assert "process 1 no longer responds (Timed out" in left.value["error"]
+    assert "process 0 no longer responds (" in slept.value["error"]
 
 
 @pytest.fixture
@@ -303,7 +304,7 @@ def test_processes_with_other_settings_are_refused_by_name(run: Any, tmp_path: P
     ended = run("run", own={1: {"learning_rate": 1e-3}})
     for one in ended:
         assert one.kind == "ConfigError" and one.status == 2
-        assert "process 1 has --learning_rate 0.001, process 0 has 0.01" in str(one.error)
+        assert "process 1 has --learning_rate 0.001, but process 0 has 0.01" in str(one.error)
     assert not (tmp_path / "run").exists()
 
 
@@ -325,7 +326,7 @@ def test_processes_that_begin_otherwise_are_refused_before_any_folder(
     ended = run("run", own={0: {name: both}, 1: {name: own}}, timeout=5.0)
     for one in ended:
         assert one.kind == "ConfigError" and one.status == 2 and one.seconds < 5
-        words = f"process 1 has --{name} {own}, process 0 has {both}".replace("None", "unset")
+        words = f"process 1 has --{name} {own}, but process 0 has {both}".replace("None", "unset")
         assert words in str(one.error)
     assert list(tmp_path.iterdir()) == []
 

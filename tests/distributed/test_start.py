@@ -80,7 +80,9 @@ def test_processes_share_a_start_and_fail_together(
         memory = "CUDA out of memory. Tried to allocate 2.00 GiB."
         memory = f"{memory}\nMore." if process == last else f"process {last}: {memory}"
         assert line["memory"] == f"OutOfMemoryError: {memory}"
-        assert "ConfigError: process 1 has batch_size 9, process 0 has 8" in line["other settings"]
+        assert (
+            "ConfigError: process 1 has batch_size 9, but process 0 has 8" in line["other settings"]
+        )
         assert "process 1 has calibration samples of hash" in line["other data"]
         failed = "" if process else "process 1 failed: "
         kind = "DataError" if process else "ProcessError"

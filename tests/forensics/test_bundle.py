@@ -86,7 +86,7 @@ def test_a_bundle_of_an_earlier_version_names_its_npt(bundle, version) -> None:
     change_record(bundle, lambda said: (said.pop("version"), said.pop("versions")))
     key = "format" if version == 1 else "version"
     change_record(bundle, lambda said: said.update({key: version}))
-    start = f"is of version {version!r}, this npt reads 4; replay it with the npt that wrote it"
+    start = f"version {version!r}, but this npt reads 4; replay it with the npt that wrote it"
     assert f"{start} (None)" in refused(bundle)
     change_record(bundle, lambda said: said.update(versions={"npt": "0.1.0"}))
     (bundle / "manifest.json").unlink()
@@ -153,8 +153,8 @@ JSON = {
     "a list": ("[]", "holds a list"),
     "nested without end": ("[" * 100_000, "cannot be read"),
     "a number without end": ('{"format": ' + "9" * 5000 + "}", "cannot be read"),
-    "another version": ('{"version": 5}', "of version 5, this npt reads 4"),
-    "no version": ("{}", "of version None"),
+    "another version": ('{"version": 5}', "version 5, but this npt reads 4"),
+    "no version": ("{}", "format version None"),
 }
 
 

@@ -271,7 +271,7 @@ def test_a_base_with_otherwise_rounded_statistics_is_refused(bundle, monkeypatch
         return round_otherwise(model), tokenizer
 
     monkeypatch.setattr(student, "load_base", load_rounded)
-    with pytest.raises(BundleError, match="was recorded on base"):
+    with pytest.raises(BundleError, match="was recorded with base"):
         replay(bundle)
 
 
@@ -292,8 +292,8 @@ A = "model.layers.1.npt.A"
 @pytest.mark.parametrize(
     ("file", "change", "named"),
     [
-        ("weights", {A: torch.zeros(2, 2)}, f"{A} of shape (2, 2), the model has of shape (4, 64)"),
-        ("weights", {"other": torch.zeros(2)}, "other of shape (2,), the model has none"),
+        ("weights", {A: torch.zeros(2, 2)}, f"{A} of shape (2, 2), but the model has (4, 64)"),
+        ("weights", {"other": torch.zeros(2)}, "other of shape (2,), but the model has none"),
         ("moments", {"step of other": torch.zeros(())}, "KeyError: \"'other'\""),
     ],
 )

@@ -128,9 +128,9 @@ def test_every_process_has_a_gpu_of_its_own() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="takes exactly one GPU")
 def test_two_processes_on_the_only_gpu_are_refused_by_name() -> None:
     for ended in several(2, nothing):
-        assert ended.kind == "ConfigError" and "the processes compute on the GPUs" in str(
-            ended.error
-        ), ended.trace
+        assert ended.kind == "ConfigError" and "the processes use the GPUs" in str(ended.error), (
+            ended.trace
+        )
 
 
 # --- a base that is shared

@@ -203,15 +203,15 @@ def by_fsdp1(model: nn.Linear) -> nn.Module:
     [
         (
             lambda m: Guard(by_fsdp1(m), torch.optim.SGD(m.parameters())),
-            "is sharded by FSDP1, whos",
+            "does not support FSDP1; us",
         ),
-        (lambda m: Guard(nn.Linear(2, 2), torch.optim.SGD(m.parameters())), "give the guard the"),
+        (lambda m: Guard(nn.Linear(2, 2), torch.optim.SGD(m.parameters())), "pass the guard the"),
         (lambda m: Guard(m, torch.optim.SGD(m.parameters()), loss="all"), "loss is 'all'; choose"),
         (
             lambda m: Guard(sharded(m), torch.optim.SGD(m.parameters())),
-            "the model is sharded by FSDP1, whose",
+            "the guard does not support FSDP1",
         ),
-        (lambda m: GuardSettings(refuse=ValueError), "give a tuple of classes"),
+        (lambda m: GuardSettings(refuse=ValueError), "pass a tuple of exception"),
         (lambda m: GuardSettings(max_grad_norm=0.0), "max_grad_norm is 0.0; it must be above 0"),
     ],
 )

@@ -148,14 +148,14 @@ def test_what_cannot_be_repeated_is_said() -> None:
     world.model.first.register_forward_hook(once)
     guard, _ = traced_run(world, [[Micro(1)]], run=True, trace=1)
     (finding,) = guard.findings
-    assert finding.verdict is None and "all was finite" in finding.why
+    assert finding.verdict is None and "everything was finite" in finding.why
 
 
 def test_an_error_in_the_tracer_costs_the_finding_only() -> None:
     world = World()
     windows = [[Micro(1, fault="exception"), Micro(2)]]
     guard, outcomes = traced_run(world, windows, run=True, trace=1)
-    assert guard.findings[0].why == "the tracer ended with FloatingPointError: planted"
+    assert guard.findings[0].why == "the tracer failed with FloatingPointError: planted"
     assert outcomes[0].applied
 
 
@@ -195,7 +195,7 @@ def test_of_a_window_that_is_too_large_the_largest_tensor_is_named() -> None:
     steady = [(1.0, 1.0 + window / 100) for window in range(23)]
     (refusal,) = windows_of(model, guard, *steady, (1.0, 1e4)).refused
     assert (refusal.kind, refusal.tensor) == ("spike", "large.weight")
-    assert refusal.detail.endswith("; the largest gradient is large.weight's")
+    assert refusal.detail.endswith("; large.weight has the largest gradient")
 
 
 def test_a_step_that_spoils_a_moment_names_it() -> None:

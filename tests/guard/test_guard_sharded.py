@@ -281,11 +281,11 @@ def test_what_else_becomes_of_sharded_parameters() -> None:
     (spoilt,) = first["spoilt"]
     assert spoilt.startswith("the whole window: update: exp_avg of ")
     waits, scaled, mixed, hybrid, columns = first["refused"]
-    assert waits.endswith("pass refuse(..., run=...), forward and backward of any good batch")
-    assert scaled.startswith("sharded parameters go with neither rates=[...] nor a scaler: ")
+    assert waits.endswith("refuse(..., run=...), the forward and backward of any good batch")
+    assert scaled.startswith("sharded parameters support neither rates=[...] nor a scaler: ")
     assert mixed.startswith("0.scale is sharded and whole.weight is whole; shard all ")
-    assert hybrid.startswith("weight is laid out as (Replicate(), Shard(dim=0)) over processes, ")
-    assert columns.startswith("weight is laid out as (Shard(dim=0),) over processes, and a guard ")
+    assert hybrid.startswith("the guard does not support weight with placements (Replicate(), ")
+    assert columns.startswith("the guard does not support weight with placements (Shard(dim=0),)")
 
 
 def stopped(processes: Any, whole: bool, where: str) -> None:
@@ -313,6 +313,6 @@ def stopped(processes: Any, whole: bool, where: str) -> None:
 def test_an_error_that_others_would_wait_for_ends_all(whole: bool, where: str) -> None:
     first, second = several(2, stopped, whole, where)
     assert (first.kind, second.kind) == ("ProcessError", "ProcessError")
-    assert first.error.startswith("process 1 does not answer any more (")
-    assert second.error.startswith("process 1 met FloatingPointError: planted in the middle of a")
+    assert first.error.startswith("process 1 no longer responds (")
+    assert second.error.startswith("process 1 raised FloatingPointError: planted in the middle of ")
     assert "\n" not in first.error + second.error

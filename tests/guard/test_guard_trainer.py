@@ -251,7 +251,7 @@ def test_ids_are_compared_with_what_the_model_has_rows_for() -> None:
     for model in (llama, *wrapped):
         forward(model, input_ids=top - 1, labels=top - 1)
         for name in ("input_ids", "labels"):
-            with pytest.raises(DataError, match=f"^{name} has {int(top[0, 0])}, and the model"):
+            with pytest.raises(DataError, match=f"^{name} has {int(top[0, 0])}, but the model's"):
                 forward(model, **{"input_ids": top - 1, "labels": top - 1, name: top})
         assert not model.get_input_embeddings()._forward_pre_hooks
     with refuse_bad_ids({"input_ids": top}, torch.nn.Linear(2, 2)):

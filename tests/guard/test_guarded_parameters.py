@@ -85,7 +85,7 @@ def test_parameters_outside_of_the_model_are_guarded_by_their_place() -> None:
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^none of the optimizer's parameters is among .* made"):
+    with pytest.raises(ConfigError, match=r"^none of the optimizer's parameters is in the .* made"):
         Guard(nn.Linear(3, 3), torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1))
 
 

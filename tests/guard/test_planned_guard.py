@@ -87,9 +87,9 @@ def test_too_many_in_a_row_are_counted_over_windows() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"late": True}, r"draws=Seeded\(seed\) go together, and late outcomes need both"),
-        ({"rates": RATES}, r"draws=Seeded\(seed\) go together"),
-        ({"rates": RATES, "scheduler": object()}, "rates take the place of a scheduler"),
+        ({"late": True}, r"draws=Seeded\(seed\) must be passed together, and late=True"),
+        ({"rates": RATES}, r"draws=Seeded\(seed\) must be passed"),
+        ({"rates": RATES, "scheduler": object()}, "remove scheduler and scaler"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(settings, words) -> None:

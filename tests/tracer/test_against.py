@@ -121,30 +121,24 @@ def rounded_activation(model: Any) -> None:
     model.model.layers[1].mlp.act_fn.register_forward_hook(lambda _m, _i, out: out.half().float())
 
 
-ROUNDED = "rounding to float16 or TF32 makes as much"
+ROUNDED = "rounding to float16 or TF32 would explain it"
 L, PACKED = "model.layers.", "gemm_4bit linear"
 NORM, INPUT = f"{L}1.post_attention_layernorm", f"{L}2.input_layernorm"
 ATTENTION, ROTARY = f"{L}1.self_attn", "model.rotary_emb"
 # what is planted in which base, the operation where it parts, and what is said
 PLANTED: dict[str, tuple[str, Callable[[Any], None], str, str, str]] = {
-    "weight": ("sdpa", scaled(NORM, "weight", 1.01), NORM, "mul", "weight differs by 0.0092 of"),
+    "weight": ("sdpa", scaled(NORM, "weight", 1.01), NORM, "mul", "weight differs by 0.0092"),
     "epsilon": ("sdpa", scaled(INPUT, "variance_epsilon", 1e3), INPUT, "add", ""),
     "rotary base": ("sdpa", scaled(ROTARY, "inv_freq", 1.01), ROTARY, "mul", ""),
     "4-bit statistic": ("sdpa", other_statistic, f"{L}1.mlp.down_proj", PACKED, "weight differs"),
     "attention scale": ("eager", scaled(ATTENTION, "scaling", 1.001), ATTENTION, "mul", ""),
     "swapped": ("sdpa", swapped, f"{L}2.mlp.gate_proj", PACKED, ""),
     "fp16": ("sdpa", rounded_activation, f"{L}1.mlp", "mul", ROUNDED),
-    "residual": ("sdpa", weaker_residual, NORM, "pow", "this pass alone ran mul (test_against.py:"),
+    "residual": ("sdpa", weaker_residual, NORM, "pow", "only this pass ran mul (test_against.py:"),
     "TF32": ("sdpa", rounded_operands, "lm_head", "mm", ROUNDED),
     "mask": ("eager", shifted_mask, f"{L}0.self_attn", "add", ""),
-    "softmax": ("eager", low_softmax, ATTENTION, "_softmax", "to bfloat16 makes as much"),
-    "dropout": (
-        "eager",
-        dropout_left_on,
-        f"{L}2.self_attn",
-        "bmm",
-        "alone ran bernoulli (modeling",
-    ),
+    "softmax": ("eager", low_softmax, ATTENTION, "_softmax", "to bfloat16 would explain it"),
+    "dropout": ("eager", dropout_left_on, f"{L}2.self_attn", "bmm", "only this pass ran bernoulli"),
 }
 
 
@@ -173,7 +167,7 @@ def test_a_gradient_that_parts_is_found(bases: dict[str, Any]) -> None:
     verdict = npt.trace(model, BATCH, against=reference)
     assert verdict is not None and verdict.phase == "backward"
     assert (verdict.module, verdict.operation) == ("model.layers.1.mlp.up_proj", "mm")
-    assert "alone ran mul" in verdict.explanation and "self.up_proj(x)" in verdict.source
+    assert "only this pass ran mul" in verdict.explanation and "self.up_proj(x)" in verdict.source
 
 
 # --- rounding is no parting
@@ -313,7 +307,7 @@ def stepping(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "run", "words"),
     [
-        (None, None, "is no trace"),
+        (None, None, "was not written by"),
         (nn.Linear(4, 5), None, "of the reference's"),
         (nn.Identity(), None, "of the reference's"),
         (nn.Linear(4, 4), stepping, "run wrote to weight"),

@@ -47,7 +47,7 @@ def test_a_valid_token_without_a_key_is_named(form) -> None:
     dtype = "bool" if form == "bool" else "float32"
     assert f"attention mask [2, 1, 4, 4] {dtype}: " in said and "\n" not in said
     assert "the valid token at [b=1, t=3] may attend to nothing" in said
-    assert "1 of 6 valid tokens are so" in said
+    assert "; 1 of 6 valid tokens affected" in said
 
 
 def booleans(*shape: int) -> st.SearchStrategy:
@@ -66,7 +66,7 @@ def test_rows_without_a_key_are_counted_in_every_form(rows, valid, form) -> None
     assert (finding is not None) == bool(bad)
     if finding is not None:
         assert finding.index == bad[0]
-        assert f"; {len(bad)} of {int(valid.sum())} valid tokens are so" in finding.message
+        assert f"; {len(bad)} of {int(valid.sum())} valid tokens affected" in finding.message
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

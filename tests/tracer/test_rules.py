@@ -49,18 +49,18 @@ def masked(x: Tensor) -> Tensor:
 # fmt: off
 CASES: dict[Callable[[Tensor], Tensor], str] = {
     lambda x: (x * 1e5).half():
-        "cast overflow; _to_copy; -100000 in float32 was cast to float16, which ends at 65504",
+        "cast overflow; _to_copy; -100000 in float32 was cast to float16, whose maximum is 65504",
     lambda x: (x * 1e5).to(torch.float8_e5m2).float():
-        "cast overflow; _to_copy; float8_e5m2, which ends at 57344",
+        "cast overflow; _to_copy; float8_e5m2, whose maximum is 57344",
     lambda x: (x.double() * 1e200).float():
         "cast overflow; _to_copy; in float64 was cast to float32",
     lambda x: x.half() * 300 * 300:
-        "low-precision overflow; mul; and the constant 300 left float16, which ends at 65504",
+        "low-precision overflow; mul; constant 300 overflowed float16, whose maximum is 65504",
     lambda x: x / zero(x): "division by zero; div; 0.5 / 0 is inf",
     lambda x: x / 0: "division by zero; div; 0.5 / 0 is inf",
     lambda x: zero(x).reciprocal(): "division by zero; reciprocal; 1 / 0 is inf",
     lambda x: x / zero(x).norm(dim=-1, keepdim=True):
-        "vanishing norm; div; share is 0: 0.5 / 0 is inf",
+        "vanishing norm; div; by many elements is 0: 0.5 / 0 is inf",
     lambda x: x.half() / 6e-8: "division by zero; div; 0.5 / 6e-08 is inf",
     lambda x: x.half() * 1e4 / 1e-4: "division by zero; div; ",
     lambda x: x * 1e36 / 1e-4: "exploding product; div; ",
@@ -73,25 +73,25 @@ CASES: dict[Callable[[Tensor], Tensor], str] = {
     lambda x: (zero(x) + 1).logit(): "invalid argument; logit; logit of 1 is inf",
     lambda x: (x * 100).exp(): "exponential overflow; exp; exp of 200 is inf",
     lambda x: (x * 100).sinh(): "exponential overflow; sinh; sinh of -100 is -inf",
-    lambda x: (x * 1e25) ** 2: "exploding product; pow; left float32, which ends at 3.40282e+38",
+    lambda x: (x * 1e25) ** 2: "exploding product; pow; float32, whose maximum is 3.40282e+38",
     lambda x: (x + 500) ** 20: "exploding product; pow; of numbers up to 504 and the constant 20",
     lambda x: (x * 1e25) @ (x * 1e25).t(): "exploding product; mm; mm of numbers up to 4e+25",
     lambda x: (x * 1e25).bfloat16() ** 2:
-        "exploding product; pow; left bfloat16, which ends at 3.38953e+38",
+        "exploding product; pow; overflowed bfloat16, whose maximum is 3.38953e+38",
     lambda x: torch.softmax(masked(x)[:, 1:2], -1):
         "fully masked row; _softmax; all 1 logits of the row are -Inf",
     lambda x: torch.softmax(masked(x), 0):
         "fully masked row; _softmax; all 2 logits of the row are -Inf",
     lambda x: F.log_softmax(masked(x), 0): "fully masked row; _log_softmax; all 2 logits",
-    lambda x: masked(x) @ zero(x).t(): "masked arithmetic; mm; numbers with -Inf among them",
-    lambda x: masked(x) - masked(x): "masked arithmetic; sub; numbers with -Inf among them",
-    lambda x: masked(x) * zero(x): "masked arithmetic; mul; 0 was multiplied by an infinity",
+    lambda x: masked(x) @ zero(x).t(): "masked arithmetic; mm; numbers that include -Inf",
+    lambda x: masked(x) - masked(x): "masked arithmetic; sub; numbers that include -Inf",
+    lambda x: masked(x) * zero(x): "masked arithmetic; mul; 0 was multiplied by infinity",
     lambda x: x * NAN: "written constant; mul; mul was given the constant nan",
     lambda x: x + torch.tensor(INF): "written constant; add; add was given the constant inf",
     lambda x: x.masked_fill(x > 2, NAN): "written constant; masked_fill; the constant nan",
     lambda x: x * torch.tensor([1.0, NAN, 1, 1]):
-        "written constant; lift_fresh; Python's or numpy's numbers",
-    lambda x: x[:0].mean(): "division by zero; mean; the mean of no element: of [0, 4]",
+        "written constant; lift_fresh; Python or NumPy numbers",
+    lambda x: x[:0].mean(): "division by zero; mean; the mean of no elements (shape [0, 4])",
     lambda x: x[:1].std(dim=0): "division by zero; std; the std of one element",
     lambda x: F.layer_norm(zero(x), (4,), eps=0):
         "vanishing norm; native_layer_norm; with an epsilon of 0 is nan",
@@ -101,7 +101,7 @@ CASES: dict[Callable[[Tensor], Tensor], str] = {
     lambda x: F.cross_entropy(x, torch.tensor([3, 3]), ignore_index=3):
         "no valid label; nll_loss_forward; all 2 labels are 3",
     lambda x: F.cross_entropy(masked(x), torch.tensor([0, 1])):
-        "masked label; nll_loss_forward; log-probability is -Inf",
+        "masked label; nll_loss_forward; of a label is -Inf",
     lambda x: torch.special.zeta(x.detach(), x.detach()):
         "unknown; special_zeta; special_zeta of numbers up to 4",
 }
@@ -113,9 +113,9 @@ BACKWARD: dict[Callable[[Tensor], Tensor], str] = {
     lambda x: torch.where(x == x, x, (x * 0).sqrt()):
         "masked gradient; div in SqrtBackward0; 0 times infinity is NaN",
     lambda x: torch.where(x == x, x, (x * 0).log()):
-        "masked gradient; div in LogBackward0; log itself gave no finite",
+        "masked gradient; div in LogBackward0; log itself was not finite",
     lambda x: torch.where(x == x, x, x / (x * 0)):
-        "masked gradient; div in DivBackward0; div itself gave no finite",
+        "masked gradient; div in DivBackward0; div itself was not finite",
 }
 # fmt: on
 
@@ -167,7 +167,7 @@ def test_a_huge_weight_or_input_is_the_cause_and_not_the_product() -> None:
     assert (
         found is not None
         and found.cause == "corrupt weight"
-        and "1.weight is up to 3e+38" in found.explanation
+        and "1.weight holds values up to 3e+38" in found.explanation
     )
     large = X.clone()
     large[1, 1] = 1e30

@@ -41,8 +41,8 @@ def test_the_text_says_everything_in_order() -> None:
             " it reached loss"
         ),
         "  line: model.py:12 in MLP.forward: x / y",
-        "  went in: self [2, 3] float32 up to 4 in size, 1 NaN, there 0",
-        "  went in: other = 0",
+        "  input: self [2, 3] float32, max abs 4, 1 NaN, 0 at the bad element",
+        "  input: other = 0",
         "  grew: first past 10 in mul",
         f"  remedy: {CAUSES['division by zero']}",
     ]
@@ -64,7 +64,7 @@ def test_what_is_not_known_is_not_mentioned(changes, words) -> None:
 
 def test_an_operand_tells_its_bad_numbers_and_no_size_of_truth_values() -> None:
     assert str(Operand("mask", "bool", (3,), 0, 0, 1.0)) == "mask [3] bool"
-    assert str(Operand("x", "float16", (), 0, 2, 7.5)) == "x [] float16 up to 7.5 in size, 2 Inf"
+    assert str(Operand("x", "float16", (), 0, 2, 7.5)) == "x [] float16, max abs 7.5, 2 Inf"
     assert str(Operand("value", "constant", (), 1, 0, math.nan, math.nan)) == "value = nan"
 
 

@@ -30,7 +30,7 @@ def test_the_first_bad_tensor_is_named_with_its_first_bad_element(value) -> None
     named["b"][1, 2] = named["b"][1, 3] = named["c"][0] = value
     finding = tensor_fault(named)
     assert finding is not None and (finding.name, finding.index) == ("b", (1, 2))
-    assert f"b[1, 2] is {value}" in finding.message and "2 of 8 elements bad" in finding.message
+    assert f"b[1, 2] is {value}" in finding.message and "2 of 8 elements: not" in finding.message
 
 
 def test_a_scalar_and_integers_are_taken() -> None:
