@@ -188,7 +188,7 @@ class TestAttach:
             ),
             (
                 lambda: LlamaForSequenceClassification(LlamaConfig(**SMALL)),
-                "LlamaForSequenceClassification has no lm_head; load it for causal",
+                "LlamaForSequenceClassification has no lm_head: load it with npt.load_base",
             ),
         ],
     )

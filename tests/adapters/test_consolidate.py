@@ -233,14 +233,14 @@ def in_rows(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path
 
 SOME = "updates.0.layers.1.gate.scale"
 DAMAGE = {
-    "no updates": (in_history(lambda r: r.pop("updates")), "has the update None; expected"),
+    "no updates": (in_history(lambda r: r.pop("updates")), "the update None lacks"),
     "a place that leads elsewhere": (
         in_history(lambda r: r["updates"][0]["places"].append([1, "../up"])),
-        "has the update {'places'",
+        "the update {'places'",
     ),
     "a place twice": (
         in_history(lambda r: r["updates"][0]["places"].append([1, "gate"])),
-        "has the update {'places'.*each once",
+        "the update {'places'.*distinct places",
     ),
     "a layer too many": (
         in_history(lambda r: r["updates"][0]["places"].append([77, "up"])),
@@ -260,11 +260,11 @@ DAMAGE = {
     ),
     "a value is NaN": (
         in_rows(lambda t: t[SOME].fill_(float("nan"))),
-        "update 0 cannot be used: layer 1, gate: .*not finite",
+        "update 0 is invalid: layer 1, gate: .*not finite",
     ),
     "a scale is 0": (
         in_rows(lambda t: t[SOME].fill_(0.0)),
-        "update 0 cannot be used: .*not above 0",
+        "update 0 is invalid: .*not above 0",
     ),
 }
 
@@ -309,7 +309,7 @@ class TestFiles:
         folder = npt.save_adapter(made, tmp_path / "adapter")
         before = logits(made)
         with pytest.raises(
-            ModelError, match=r"has consolidated updates already; call npt\.unconsolidate"
+            ModelError, match=r"already has consolidated updates: call npt\.unconsolidate"
         ):
             npt.load_adapter(made, folder)
         assert torch.equal(logits(made), before)

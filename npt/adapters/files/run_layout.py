@@ -1,4 +1,4 @@
-"""Names in a run's folder, for all that writes it, resumes from it or loads from it."""
+"""Names of files and folders in a run folder, for code that writes, resumes or loads a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 CHECKPOINTS, BEST, ADAPTER = "checkpoints", "best", "adapter"
-"""`checkpoints/step-00000500/adapter`, `best/adapter`, and `adapter`, the last one."""
+"""The adapters of a run: `checkpoints/step-00000500/adapter`, `best/adapter` and `adapter`, its
+last.
+"""
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
@@ -17,7 +19,7 @@ def step_name(step: int) -> str:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints below `folder`, oldest first, without links."""
+    """Return the complete checkpoints in `folder`, oldest first, without symbolic links."""
     if not folder.is_dir():
         return []
     named = [
@@ -27,6 +29,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def adapter_places(folder: Path) -> list[Path]:
-    """Return the places of an adapter in its own folder, a run's or a checkpoint's, best first."""
+    """Return the folders that may hold the adapter of `folder`, best first. `folder` is an
+    adapter's own, a run folder or a checkpoint.
+    """
     newest = reversed(checkpoints(folder / CHECKPOINTS))
     return [folder, *(each / ADAPTER for each in (folder / BEST, folder, *newest))]
