@@ -64,7 +64,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path) -> None:
         (tmp_path / "a.gguf").write_bytes(content)
         refused(tmp_path / "a.gguf", "is no GGUF file, or damaged")
     (tmp_path / "model.bin").write_bytes(b"PK")
-    refused(tmp_path / "model.bin", "holds no config.json; name a folder")
+    refused(tmp_path / "model.bin", "holds no config.json: pass a folder")
     refused(tmp_path / "absent.gguf", "there is no file")
 
 
@@ -89,7 +89,7 @@ def test_a_vocabulary_alone_is_refused(tmp_path) -> None:
 def test_a_folder_with_two_files_names_both(tmp_path) -> None:
     for name in ("a.gguf", "b.gguf"):
         write_gguf(tmp_path / name)
-    refused(tmp_path, "holds 2 GGUF files, a.gguf and b.gguf among them; name one")
+    refused(tmp_path, "holds 2 GGUF files, among them a.gguf and b.gguf: pass one")
     made_model().config.save_pretrained(tmp_path)  # a folder of transformers', with files by it
     assert read_config(str(tmp_path)).model_type == "llama"
 
