@@ -103,13 +103,13 @@ def effective_dtype(module: Any) -> str:
         return short_name(module.weight.dtype)
     state = module.weight.quant_state
     if state is None:
-        return "not quantised yet"
+        return "an unknown dtype until it is quantised"
     if getattr(state, "packing_format_for_cpu", False) or (
         module.weight.device.type == "cpu" and module.support_avx512bf16_for_cpu
     ):
         return "bfloat16 (CPU repacking)"
     if not module.compute_type_is_set or module.compute_dtype is None:
-        return "that of the first input"
+        return "the dtype of its first input"
     if state.dtype != module.compute_dtype:
         return f"{short_name(module.compute_dtype)} forward, {short_name(state.dtype)} backward"
     return short_name(module.compute_dtype)

@@ -1,7 +1,8 @@
-"""Data: from files, hub and built-in text to batches, resumable at any sample.
+"""Data: from files, the hub and built-in text to batches, resumable at any sample.
 
-A record passes source and readers (read), encoding (tokens, cut to samples), samples (in order,
-mixed, prepared ahead) and batch. docs/extend/data-reader.md shows how to add a reader.
+source and readers read records; encoding turns them into token ids and cuts them into samples;
+samples orders, mixes and prefetches those; batch collates them. docs/extend/data-reader.md shows
+how to add a reader.
 """
 
 from importlib import import_module
