@@ -36,8 +36,7 @@ class Attached:
 
 
 def viewed(model: Any) -> Any:
-    """Return the model that a view shows, or a model that is no view itself. It holds the records.
-    """
+    """Return the model that a view shows, or a model that is no view itself. It holds the records."""
     return vars(model).get(VIEWED, model)
 
 

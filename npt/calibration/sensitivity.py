@@ -1,5 +1,4 @@
-"""Sensitivity of the teacher's predictions to each layer, from one backward pass over the tokens.
-"""
+"""Sensitivity of the teacher's predictions to each layer, from one backward pass over the tokens."""
 
 from __future__ import annotations
 

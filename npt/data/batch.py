@@ -108,8 +108,7 @@ class Batch:
         return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """Return the batch in pinned memory, from which `to` copies without waiting. Needs a GPU.
-        """
+        """Return the batch in pinned memory, from which `to` copies without waiting. Needs a GPU."""
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:

@@ -47,8 +47,7 @@ def bare_tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Return start tokens and the tokens of a text, without the end token that some tokenizers add.
-    """
+    """Return start tokens and the tokens of a text, without the end token that some tokenizers add."""
     return [*opening_tokens(tokenizer), *bare_tokens(tokenizer, text)]
 
 

@@ -35,8 +35,7 @@ def read_prose(name: str, config: DataConfig) -> Iterator[Record]:
 
 
 def prose(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the documents of one split: topics, then modules, each sorted by name.
-    """
+    """Yield (name, text) of the documents of one split: topics, then modules, each sorted by name."""
     root = library() if root is None else root
 
     def chosen(name: str) -> bool:

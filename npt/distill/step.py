@@ -86,8 +86,7 @@ def student_guard(
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
-    """Raise ConfigError for frozen adapters, which an optimizer would move by weight decay alone.
-    """
+    """Raise ConfigError for frozen adapters, which an optimizer would move by weight decay alone."""
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     if frozen:
         raise ConfigError(

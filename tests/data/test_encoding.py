@@ -324,8 +324,7 @@ class TestColumns:
 
     def test_a_prompt_that_is_text_needs_its_answers_column(self, tokenizer):
         with pytest.raises(
-            DataError,
-            match=r"'q' is not a list of messages; set --completion_column",
+            DataError, match=r"'q' is not a list of messages; set --completion_column"
         ):
             list(cut([{"q": "x", "a": "y"}], tokenizer, config(prompt_column="q")))
 

@@ -1,5 +1,4 @@
-"""Consolidated updates on disk: their tensors and, in JSON, their history, in an adapter's folder.
-"""
+"""Consolidated updates on disk: their tensors and, in JSON, their history, in an adapter's folder."""
 
 from __future__ import annotations
 
