@@ -37,8 +37,8 @@ class AttachReport:
     Attributes:
         layers: indices of the converted layers.
         num_layers: of the model.
-        trainable_parameters: parameters of the adapters.
-        base_parameters: frozen parameters; a 4-bit weight counts unpacked.
+        trainable_parameters: of the adapters.
+        base_parameters: frozen ones, 4-bit weights unpacked.
     """
 
     layers: tuple[int, ...]
@@ -48,7 +48,7 @@ class AttachReport:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> AttachReport:
-        """Return the report for a model that has adapters."""
+        """Return the report on a model with adapters."""
         trainable = sum(p.numel() for p in adapter_parameters(model).values())
         # numel() of a 4-bit weight counts bytes, each of two parameters
         states = [(p, getattr(p, "quant_state", None)) for p in model.parameters()]
@@ -127,7 +127,7 @@ def attach(
 def detach(model: PreTrainedModel) -> None:
     """Restore the base to its state before `attach`: classes, parameters, `requires_grad`.
 
-    Do nothing if the model has no adapters. A view's adapters are those of the model it shows.
+    Do nothing if the model has no adapters.
 
     Raises:
         ModelError: a layer's class has changed since, as by sharding. The model is unchanged.
@@ -165,12 +165,12 @@ def adapter_shapes(model: PreTrainedModel, config: NPTConfig) -> dict[str, tuple
 def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, Tensor]) -> None:
     """Set the values of the attached adapters, and the ranks of `config`.
 
-    Training with `init="calibrated"` then starts from these values and computes no other start.
+    Training with `init="calibrated"` then starts from these values.
 
     Args:
         model: with adapters attached.
         config: the adapters' own, except for `ranks`.
-        tensors: every parameter by its full name, of the shapes that `adapter_shapes` returns.
+        tensors: every parameter by its full name, in the shapes of `adapter_shapes`.
     """
     model = viewed(model)
     record = attached(model)

@@ -9,8 +9,8 @@ to the products of all tokens (npt/base/rows.py). The weight is not written, so 
 on a 4-bit base and can be undone exactly. With alpha in (0, 1] the scale stays within the bounds of
 the modulation and is never 0.
 
-The rows apply to teacher and student alike, and to a model without adapters; adapters modulate the
-results. Updates stack: each acts on the result of earlier ones, and the last is undone first.
+Updates apply to teacher, student and a model without adapters. They stack: each acts on the result
+of earlier ones, and the last is undone first.
 """
 
 from __future__ import annotations
@@ -157,10 +157,7 @@ def check_update(model: PreTrainedModel, update: Consolidation) -> None:
 
 
 def product_of(layer: Any, target: str) -> Any:
-    """Return the linear layer that computes a target's product.
-
-    For the stream this is attention's output projection. An addition to the attention output
-    reaches the base's stream directly, and a student's through its code.
+    """Return the linear layer of a target's product; for the stream, attention's output projection.
     """
     return layer.get_submodule(TARGETS[target].module)
 

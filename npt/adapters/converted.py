@@ -26,8 +26,7 @@ class Attached:
     Attributes:
         config: their form.
         trainable_before: names of the parameters that were trainable before `attach`.
-        random_start: whether the adapters started from random values, neither calibrated nor
-            loaded.
+        random_start: whether they were neither calibrated nor loaded.
     """
 
     config: NPTConfig
@@ -36,7 +35,7 @@ class Attached:
 
 
 def viewed(model: Any) -> Any:
-    """Return the model that a view shows, or a model that is no view itself. It holds the records."""
+    """Return the model that a view shows, which holds the records; any other model itself."""
     return vars(model).get(VIEWED, model)
 
 
@@ -74,11 +73,7 @@ def is_attached(model: PreTrainedModel) -> bool:
 
 
 def attached(model: PreTrainedModel) -> Attached:
-    """Return the record that `attach` left on a model.
-
-    Raises:
-        ModelError: no adapters are attached.
-    """
+    """Return the record that `attach` left on a model; raise ModelError if it has none."""
     if not is_attached(model):
         raise ModelError(
             "the model has no NPT adapters: call npt.attach(model, npt.NPTConfig(...)) first"
@@ -98,9 +93,7 @@ def is_sharded(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
-    """Within the context, make every converted layer compute `mode`: `student`, `teacher` or
-    `floor` (attention dropped). Contexts may be nested.
-    """
+    """Within the context, make every converted layer compute `student`, `teacher` or `floor`."""
     outer = [(layer.npt, layer.npt.mode) for _, layer in npt_layers(model)]
     for adapter, _ in outer:
         adapter.mode = mode

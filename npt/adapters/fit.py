@@ -17,7 +17,7 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
     `3,5,7`, or a mix `0,4-7`.
 
     Raises:
-        ConfigError: the form is invalid, or an index lies outside the model.
+        ConfigError: the form is invalid, or the model lacks a layer.
     """
     if spec.strip() in ("all", "upper_half"):
         return tuple(range(0 if spec.strip() == "all" else num_layers // 2, num_layers))

@@ -29,8 +29,8 @@ SMALL = 32
 """The largest rank that the kernels multiply by: they hold a tile of each weight in registers."""
 
 ROOM = 1 << 26
-"""Size of the buffer for a block's M z and B z in numbers: 256 MiB, 1,170 rows at F = 14,336.
-Blocks that fit the L2 cache are not faster and need more launches. A block has at least R rows."""
+"""Numbers in the buffer for a block's M z and B z: 256 MiB, 1,170 rows at F = 14,336. Blocks that
+fit the L2 cache are not faster and need more launches. A block has at least R rows."""
 
 TILES = {True: {"BM": 16, "BN": 128, "num_warps": 8}, False: {"BM": 1, "BN": 1024, "num_warps": 4}}
 """Rows and columns of a tile, by whether the kernels multiply: 8 numbers of each tensor per thread,
@@ -54,8 +54,8 @@ def _sigmoid(x):
 
 @triton.jit
 def _tile(z, count, width, low_width, rank, RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Return the rows and columns of a program's tile, the mask of its existing elements, its
-    offsets in the products and in the room, and its rows' codes if the kernels multiply.
+    """Return rows, columns and mask of a program's tile, its offsets in the products and the room,
+    and the codes of its rows.
     """
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -72,9 +72,7 @@ def _tile(z, count, width, low_width, rank, RANK: tl.constexpr, BM: tl.constexpr
 
 @triton.jit
 def _low(term, code, at, within, columns, width, rank, RANK: tl.constexpr):
-    """Return a tile of M z or B z: the product with the weight `term`, or `term` itself if RANK is
-    0.
-    """
+    """Return a tile of M z or B z: the product with the weight `term`, or `term` at RANK 0."""
     if RANK:
         ranks = tl.arange(0, RANK)
         known = (ranks < rank)[:, None] & (columns < width)[None, :]
@@ -106,12 +104,7 @@ def _forward(
     count, width, low_width, rank, alpha, slope,
     RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Write silu(gate') * up', or gate' if up is None, to `out`, and the energy [count, tiles of
-    columns].
-
-    If `taught` is given, it holds the teacher's up and `out` the teacher's gate; `taught` then
-    becomes the teacher's product.
-    """
+    """Compute `forward` for a tile; energy: [count, tiles of columns]."""
     rows, columns, within, at, low_at, code = _tile(z, count, width, low_width, rank, RANK, BM, BN)
     y = tl.load(gate + at, mask=within, other=0.0)
     moved, c, s = _modulated(
@@ -156,9 +149,7 @@ def _backward(
     count, width, low_width, rank, alpha, slope,
     RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Write the requested gradients of gate, up, M z and B z. The last two may overwrite M z and
-    B z.
-    """
+    """Write the requested gradients of a tile. Those of M z and B z may overwrite them."""
     rows, columns, within, at, low_at, code = _tile(z, count, width, low_width, rank, RANK, BM, BN)
     of_out = tl.load(grad + at, mask=within, other=0.0)
     weight = 0.0
@@ -206,8 +197,8 @@ def forward(
 def backward(
     low: LowRank, grad: Tensor, gate: Tensor, up: Tensor | None, *of_products: Tensor | None
 ) -> None:
-    """Add the gradients of z, M and B to those of `low`, given the gradient [N, F] of what
-    `forward` writes. Write the gradients of gate and up to `of_products`, if given.
+    """Add gradients of z, M and B to `low`, from that [N, F] of what `forward` writes; write those
+    of gate and up to `of_products`, if given.
     """
     work, grad = _Work(low, gate, leaves=True), grad.contiguous()
     into = [sums for sums in low.grad_weights if sums is not None]
@@ -282,9 +273,7 @@ class _Work:
 
 
 def _multiplied(low: LowRank) -> int:
-    """Return the padded rank if the kernels multiply, else 0: for large ranks, on GPUs of AMD or
-    before Ampere, and if TF32 is not allowed.
-    """
+    """Return the padded rank, or 0 if torch multiplies: for large ranks, without TF32, on AMD."""
     rank, z = low.z.shape[-1], low.z
     if rank > SMALL or not tf32_allowed() or torch.version.hip:
         return 0

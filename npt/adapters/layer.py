@@ -1,14 +1,13 @@
-"""The NPT decoder layer, its adapter, and the modulation by which a token's attention output
-changes that token's MLP.
+"""The NPT decoder layer: a token's attention output modulates that token's MLP.
 
-A token has an attention output a (width D) and a low-rank code z = A a (width R). Each modulated
-product y of its MLP becomes
+From the attention output a (width D), a low-rank code z = A a (width R) is computed. Each modulated
+product y of the MLP becomes
 
     y' = m * y + s,   m = 1 + beta * (2 sigmoid(M z) - 1),   s = alpha * (B z)
 
 m lies within (1 - beta, 1 + beta), so with beta < 1 it never reaches 0, where a channel and its
-gradient would vanish. It is exactly 1 at M z = 0; at the ends fp32 rounds it to the bound itself.
-There is no dropout, no bias and no normalisation of a or z, on purpose.
+gradient would vanish. It is exactly 1 at M z = 0. On purpose there is no dropout, no bias and no
+normalisation of a or z.
 
 `student_output` computes the formula operation by operation, for generation and evaluation.
 Training runs it fused (npt/adapters/trained.py); tests compare the two.
@@ -39,26 +38,23 @@ from npt.config import STREAM, TARGETS, NPTConfig
 T = TypeVar("T")
 
 Mode = Literal["student", "teacher", "floor"]
-"""What a layer computes: the NPT form, the unchanged base, or the NPT form without modulation
-(attention dropped)."""
+"""A layer computes the NPT form, the base, or the NPT form without modulation (no attention)."""
 
 Terms = Sequence[tuple[Tensor | None, Tensor | None]]
 """(m, s) of each target, [..., O] each; None if the adapter's form lacks the term."""
 
 Observer = Callable[[dict[str, Tensor | None]], None]
-"""Called with stages of a layer's forward pass by name, which it must not change. A stage is None
-if the adapter's form lacks it."""
+"""Receives stages of a layer's forward by name (None if absent) and must not change them."""
 
 STD_A, STD_B = 0.02, 0.001
-"""Standard deviations of A and B at a random start. M starts at 0, so that every multiplier is 1.
-"""
+"""Standard deviations of A and B at a random start. M starts at 0, so every multiplier is 1."""
 
 
 def multiplier(u: Tensor, mult_bound: float) -> Tensor:
     """Return m = 1 + beta * (2 sigmoid(u) - 1), same shape as `u`.
 
-    Computed with tanh(u / 2), which equals 2 sigmoid(u) - 1 but keeps full relative precision near
-    u = 0, where training starts and the subtraction would cancel.
+    It uses tanh(u / 2), which equals 2 sigmoid(u) - 1 without cancellation near u = 0, where
+    training starts.
     """
     return 1.0 + mult_bound * torch.tanh(0.5 * u)
 
@@ -69,8 +65,7 @@ MULTIPLIERS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "one_plus_tanh": lambda u, _: 1.0 + torch.tanh(u),  # reaches 0, where the gradient vanishes
     "unbounded": lambda u, _: 1.0 + u,
 }
-"""Forms of m by name, as functions of u = M z and beta. All but `sigmoid` come from other
-implementations, for studies of their effect."""
+"""Forms of m by name, from u = M z and beta. All but `sigmoid` serve studies of their effect."""
 
 
 def modulate(
@@ -79,8 +74,8 @@ def modulate(
     """Modulate one product: y' = m * y + s.
 
     Args:
-        y: [..., O], the product of the frozen weight, of any float dtype.
-        z: [..., R], the token's code, in the adapter's dtype (fp32).
+        y: [..., O], product of the frozen weight, of any float dtype.
+        z: [..., R], code, in the adapter's dtype (fp32).
         mult: M, [O, R], or None for no multiplicative term.
         add: B, [O, R], or None for no additive term.
         form: beta, alpha and the form of m.
@@ -120,8 +115,8 @@ class NPTAdapter(nn.Module):
 
     Attributes:
         A: [R, D].
-        B: [O, R] by target. The stream, if it is a target, has a B in every form.
-        M: [O, R] by target. The stream has none.
+        B: [O, R] by target; the stream has one in every form.
+        M: [O, R] by target; the stream has none.
         mode: what the layer computes.
         observer: called, if set, with the stages of each pass, from `h` to `o`.
         recode: called, if set, to replace the tokens' codes (npt/tools/editing/transplant.py).
@@ -149,8 +144,8 @@ class NPTAdapter(nn.Module):
             return nn.Parameter(std * values)
 
         def std_b(target: str) -> float:
-            # With the attention residual kept, the student must equal its base at the start. With
-            # the stream as a target, attention already arrives through it.
+            # A kept residual must start equal to the base. With the target stream, attention
+            # already arrives through it.
             zero = config.residual == "keep" or (STREAM in config.targets and target != STREAM)
             return 0.0 if zero else STD_B
 
@@ -191,8 +186,7 @@ class NPTAdapter(nn.Module):
             target: stream, gate, up or down.
             y: [..., O].
             z: [..., R], the codes of the same tokens.
-            aside: for an observer: use detached copies of M and B, so that no gradient reaches the
-                adapter.
+            aside: use detached copies of M and B, so that no gradient reaches the adapter.
 
         Returns:
             y' like y, then m and s [..., O] in fp32, each None if the form lacks it.
@@ -250,8 +244,9 @@ def attention_output(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
 def student_stream(
     layer: NPTLayer, hidden: Tensor, attention: Tensor, code: Tensor | None
 ) -> Tensor:
-    """Return the stream that the student's MLP reads and adds to: h, or h + a if the residual is
-    kept. The target `stream` adds a' = alpha B_stream z, unless `code`, z, is None.
+    """Return the stream that the student's MLP reads and adds to.
+
+    It is h, or h + a with a kept residual. The target `stream` adds alpha B_stream z; code: z.
     """
     adapter = layer.npt
     kept = hidden + attention if adapter.config.residual == "keep" else hidden
@@ -261,15 +256,10 @@ def student_stream(
 
 
 def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Terms]:
-    """Return the NPT layer's output o, computed operation by operation, and its products' terms.
+    """Return o from h and a, [..., D] each, operation by operation, and the terms of its products.
 
     Hooks of the MLP and of its parts are called; hooks of the layer are not. Mode `floor` modulates
     nothing and has no terms.
-
-    Args:
-        layer: a converted layer.
-        hidden: h, [..., D].
-        attention: a, [..., D], of the same tokens.
     """
     adapter = layer.npt
     z = None if adapter.mode == "floor" else adapter.code(attention)
@@ -310,8 +300,7 @@ def student_mlp(
 
 
 WITHIN = "_npt_within"
-"""Attribute of a sharded module: a method that FSDP treats as a forward
-(npt/distributed/sharded_base.py)."""
+"""Attribute of a sharded module: a forward for FSDP (npt/distributed/sharded_base.py)."""
 
 
 def in_parts(layer: nn.Module) -> bool:
@@ -322,8 +311,7 @@ def in_parts(layer: nn.Module) -> bool:
 def within(module: nn.Module, compute: Callable[..., T], *tensors: Tensor) -> T:
     """Return `compute(*tensors)`, run as the forward of a decoder layer or of the decoder.
 
-    FSDP then gathers a sharded module's weights for it, and again for its backward. Pass every
-    tensor that needs a gradient as an argument: FSDP frees the weights once the arguments'
-    gradients exist. All processes must make the call.
+    FSDP then gathers the weights of a sharded module, and again for backward until the gradients of
+    `tensors` exist: pass every tensor that needs one. All processes must make the call.
     """
     return vars(module).get(WITHIN, call)(compute, *tensors)

@@ -19,9 +19,7 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def recomputed(function: Callable[..., T], *arguments: object) -> T:
-    """Return `function(*arguments)`. Keep only the arguments for backward, which calls the function
-    again: it must have no side effects.
-    """
+    """Return `function(*arguments)`, which backward calls again: it must have no side effects."""
     contexts = lambda: (nullcontext(), _recomputing())  # noqa: E731 - of forward, and of backward
     return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts)
 

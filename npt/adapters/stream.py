@@ -1,8 +1,7 @@
 """The residual stream of a decoder: the states between its layers, and the layers' arguments.
 
-Strategies call the layers one by one instead of the model's forward. This lets them share work
-between teacher and student, free each layer's graph at once and stop after the last converted
-layer. Tests compare the results with the model's forward.
+Strategies call the layers one by one. Unlike the model's forward, they can share work between
+teacher and student, free each layer's graph at once and stop after the last converted layer.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from npt.data.batch import Batch
 from npt.errors import ModelError
 
 MASKED = ("sdpa", SDPA, EXACT, "eager")
-"""Attention implementations that support a mask for every pair of tokens, as packed documents need.
-Flash kernels do not."""
+"""Attention implementations that support the masks of packed documents; flash kernels do not."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ class Stream:
     def clean(self, states: Tensor) -> Tensor:
         """Zero the padded positions.
 
-        Attention may return NaN for a query without keys. As a key of weight 0 in the next layer,
-        it would still make its row NaN, because 0 * NaN is NaN.
+        Attention may return NaN for a query without keys, which would make its row NaN in the next
+        layer: 0 * NaN is NaN.
         """
         if not self.batch.padded:
             return states
@@ -86,9 +84,7 @@ class Stream:
 
 
 def open_stream(model: PreTrainedModel, batch: Batch) -> Stream:
-    """Return the stream before layer 0, with embeddings, rotary positions and causal masks like the
-    model's forward.
-    """
+    """Return the stream before layer 0, as the model's forward computes it."""
     decoder = model.model
     hidden = decoder.embed_tokens(batch.input_ids)
     shared = {
@@ -152,8 +148,7 @@ def sliding_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
 def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """Return a batch as arguments of the model's own forward.
 
-    The masks of packed rows are made here: from a padding mask, the forward could not tell the
-    documents apart.
+    It includes the masks of packed rows, since the forward itself cannot tell documents apart.
     """
     mask: Any = batch.attention_mask
     if batch.documents is not None:

@@ -1,8 +1,7 @@
 """One token's modulation: its code z in every converted layer, and the resulting m and s.
 
-In an NPT layer, the context affects the token's MLP only through this modulation. It can be read,
-given to another token (npt/tools/editing/transplant.py), or made part of the model
-(npt/adapters/consolidate.py).
+In an NPT layer, the context affects the token's MLP only through it. It can be read, given to
+another token (npt/tools/editing/transplant.py), or made part of the model (consolidate.py).
 """
 
 from __future__ import annotations
@@ -115,9 +114,7 @@ def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
 
 
 def token_index(ids: Tensor, token: int) -> int:
-    """Return a token's index from the start, given one from either end; ids are [1, T]. Raise
-    ConfigError if there is no such token.
-    """
+    """Return a token's index in [1, T] ids from the start, given one from either end."""
     length = ids.shape[1]
     if not -length <= token < length:
         raise ConfigError(

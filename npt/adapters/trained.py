@@ -6,15 +6,14 @@ their modulation,
     p = silu(gate') * up',   y' = m * y + s   for y = gate, up, down
 
 are written by hand. Automatic differentiation of the plain form keeps about fifteen tensors as
-large as the MLP's products and makes one pass over memory for each. The fused form keeps only gate,
-up and down. Backward recomputes m, s and the rest in blocks of rows that fit a processor's cache.
-gate and up need a backward only if their input x does, because of h or of the target `stream`. A
-4-bit weight is dequantised once for teacher and student. Results equal the plain form's up to
-rounding.
+large as the MLP's products, with a pass over memory for each. The fused form keeps gate, up and
+down. Backward recomputes the rest in blocks of rows that fit a processor's cache. gate and up need
+a backward only if their input x does, because of h or of the target `stream`. A 4-bit weight is
+dequantised once for teacher and student. Results equal the plain form's up to rounding.
 
-The plain form, which calls every module as it is, runs instead for a layer in another precision
-than the policy's (npt/base/precision.py), with an activation other than SiLU, a LoRA around a
-weight, or hooks that may change a value. Tests compare the two forms.
+The plain form, which calls every module, runs for layers outside the precision policy
+(npt/base/precision.py) and for those with another activation than SiLU, a LoRA around a weight, or
+hooks that may change a value. Tests compare the two.
 
 Shapes: N tokens, D hidden, F ffn, R rank, O width of a product.
 """
@@ -55,8 +54,8 @@ from npt.errors import first_line
 from npt.extras import installed
 
 BLOCK = {"cpu": 1 << 19, "cuda": 1 << 23}
-"""Elements of a block, by type of device. On a CPU a few blocks fit the last-level cache and still
-have enough rows to make a low-rank product worth its call. On a GPU memory traffic decides."""
+"""Elements of a block, by type of device. On a CPU a few blocks fit the last-level cache, with
+enough rows for efficient low-rank products. On a GPU memory traffic decides."""
 
 _PRODUCTS = ("gate", "up", "down")
 
@@ -82,8 +81,8 @@ def trained_output(
         layer: a converted layer.
         hidden: h, [N, D].
         attention: a, [N, D].
-        teach: compute the teacher's output from the same h and a as well. Then h and a must have no
-            graph, and backward must run before the next layer's forward.
+        teach: also compute the teacher's output. Then h and a must have no graph, and backward must
+            run before the next layer's forward.
 
     Returns:
         o [N, D]; the energy of the modulation [N]; and t [N, D] without a graph, or None.
@@ -118,11 +117,7 @@ def trained_output(
 
 
 def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
-    """Return whether the fused form supports a layer's MLP for h [N, D].
-
-    The MLP must compute in fp32 (4-bit products in fp32 or bf16), with SiLU, in plain linear
-    layers, and without hooks that may change a value.
-    """
+    """Return whether the fused form supports a layer's MLP for h [N, D] (see the module)."""
     config, parts = layer.npt.config, _parts(layer.mlp)
     _, activation, *linears = parts
     return (
@@ -164,8 +159,7 @@ def _shown(
 ) -> tuple[Tensor, Tensor]:
     """Compute the MLP again in the plain form, from copies, for the layer's hooks and observer.
 
-    Returns down' [N, D] and the energy [N] with unchanged values. Their gradients also flow through
-    the copies; the adapter's own gradients keep their bits.
+    Returns down' [N, D] and the energy [N] unchanged; their gradients also flow through the copies.
     """
     x = read.detach().requires_grad_(read.requires_grad)
     with torch.enable_grad():
@@ -193,13 +187,13 @@ class _MLP(torch.autograd.Function):
 
     `apply(z, read, mlp, x, teach, config, *weights)` returns down' [N, D], the teacher's output and
     the energy [N]. z is [N, R], `read` the student's x [N, D] with its graph, and weights are M and
-    B of gate, up and down. x holds the student's N rows; with a teacher, the teacher's N rows and
-    the student's again follow.
+    B of gate, up and down. x holds N rows of the student and, with a teacher, N rows of the teacher
+    and those of the student again.
 
-    With a teacher, gate multiplies the first 2 N rows and up the last 2 N. They write to four
-    buffers [N, F]. The outer two hold the student's gate and up, which backward reads. The inner
-    two hold the teacher's gate and up, and then p of student and teacher. Backward reuses the
-    student's p for its gradient.
+    With a teacher, gate multiplies the first 2 N rows and up the last 2 N, into four buffers
+    [N, F]. The outer two hold the student's gate and up, which backward reads. The inner two hold
+    the teacher's gate and up, then p of student and teacher. Backward reuses the student's p for
+    its gradient.
     """
 
     @staticmethod
@@ -274,9 +268,7 @@ class _MLP(torch.autograd.Function):
 
 
 def _kernels(tensor: Tensor) -> Any:
-    """Return npt/adapters/kernels.py for a CUDA tensor where Triton works. Return None otherwise,
-    and for a subclass of Tensor, such as a fake tensor.
-    """
+    """Return npt/adapters/kernels.py for a CUDA tensor if Triton works; None for fake tensors."""
     return _kernels_on(tensor.get_device()) if tensor.is_cuda and type(tensor) is Tensor else None
 
 
@@ -342,9 +334,7 @@ class LowRank:
         self._rooms = []
 
     def c(self, product: int, rows: slice, energy: Tensor | None = None) -> Tensor | None:
-        """Return c of these rows of a product, None without M. Add the mean over channels of
-        (m - 1)^2 to the energy [N], if given.
-        """
+        """Return c of these rows, None without M; add the mean of (m - 1)^2 to the energy [N]."""
         mult = self.mults[product]
         if mult is None:
             return None
@@ -377,11 +367,8 @@ class LowRank:
         return energy
 
     def begin_backward(self, grad_energy: Tensor | None) -> None:
-        """Start the sums of gradients with those of the additive energy.
-
-        grad_energy: gradient of the energy [N], or None.
-        """
-        # the gradient of a sum is one number, expanded; the kernels read N numbers
+        """Start the sums of gradients with those of the additive energy."""
+        # the gradient of a sum is one expanded number; the kernels read N
         self.grad_energy = None if grad_energy is None else grad_energy.contiguous()
         self.grad_z = torch.zeros_like(self.z)
         self.grad_weights = [None if w is None else torch.zeros_like(w) for w in self.weights]
@@ -402,9 +389,7 @@ class LowRank:
         c: Tensor | None,
         grad_y: Tensor | None,
     ) -> None:
-        """Add a block's gradients of z, M and B, given the gradient of m y + s. Write the gradient
-        of y to `grad_y` [N, O], if given.
-        """
+        """Add a block's gradients of z, M and B, from that of m y + s; write y's to `grad_y`."""
         part, codes, grad_z = y[rows], self.z[rows], self.grad_z[rows]
         mult, add = self.mults[product], self.adds[product]
         into_mult, into_add = self.grad_weights[2 * product : 2 * product + 2]
@@ -432,8 +417,8 @@ def product_forward(
 ) -> Tensor:
     """Write p = silu(gate') * up' [N, F] to `out`; return the energy [N] of both products.
 
-    gate and up [N, F] are not changed. low holds their M and B. If `taught` is given, it holds the
-    teacher's up and `out` the teacher's gate; `taught` then becomes the teacher's p.
+    low holds M and B of gate and up [N, F]. If `taught` is given, it holds the teacher's up and
+    `out` the teacher's gate; `taught` then becomes the teacher's p.
     """
     if low.kernels is not None:
         return low.kernels.forward(low, gate, up, out, taught)
@@ -455,9 +440,7 @@ def product_backward(
     grad_gate: Tensor | None = None,
     grad_up: Tensor | None = None,
 ) -> None:
-    """Add the gradients of z, M and B to those of `low`, given the gradient of p [N, F]. Write the
-    gradients of gate and up to `grad_gate` and `grad_up`, if given.
-    """
+    """Add gradients of z, M and B to `low`, from that of p; write those of gate and up if given."""
     if low.kernels is not None:
         low.kernels.backward(low, grad, gate, up, grad_gate, grad_up)
         return
@@ -485,9 +468,7 @@ def modulated_forward(y: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
 
 
 def modulated_backward(grad: Tensor, y: Tensor, low: LowRank, grad_y: Tensor | None) -> None:
-    """Add the gradients of z, M and B to those of `low`, given the gradient of m y + s. Write the
-    gradient of y to `grad_y`, if given.
-    """
+    """Add gradients of z, M and B to `low`, from that of m y + s; write y's if given."""
     if low.kernels is not None:
         low.kernels.backward(low, grad, y, None, grad_y, None)
         return

@@ -1,9 +1,8 @@
 """SDPA attention for fp32 on CUDA, in linear memory.
 
-Without a mask, transformers' function passes grouped queries to torch (`enable_gqa`). For those in
-fp32 on CUDA, torch has only the math kernel, which stores the scores of every pair of tokens. Here
-K and V are repeated for every query head, so that the memory-efficient kernel can be used. All
-other cases go to transformers' function.
+For grouped queries in fp32 on CUDA, torch has only the math kernel, which stores the scores of
+every pair of tokens. Here K and V are repeated for every query head, so that the memory-efficient
+kernel can be used. All other cases go to transformers' function.
 
 The kernel's backward splits the keys among thread blocks that add to one gradient in no fixed
 order. With a single split (`set_deterministic`) the order is fixed, but at batch 1 three quarters
@@ -31,8 +30,7 @@ from transformers.masking_utils import sdpa_mask
 from npt.base.precision import policy_dtype, tf32_allowed
 
 SDPA, EXACT = "npt_sdpa", "npt_sdpa_exact"
-"""Names under which `sdpa_attention` and its exact form are registered with transformers, which
-never writes them to a configuration."""
+"""Transformers' names of `sdpa_attention` and its exact form, never written to a configuration."""
 
 
 def sdpa_attention(
@@ -49,20 +47,9 @@ def sdpa_attention(
 ) -> tuple[Tensor, None]:
     """Compute transformers' "sdpa", with a fused kernel for fp32 on CUDA.
 
-    Args:
-        module: the attention module.
-        query: [B, H, T, d].
-        key: [B, H / groups, S, d].
-        value: like `key`.
-        attention_mask: [B, 1 or H, T, S], bool (True: may attend) or added to the scores.
-        dropout: as for transformers.
-        scaling: of the scores; default d ** -0.5.
-        is_causal: default the module's own, without a mask.
-        exact: use a backward that repeats its bits.
-        others: for transformers.
-
-    Returns:
-        ([B, T, H, d], None).
+    Args as of transformers: query [B, H, T, d], key and value [B, H / groups, S, d], attention_mask
+    [B, 1 or H, T, S], bool (True: may attend) or added to the scores. exact: use a backward that
+    repeats its bits. Returns ([B, T, H, d], None).
     """
     length = query.shape[2]
     square = attention_mask is not None or key.shape[2] == length
@@ -113,9 +100,7 @@ def set_deterministic(model: PreTrainedModel, deterministic: bool) -> None:
 
 
 def repeats_exactly(model: PreTrainedModel) -> bool:
-    """Return whether a backward through the model's attention repeats its bits, according to
-    torch's source. For the flash kernels that "sdpa" uses in fp16 this is unknown.
-    """
+    """Return whether torch's source shows that a backward through attention repeats its bits."""
     name = model.config._attn_implementation
     if name == "eager" or all(parameter.device.type == "cpu" for parameter in model.parameters()):
         return True
@@ -164,9 +149,8 @@ def _in_fp16(
 
 
 _HIDDEN = -1e30
-"""Added to a masked score. It is finite, so that a padded query without keys does not yield NaN.
-Its exponential is exactly 0 next to any unmasked score. It does not overflow when the kernel
-multiplies it by log2(e)."""
+"""Added to a masked score, whose exponential is then 0 next to any other. It is finite, also times
+log2(e) in the kernel, so that a padded query without keys does not yield NaN."""
 
 _ALIGNED = 8
 """The kernel needs rows of a mask to start at a multiple of this many numbers in memory."""

@@ -15,11 +15,7 @@ VARIABLE = "NPT_DEVICE"
 
 
 def default_device() -> torch.device:
-    """Return the device of `NPT_DEVICE`, else the first GPU that this process sees, else the CPU.
-
-    Raises:
-        ConfigError: `NPT_DEVICE` is invalid, or it is cuda and torch sees no GPU.
-    """
+    """Return the device of `NPT_DEVICE`, else the first GPU that torch sees, else the CPU."""
     has_gpu = torch.cuda.is_available()
     name = os.environ.get(VARIABLE) or ("cuda" if has_gpu else "cpu")
     if name not in ("cpu", "cuda"):
@@ -30,10 +26,8 @@ def default_device() -> torch.device:
 
 
 def check_card(device: torch.device, *, bf16: bool = False, tf32: bool = False) -> None:
-    """Check a GPU. Warn about bf16 or TF32 products on a GPU before Ampere (capability 8.0).
-
-    Raises:
-        ConfigError: the GPU does not exist, or torch has no kernels for it.
+    """Raise ConfigError for a GPU that does not exist or that torch has no kernels for. Warn about
+    bf16 or TF32 products on a GPU before Ampere (compute capability 8.0).
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return
@@ -59,8 +53,8 @@ def check_card(device: torch.device, *, bf16: bool = False, tf32: bool = False) 
 def card_error(device: torch.device) -> str | None:
     """Return the first line of the CUDA error that stops a GPU from computing; None if it computes.
 
-    Call it after an error and before bitsandbytes, whose C code ends the process on any pending
-    error. Checks twice, since a transient error is reported once.
+    Call it before bitsandbytes, whose C code ends the process on any pending error. A transient
+    error is reported once, hence two checks.
     """
     message = None
     for _ in range(2 if device.type == "cuda" else 0):

@@ -1,9 +1,8 @@
 """The supported families of base models: their decoder layers and the reach of their attention.
 
-All of them compute t = (h + a) + MLP(RMSNorm2(h + a)) from modules of the same names. The names
-alone prove nothing: Granite, Gemma and OLMo 2 scale or normalise the same parts elsewhere. So
-families are listed by hand, never guessed. They differ only inside attention, which NPT calls as a
-whole.
+All compute t = (h + a) + MLP(RMSNorm2(h + a)) from modules of the same names, and differ only
+inside attention. Names alone prove nothing: Granite, Gemma and OLMo 2 scale or normalise the same
+parts elsewhere. So families are listed by hand.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 from npt.errors import ModelError, kind_of
 
 Sight = Literal["full", "window", "by layer"]
-"""Reach of a family's attention: all earlier tokens; a window, if the configuration sets one; or
-either, according to `layer_types`."""
+"""Reach of attention: all earlier tokens, a window if configured, or either by `layer_types`."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,8 @@ def check_layer(index: int, layer: nn.Module) -> None:
 
 
 def check_family(name: str, config: PreTrainedConfig) -> None:
-    """Raise ModelError, before the weights are read, for a base of an unsupported family or with
-    LongRoPE: transformers uses the longest row's frequencies for all rows of a batch.
+    """Raise ModelError, before weights are read, for an unsupported family or for LongRoPE, which
+    transformers computes with the longest row's frequencies for all rows of a batch.
     """
     if config.model_type not in FAMILIES:
         raise ModelError(
@@ -121,8 +119,8 @@ def check_family(name: str, config: PreTrainedConfig) -> None:
         )
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         raise ModelError(
-            f"{name} uses LongRoPE, which NPT does not support: a text's states would depend on the"
-            " other texts of its batch"
+            f"{name} uses LongRoPE, which NPT does not support: a text's states would depend on its"
+            " batch"
         )
 
 

@@ -1,8 +1,7 @@
 """Hooks: find out whether one may change the input or output of a module.
 
 Training computes parts of a layer from frozen weights without calling their modules. It calls hooks
-that are known only to look, without effect on any bit. For any other hook the module itself is
-called.
+that only look, and changes no bit by it. A module with any other hook is called as it is.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ H = TypeVar("H", bound=Callable[..., Any])
 
 _LOOKS = "_npt_only_looks"
 _LOOKERS = ("transformers.utils.output_capturing", "torch.distributed.fsdp.")
-"""Python modules whose hooks are known to change nothing. Once hidden states were requested,
-transformers leaves its hooks on every layer."""
+"""Python modules whose hooks change nothing; transformers leaves some on every layer."""
 
 
 def only_looks(hook: H) -> H:
     """Mark a hook that changes nothing, neither through its result nor in place.
 
-    With the strategy `local`, such a hook on a converted layer's MLP or its parts is called for the
-    student, and one on attention or norms once for teacher and student. The other strategies call
-    it for each in turn, and again when a layer is recomputed. A hook on the layer itself is not
-    called.
+    On a converted layer, the strategy `local` calls it for the student on the MLP and its parts,
+    and once for teacher and student on attention and norms. Other strategies call it for each in
+    turn, and again when a layer is recomputed. None calls a hook on the layer itself.
     """
     setattr(hook, _LOOKS, True)
     return hook
@@ -39,8 +36,8 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def may_change(module: nn.Module) -> bool:
-    """Return whether a module's output or gradients may differ from those of its class: because of a
-    replaced forward, or a hook not known only to look. Torch's global hooks are ignored.
+    """Return whether a replaced forward, or a hook not known only to look, may change a module's
+    output or gradients. Torch's global hooks are ignored.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return (
@@ -63,9 +60,7 @@ def call_around(
     module: nn.Module, name: str, compute: Callable[..., Tensor], x: Tensor, **context: Any
 ) -> Tensor:
     """Return `compute(x, **context)` in place of the module's forward, with its hooks around it.
-
-    Raises:
-        ModelError: the forward of the module, called `name` in the message, was replaced.
+    Raise ModelError, with the module's `name`, if its forward was replaced.
     """
     if is_replaced(module):
         raise ModelError(

@@ -1,8 +1,8 @@
 """The identity of a base: `base_hash` covers every bit, `base_identity` what adapters depend on.
 
 bitsandbytes subtracts the mean of a weight's scales before quantising them. GPU and CPU round that
-mean differently, so the same base quantised on both differs in the last bits of scales. These do
-not matter to an adapter. It depends on parts that are the same on every device:
+mean differently, so bases quantised on them differ in the last bits of scales. An adapter depends
+only on parts that are the same on every device:
 
     config   the settings that determine the computation
     codes    the packed bytes of 4-bit weights, with quant type, block sizes and shape
@@ -52,10 +52,10 @@ class BaseIdentity:
     """Hashes of a base, sha256 in hex.
 
     Attributes:
-        config: hash of the settings that determine the computation.
-        codes: hash of the packed bytes of 4-bit weights.
-        dense: hash of all other tensors.
-        strict: `base_hash`, over every byte.
+        config: of the settings that determine the computation.
+        codes: of the packed bytes of 4-bit weights.
+        dense: of all other tensors.
+        strict: of every byte; `base_hash`.
     """
 
     config: str
@@ -69,9 +69,7 @@ class BaseIdentity:
         return {"base_hash": self.strict, "base_parts": parts}
 
     def mismatch(self, record: Mapping[str, Any]) -> str | None:
-        """Return the difference from the base of a record, such as `4-bit codes 01ab there, ba10
-        here`, or None.
-        """
+        """Return the difference from a record's base, as `4-bit codes 01ab there, ba10 here`."""
         theirs = record.get("base_parts")
         theirs = theirs if isinstance(theirs, Mapping) else {}
         described = [
@@ -93,11 +91,7 @@ def base_hash(model: PreTrainedModel) -> str:
 
 
 def base_identity(model: PreTrainedModel) -> BaseIdentity:
-    """Return the hashes of a base. Copies at most `CHUNK` bytes to the host at a time.
-
-    Raises:
-        ModelError: layers of the base are still in their files.
-    """
+    """Return the hashes of a base; raise ModelError if layers are still in their files."""
     if (kept := getattr(model, _KEPT, None)) is not None:
         return kept
     refuse_unread(model)
@@ -176,8 +170,8 @@ class IdentityReader:
 
 
 def _canonical(value: Any, key: str = "") -> Any:
-    """Return settings in a canonical form. Checkpoints may write 10000 or 10000.0, and rotary
-    embeddings with or without the older name of `rope_type` and the share of a head.
+    """Return settings in a canonical form. Checkpoints may write 10000 or 10000.0, and may repeat
+    `rope_type` under its older name or state a default share of a head.
     """
     if isinstance(value, Mapping):
         entries = {name: _canonical(each, name) for name, each in value.items()}

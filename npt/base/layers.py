@@ -39,8 +39,8 @@ class LayersLater:
 
     Args:
         model: on the meta device.
-        name: name of the base, for messages.
-        source: folder or hub id that the headers were read from.
+        name: of the base, for messages.
+        source: folder or hub id of the files.
         scratch: closed once the last layer is read or the model is gone.
     """
 
@@ -61,9 +61,7 @@ class LayersLater:
         setattr(model, _LATER, self)
 
     def read_parts(self, device: torch.device) -> None:
-        """Read all but the decoder layers, and the first of them, for the test of products
-        (npt/base/precision.py).
-        """
+        """Read all but the decoder layers, and layer 0, on which `product_error` tests products."""
         model: Any = self._model
         for part in PARTS:
             self._read(part, device)
@@ -122,9 +120,9 @@ class LayersLater:
 def real_layers(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[int, Any]]:
     """Move all but the decoder layers to a device, and iterate over (index, layer) of those.
 
-    Each layer is whole and on the device when it is yielded. The base's identity is recorded. With
-    `load_base(layers_later=True)` layers come in the order 0, 1, 10, 11, ..., 2, 20, and the
-    consumer must shard or drop each before it takes the next.
+    Each layer is whole and on the device. The base's identity is recorded. With
+    `load_base(layers_later=True)` the order is 0, 1, 10, 11, ..., 2, 20, and the consumer must
+    shard or drop each layer before it takes the next.
 
     Raises:
         ModelError: a layer cannot be read or differs from the headers of its file.
@@ -167,9 +165,7 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
 def _made(
     owner: Any, empty: Tensor, value: Tensor, statistics: dict[str, Tensor], device: torch.device
 ) -> nn.Parameter:
-    """Return a parameter of `owner` that replaces an empty one of the same dtype. A 4-bit one is
-    quantised on the device, or made from stored bytes and statistics.
-    """
+    """Return a parameter of `owner` in place of an empty one, quantised here or from its file."""
     if statistics:
         return Params4bit.from_prequantized(value, statistics, device=device, module=owner)
     value = value.to(device, empty.dtype)
@@ -183,10 +179,8 @@ def _made(
 def shape_faults(
     model: nn.Module, shapes: Mapping[str, tuple[Any, Any]], prefix: str = ""
 ) -> list[str]:
-    """Describe shapes (stored, wanted) that differ, those of 4-bit weights included.
-
-    transformers reports no weight that it quantises on loading, since packed bytes have their own
-    shape.
+    """Describe shapes (stored, wanted) that differ, also of 4-bit weights, which transformers does
+    not report when it quantises them.
     """
     shapes = dict(shapes)
     for key, module in quantized_linears(model):

@@ -48,10 +48,9 @@ class UpcastLinear(nn.Linear):
 def cast_once(*modules: nn.Module) -> Iterator[None]:
     """Within the context, keep the fp32 weight of each frozen `UpcastLinear`.
 
-    Otherwise every product casts the weight: for a head with V = 128k and D = 4,096 this moves 3 GB
-    of memory per chunk of logits and per generated token. Bits are the same. Contexts may be
-    nested. Do not write the weights meanwhile. A trainable weight is cast in every product, for its
-    gradient.
+    Otherwise every product casts the weight: for a head with V = 128k and D = 4,096 that moves 3 GB
+    per chunk of logits and per generated token. Bits are the same; contexts may be nested. Do not
+    write the weights meanwhile.
     """
     upcast = {m for m in modules if isinstance(m, UpcastLinear) and m.kept is None}
     frozen = [module for module in upcast if not module.weight.requires_grad]
@@ -65,9 +64,7 @@ def cast_once(*modules: nn.Module) -> Iterator[None]:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Return whether a module computes with weight, bias and rows alone: its class is exactly a
-    known one, not a LoRA around one.
-    """
+    """Return whether a module's class is exactly a known linear layer, not a LoRA around one."""
     return type(module) in _KINDS
 
 
@@ -132,8 +129,8 @@ def dense_weight(module: Any) -> Tensor:
 
 
 def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
-    """Return the dense weight [out, in] that `multiply` needs for rows of `dtype`: in bf16 for a
-    4-bit layer with bf16 products, else in `dtype`.
+    """Return the dense weight [out, in] for `multiply`: bf16 for 4-bit layers with bf16 products,
+    else in `dtype`, that of the rows.
     """
     weight = dense_weight(module)
     packed = isinstance(module, bnb.nn.Linear4bit)
@@ -160,9 +157,7 @@ def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) 
 def multiply_backward(
     module: Any, weight: Tensor, grad: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient [N, in] at the input of `multiply`, given the gradient [N, out] at its
-    output.
-    """
+    """Return the gradient [N, in] at the input of `multiply` from that [N, out] at its output."""
     scale = getattr(module, "row_scale", None)
     grad = grad if scale is None else grad * scale.to(grad.dtype)
     return _product(grad.to(weight.dtype), weight, grad.dtype, out)
@@ -171,8 +166,7 @@ def multiply_backward(
 def _product(
     one: Tensor, other: Tensor, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None = None
 ) -> Tensor:
-    """Return a product in `dtype`. On CUDA, 16-bit operands are summed to fp32 in one pass, so that
-    sums are not rounded to 16 bits.
+    """Return a product in `dtype`. CUDA sums 16-bit operands to fp32, without rounding to 16 bits.
     """
     multiply = torch.mm if bias is None else partial(torch.addmm, bias.to(one.dtype))
     if one.dtype == dtype:

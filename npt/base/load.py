@@ -36,8 +36,7 @@ EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
 COMPUTE = {name: STORED[name] for name in COMPUTE_DTYPES}
 
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
-"""Without this setting transformers asks on the terminal whether to run a checkpoint's code, and
-reads the answer from stdin."""
+"""Otherwise transformers asks on stdin whether to run a checkpoint's code."""
 
 
 @torch.inference_mode(False)  # gradients must be able to pass through the weights
@@ -62,15 +61,15 @@ def load_base(
             to 16 bits in a temporary folder; `npt.import_base` keeps the converted folder.
         quantization: `nf4`, `fp4` or None. A checkpoint stored in 4 bits stays in 4 bits.
         device: default the first CUDA device, else the CPU.
-        use_fp16: compute an unquantised base in fp16. A quantised base ignores it with a warning.
+        use_fp16: compute an unquantised base in fp16. A 4-bit base ignores it with a warning.
         layers_later: leave all decoder layers but the first in their files until `shard_base` reads
-            them one by one, so that no process ever holds the whole base.
+            them one by one, so that no process holds the whole base.
         attn_implementation: `sdpa` (npt/base/attention.py) or `eager`.
         compute_dtype: of 4-bit products, forward and backward: `fp32`, or `bf16`, with fp32's range
             but 8 of its 24 bits of precision. The rest of a 4-bit base computes in fp32.
         dtype: of the stored weights, `fp32`, `bf16` or `fp16`; an unquantised base also computes in
-            it. Default: fp32 (fp16 with `use_fp16`) for an unquantised base; the checkpoint's own
-            for the weights that a 4-bit base keeps unpacked.
+            it. Default: fp32 (fp16 with `use_fp16`); for the unpacked weights of a 4-bit base the
+            checkpoint's own.
         double_quant: quantise the scales of 4-bit weights as well.
 
     Raises:
@@ -158,12 +157,10 @@ def load_teacher(
     Args:
         name: the student's base, as for `load_base`. It must not be stored in 4 bits.
         precision: of the stored weights, `bf16` (2 bytes each) or `fp32` (4). The teacher computes
-            in fp32 either way.
-        device: the student's.
-        attn_implementation: as for `load_base`.
+            in fp32.
+        device, attn_implementation: as for `load_base`.
 
-    Raises:
-        ConfigError, ModelError, PrecisionError: as `load_base`.
+    Raises as `load_base`.
     """
     check_choice("teacher_precision", precision, tuple(COMPUTE))
     check_attention(attn_implementation)
@@ -185,7 +182,7 @@ def check_teacher(name: str, config: PreTrainedConfig) -> None:
     """Raise ModelError for a teacher whose configuration says that it is quantised."""
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            f"{name} is itself stored in 4 bits, so it cannot teach what quantisation lost: pass its"
+            f"{name} is itself stored in 4 bits and cannot teach what quantisation lost: pass its"
             " unquantised original"
         )
 
@@ -230,9 +227,8 @@ def _read_weights(
     """Read a model from safetensors; refuse missing or misshapen weights; run no code.
 
     Args:
-        name: as for `load_base`.
+        name, attention: as for `load_base`.
         device: with `meta`, only headers are read.
-        attention: attention implementation.
         source: `_located(name)`, if known.
         how: further arguments of `from_pretrained`.
     """
@@ -303,7 +299,7 @@ def _located(name: str) -> Iterator[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and load report; this module raises the problems."""
+    """Silence transformers' progress bars and load report."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

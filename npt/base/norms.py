@@ -1,7 +1,7 @@
 """RMSNorm in one kernel on GPUs; transformers' version makes six passes over memory.
 
-A module's class is swapped for a subclass of it, so names, weights and hooks remain. On a CPU, and
-in dtypes other than fp32, it computes the same bits as before.
+A module's class is swapped for a subclass, so names, weights and hooks remain. On a CPU, and in
+dtypes other than fp32, nothing changes.
 """
 
 from __future__ import annotations

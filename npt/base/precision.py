@@ -51,8 +51,8 @@ ROWS, OUTPUTS = 64, 256
 """Rows to multiply and outputs to compare: enough for two digits of the error."""
 
 LARGEST_ERROR = 1e-3
-"""Largest relative error of a product at which `auto` selects the faster setting. The error of TF32
-is about 3e-4, of bf16 2e-3; NF4 puts an error of 9e-2 on the weights."""
+"""Largest relative error of a product for which `auto` selects TF32. TF32's error is about 3e-4,
+that of bf16 2e-3, and that of NF4 weights 9e-2."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class PrecisionReport:
 
     Attributes:
         quantization: as by `quantization_of`.
-        compute_dtype: number of modules that compute in each dtype, by names such as 'float32'.
-        stored_dtype: number of the base's tensors stored in each dtype.
-        adapter_dtype: number of the adapters' tensors in each dtype.
+        compute_dtype: number of modules by dtype, such as 'float32'.
+        stored_dtype: number of the base's tensors by dtype.
+        adapter_dtype: number of the adapters' tensors by dtype.
         matmul_precision: torch's precision of fp32 products.
     """
 
@@ -78,7 +78,7 @@ def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.fl
     """Make a model compute in fp32, and its 4-bit products in `compute_dtype`.
 
     Weights stored in 16 bits stay so. Classes are swapped in place, so parameter names and tied
-    weights remain. Resizing the vocabulary creates a new head and applies the policy again.
+    weights remain. Resizing the vocabulary applies the policy again.
     """
     setattr(model, _DECLARED, compute_dtype)
     settle_policy(model, compute_dtype)
@@ -118,8 +118,8 @@ def declared_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def policy_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype that the base must compute in, apart from 4-bit products: fp32 if it is
-    quantised, else the dtype of its final norm.
+    """Return the dtype that the base must compute in, except 4-bit products: fp32 if quantised,
+    else that of its final norm.
     """
     return torch.float32 if quantized_linears(model) else model.model.norm.weight.dtype
 
@@ -131,9 +131,8 @@ def quantization_of(model: nn.Module) -> str | None:
 
 
 def matmul_precision() -> str:
-    """Return torch's precision of fp32 products, whichever of torch's two interfaces set it.
-
-    The getter of the older one raises after `TrainingArguments(tf32=True)`, which uses the newer.
+    """Return torch's precision of fp32 products. (The getter of torch's older interface raises
+    after `TrainingArguments(tf32=True)`, which uses the newer one.)
     """
     if torch.backends.mkldnn.matmul.fp32_precision == "bf16":  # type: ignore[attr-defined]
         return "medium"
@@ -175,9 +174,8 @@ def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def product_error(model: PreTrainedModel, precision: str) -> float:
-    """Return the largest relative error ||y - exact|| / ||exact|| of products, compared with fp64.
-
-    Standard normal rows are multiplied with the (dequantised) weights of layer 0 and lm_head.
+    """Return the largest error ||y - exact|| / ||exact||, against fp64, of products of normal rows
+    with the (dequantised) weights of layer 0 and lm_head.
     """
     errors = []
     with fp32_products(precision):
@@ -201,8 +199,8 @@ def audit_precision(
 
     Raises:
         ModelError: layers are still in their files (npt/base/layers.py).
-        PrecisionError: autocast is enabled, or a module would compute in a dtype other than the one
-            declared at load time (4-bit weights), fp32 (adapters) or `expected` (all others).
+        PrecisionError: autocast is on, or a module would not compute in the dtype declared at load
+            time (4-bit weights), in fp32 (adapters) or in `expected` (all others).
     """
     computed, stored, adapters = Counter[str](), Counter[str](), Counter[str]()
     wrong: list[str] = []

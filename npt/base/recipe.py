@@ -35,12 +35,10 @@ class Recipe:
 
     Attributes:
         quantization: `nf4`, `fp4`, or None.
-        double_quant: whether the absmax of blocks is itself quantised. `load_base` does so by
-            default; a base quantised by the user or stored in 4 bits may not.
-        compute_dtype: dtype of 4-bit products.
+        double_quant: whether the absmax of blocks is itself quantised.
+        compute_dtype: of 4-bit products.
         use_fp16: whether an unquantised base computes in fp16.
-        dtype: dtype of an unquantised base in bf16, or of the unpacked weights of a base that the
-            user quantised.
+        dtype: of an unquantised base in bf16, or of the weights that a 4-bit base keeps unpacked.
     """
 
     quantization: str | None = None
@@ -51,9 +49,7 @@ class Recipe:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Recipe | None:
-        """Return the recipe of a base, loaded by `load_base` or by the user; None if `load_base`
-        cannot load such a base.
-        """
+        """Return the recipe of a base; None if `load_base` cannot load such a base."""
         names = {dtype: name for name, dtype in STORED.items()}
         packed = quantization_of(model)
         if packed is None:

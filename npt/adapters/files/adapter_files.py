@@ -1,7 +1,6 @@
 """Adapters on disk, in PEFT's layout: `adapter_config.json`, `adapter_model.safetensors`, a card.
 
-Before it changes the model, loading checks every tensor's name, shape and dtype, that all values
-are finite, and that the adapter was trained on this base.
+Loading first checks the base and every tensor's name, shape, dtype and finiteness.
 """
 
 from __future__ import annotations
@@ -132,12 +131,12 @@ def write_adapter(
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """A saved adapter, found by its name. Found once, since a run may save a newer one meanwhile.
+    """A saved adapter. It is looked up only once, since a run may save a newer one meanwhile.
 
     Attributes:
         name: as passed by the user.
-        folder: the adapter's own folder.
-        config: form and size of the adapters.
+        folder: that holds its files.
+        config: form and size.
         record: content of `adapter_config.json`.
     """
 
@@ -180,16 +179,14 @@ def load_adapter(
     If a check fails, the model is unchanged.
 
     Args:
-        model: the base, without adapters or with adapters of the same configuration, which are
-            overwritten.
+        model: the base. Adapters that it has must have the same configuration; they are replaced.
         folder: as for `npt.from_pretrained`, or the result of `find_adapter`.
-        base: `npt.base_identity(model)`, if known; it must match the recorded one.
+        base: `npt.base_identity(model)`, if known.
         check_base: False accepts any base with matching shapes.
         revision: branch, tag or commit on the hub.
 
     Raises:
-        AdapterFileError: a file is missing or damaged; a tensor is missing, extra, of the wrong
-            shape, not fp32 or not finite; or the base differs.
+        AdapterFileError: a file is missing or damaged, or the adapter does not fit the base.
         HubError: the hub cannot be reached or has no such repository.
         ModelError: the model has consolidated updates already.
     """
@@ -219,8 +216,7 @@ def from_pretrained(
         adapter: a folder written by `npt.save_adapter`, a run folder (its best student, else its
             last), a checkpoint, or USER/NAME on the hub.
         base_name: name or path of the base, if not the one recorded with the adapter.
-        device: as for `npt.load_base`.
-        attn_implementation: as for `npt.load_base`.
+        device, attn_implementation: as for `npt.load_base`.
         revision: the adapter's branch, tag or commit on the hub.
         check_base: False accepts any base with matching shapes.
 
@@ -229,9 +225,9 @@ def from_pretrained(
         computes as its teacher.
 
     Raises:
-        AdapterFileError: as `npt.load_adapter`, or no record of how the base was loaded.
+        AdapterFileError, HubError: as `npt.load_adapter`, or the adapter does not record how its
+            base was loaded.
         ModelError: as `npt.load_base`.
-        HubError: the hub cannot be reached or has no such repository.
     """
     stored = find_adapter(adapter, revision)
     recipe, name = stored.recipe, base_name or stored.record.get("base_model_name_or_path")
@@ -294,9 +290,7 @@ def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
 
 
 def adapter_hash(model: PreTrainedModel) -> str:
-    """Return a sha256 of the attached adapters' tensors and configuration and of consolidated
-    updates. Two students of one base with the same hash are the same.
-    """
+    """Return a sha256 of the adapters and consolidated updates: equal for equal students."""
     digest = hashlib.sha256(json.dumps(asdict(attached_config(model)), sort_keys=True).encode())
 
     def add(name: str, *tensors: torch.Tensor) -> None:

@@ -27,12 +27,7 @@ _LABELS = {
 
 
 def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -> str:
-    """Return the model card of a saved adapter.
-
-    Args:
-        record: content of its `adapter_config.json`.
-        fidelity: content of the run's `fidelity.json`.
-    """
+    """Return a saved adapter's model card from `adapter_config.json` and `fidelity.json`."""
     name, recipe = record["base_model_name_or_path"], Recipe.of_record(record)
     rows = {"base": name, "base hash": record["base_hash"]}
     for key, value in record["npt"].items():
@@ -69,9 +64,7 @@ import npt
 
 
 def _base_line(name: str) -> str:
-    """Return the `base_model` entry for the hub, or nothing if the base is a folder: the hub would
-    take its path for a repository.
-    """
+    """Return the `base_model` entry, or nothing for a folder, which is no name on the hub."""
     return f"base_model: {name}\n" if is_hub_id(name) and not Path(name).exists() else ""
 
 
@@ -83,7 +76,7 @@ def _table(headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _fidelity(fidelity: Mapping[str, Any]) -> str:
-    """Return the section on the known rows of `fidelity.json`, or nothing without such a row."""
+    """Return the section on fidelity, or nothing without figures."""
     rows = [
         [label, *(_figure(figures, key) for key in _FIGURES)]
         for name, label in _LABELS.items()
@@ -105,12 +98,7 @@ def _figure(figures: Mapping[str, Any], key: str) -> str:
 
 
 def export_card(settings: Mapping[str, Any], base: str) -> str:
-    """Return the card of an exported folder.
-
-    Args:
-        settings: content of its `config.json`.
-        base: name or path of the base.
-    """
+    """Return an exported folder's card from its `config.json` and the name of its base."""
     form, needs, stored = settings["npt"], "torch and transformers", "not quantised"
     if "quantization_config" in settings:
         needs = "torch, transformers, accelerate and bitsandbytes"

@@ -1,4 +1,4 @@
-"""Consolidated updates on disk: their tensors and, in JSON, their history, in an adapter's folder."""
+"""Consolidated updates in an adapter's folder: their tensors, and their history in JSON."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidati
 
 
 def _entry(path: Path, entry: Any) -> tuple[list[Product], dict[str, Any]]:
-    """Return the products of one update, from which its tensors are named, and its record."""
+    """Return the products of one update, which name its tensors, and its record."""
     try:
         record, products = entry["record"], [(index, target) for index, target in entry["places"]]
         fits = isinstance(record, dict) and len(set(products)) == len(products)

@@ -36,7 +36,7 @@ class Exported:
         folder: its path.
         packed: whether the base is quantised to 4 bits.
         files: number of weight files.
-        size: of the weight files together, in bytes.
+        size: bytes of the weight files.
     """
 
     folder: Path
@@ -57,14 +57,11 @@ def export(
     `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 
     Nothing is rounded: a 4-bit base stays packed, and other weights are stored in 16 bits only if
-    that is exact. Needs memory for the student, and for one weight file (4 GiB) on the host.
+    that is exact. The host needs memory for one weight file (4 GiB) besides the student.
 
     Args:
-        adapter: as for `npt.from_pretrained`.
+        adapter, base_name, device, revision: as for `npt.from_pretrained`.
         folder: a new or an empty folder.
-        base_name: as for `npt.from_pretrained`.
-        device: as for `npt.from_pretrained`.
-        revision: as for `npt.from_pretrained`.
 
     Raises:
         ConfigError: the folder is not empty or cannot be written.
@@ -93,9 +90,7 @@ def export(
 
 
 def write_export(model: Any, tokenizer: Any, folder: Path) -> tuple[int, int]:
-    """Write weights, configurations, tokenizer, code and card. Return the number of weight files
-    and their size in bytes.
-    """
+    """Write all files of the folder; return the number of weight files and their bytes."""
     files, size = write_shards(_stored(model), folder)
     settings = export_config(model)
     write_json(folder / "config.json", settings)
@@ -111,7 +106,7 @@ def write_export(model: Any, tokenizer: Any, folder: Path) -> tuple[int, int]:
 
 
 def export_config(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the content of `config.json`: the base's, plus classes and form of the modulation."""
+    """Return the content of `config.json`: the base's, with classes and form of the modulation."""
     config, family = attached_config(model), FAMILIES[model.config.model_type].prefix
     left_out = ("quantization_config", "torch_dtype")
     entries = model.config.to_dict().items()

@@ -21,16 +21,13 @@ def is_hub_id(name: str) -> bool:
 
 
 def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None = None) -> Path:
-    """Return the local folder of an adapter, fetched from the hub if the name is not on disk.
+    """Return the local folder of an adapter; fetch it from the hub if `name` is not on disk.
 
     Args:
         name: an adapter's folder, a run folder (its best adapter, else its last, else that of its
             last checkpoint), a checkpoint, or USER/NAME.
         files: names of the files to fetch; the first must exist.
         revision: branch, tag or commit on the hub.
-
-    Raises:
-        HubError: the hub cannot be reached or has no such repository.
     """
     path = Path(name)
     if path.exists() or not is_hub_id(str(name)):
@@ -48,7 +45,7 @@ def on_hub(failure: str, call: Callable[[], T]) -> T:
     """Call huggingface_hub; turn whatever it raises into a HubError of one line."""
     try:
         return call()
-    # network failures come from several libraries, each with its own classes
+    # errors of the network come from several libraries
     except Exception as error:
         raise HubError(
             f"{failure}: {type(error).__name__}: {first_line(error)[:200]}; check the name, the"

@@ -1,7 +1,4 @@
-"""Publish a saved adapter: upload its files, without the base, to a repository on a model hub.
-
-The files are checked first, so that a damaged or non-finite adapter is not published.
-"""
+"""Publish a saved adapter: check its files and upload them, without the base, to a model hub."""
 
 from __future__ import annotations
 
@@ -76,10 +73,7 @@ def push_to_hub(
 
 
 def _copy(stored: StoredAdapter, folder: Path, repo_id: str) -> None:
-    """Check an adapter and copy its files for its repository, without local paths of the base.
-
-    Write a card if the adapter has none.
-    """
+    """Check an adapter and copy its files, without local paths of the base and with a card."""
     weights = stored.folder / WEIGHTS_NAME
     headers = read_headers(weights, AdapterFileError)
     bad = non_finite(read_tensors(weights, headers, AdapterFileError))

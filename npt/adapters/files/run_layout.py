@@ -1,4 +1,4 @@
-"""Names of files and folders in a run folder, for code that writes, resumes or loads a run."""
+"""Names of the folders in a run folder."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 
 CHECKPOINTS, BEST, ADAPTER = "checkpoints", "best", "adapter"
-"""The adapters of a run: `checkpoints/step-00000500/adapter`, `best/adapter` and `adapter`, its
-last.
-"""
+"""Adapters are in `checkpoints/step-00000500/adapter`, `best/adapter` and `adapter` (the last)."""
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
@@ -29,8 +27,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def adapter_places(folder: Path) -> list[Path]:
-    """Return the folders that may hold the adapter of `folder`, best first. `folder` is an
-    adapter's own, a run folder or a checkpoint.
-    """
+    """Return where to look for an adapter in a run folder, checkpoint or its own, best first."""
     newest = reversed(checkpoints(folder / CHECKPOINTS))
     return [folder, *(each / ADAPTER for each in (folder / BEST, folder, *newest))]
