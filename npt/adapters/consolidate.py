@@ -157,8 +157,7 @@ def check_update(model: PreTrainedModel, update: Consolidation) -> None:
 
 
 def product_of(layer: Any, target: str) -> Any:
-    """Return the linear layer of a target's product; for the stream, attention's output projection.
-    """
+    """Return the linear layer of a target's product; of the stream, attention's output layer."""
     return layer.get_submodule(TARGETS[target].module)
 
 

@@ -166,8 +166,7 @@ def multiply_backward(
 def _product(
     one: Tensor, other: Tensor, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None = None
 ) -> Tensor:
-    """Return a product in `dtype`. CUDA sums 16-bit operands to fp32, without rounding to 16 bits.
-    """
+    """Return a product in `dtype`. CUDA sums 16-bit operands to fp32, without rounding sums."""
     multiply = torch.mm if bias is None else partial(torch.addmm, bias.to(one.dtype))
     if one.dtype == dtype:
         return multiply(one, other, out=out)

@@ -16,8 +16,7 @@ SHARD_BYTES = 4 << 30
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> tuple[int, int]:
-    """Write (name, tensor) pairs to files; return the number of files and the bytes of all tensors.
-    """
+    """Write (name, tensor) pairs to files; return the number of files and the tensors' bytes."""
     parts: list[list[str]] = []
     held: dict[str, Tensor] = {}
     size = total = 0

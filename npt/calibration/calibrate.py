@@ -191,10 +191,8 @@ def calibrate(
 def share(
     parts: Sequence[Batch], processes: ProcessGroup, in_step: bool
 ) -> list[tuple[int | None, Batch]]:
-    """Return this process's batches with their numbers among all batches.
-
-    in_step: all processes must have equally many. One with fewer gets an extra batch, number None,
-    whose result is discarded.
+    """Return this process's batches with their numbers among all. With `in_step` all processes have
+    equally many: an extra batch, number None, is computed and discarded.
     """
     mine: list[tuple[int | None, Batch]] = [
         (number, parts[number]) for number in range(processes.index, len(parts), processes.size)
@@ -212,8 +210,8 @@ def together(
     Args:
         processes: those that call this function.
         act: function without communication.
-        model: the model that `act` runs, if any. If its base is sharded, processes exchange layers,
-            and an error is raised at once, since the others cannot be reached in between.
+        model: the model that `act` runs, if any. If its base is sharded, an error is raised at
+            once, since the other processes wait for layers.
 
     Raises:
         torch.OutOfMemoryError: out of memory on any process; all may start again.
@@ -256,8 +254,8 @@ def of_all(processes: ProcessGroup, own: Mapping[int, T]) -> dict[int, T]:
 def on_device_or_host(
     compute: Callable[[torch.device], T], device: torch.device, console: Console
 ) -> T:
-    """Return `compute(device)`. If its matrices do not fit there or cannot be factorised, print a
-    line and return `compute` with its matrices on the host.
+    """Return `compute(device)`; if its matrices do not fit or cannot be factorised there, print a
+    line and compute with matrices on the host.
     """
     try:
         return compute(device)
@@ -300,8 +298,8 @@ def check_form(config: NPTConfig) -> None:
 def start_tensors(
     model: PreTrainedModel, config: NPTConfig, cuts: dict[int, Cut], ranks: dict[int, int]
 ) -> dict[str, Tensor]:
-    """Return the start by parameter name, from each layer's cut and rank. B is divided by alpha,
-    because the forward multiplies by it. A layer without a cut gets zeros.
+    """Return the start by parameter name from each layer's cut and rank; zeros without a cut. B is
+    divided by alpha, because the forward multiplies by it.
     """
     device = next(iter(adapter_parameters(model).values())).device
     shapes = adapter_shapes(model, config)
@@ -321,14 +319,12 @@ def start_tensors(
 
 
 def balanced(code: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale A and B of an adapter so that training changes both evenly, without changing the
-    student.
+    """Scale A and B so that training changes both evenly, without changing the student.
 
-    Multiplying a row of A [R, D] by c and dividing the column of B [D, R] that reads it by c leaves
-    the student the same. For a code of unit variance, entries of A are a few hundredths and entries
-    of B a few units, but AdamW moves every entry by the learning rate: A would be overwritten
-    before B moves. So c makes their root mean squares equal. It is a power of two, so that fp32
-    products with it are exact.
+    A row of A [R, D] times c and the column of B [D, R] that reads it over c give the same student.
+    For a code of unit variance, entries of A are a few hundredths and entries of B a few units, but
+    AdamW moves every entry by the learning rate: A would be overwritten before B moves. So c makes
+    their root mean squares equal. It is a power of two, so that fp32 products with it are exact.
     """
     sizes = back.square().mean(dim=0).sqrt() / code.square().mean(dim=1).sqrt()
     factor = torch.exp2(torch.round(torch.log2(sizes) / 2))

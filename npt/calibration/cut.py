@@ -65,8 +65,8 @@ class Cut:
         return replace(self, code=self.code.to(device), back=self.back.to(device))
 
     def cost(self, rank: int) -> float:
-        """Return the KL in nats that a cut to `rank` directions costs, to second order, if no other
-        layer is cut.
+        """Return the cost in KL, nats, of a cut to `rank` directions of this layer alone, to second
+        order.
         """
         return 0.5 * sum(self.worth[rank:])
 

@@ -17,8 +17,7 @@ class LayerCalibration:
     Attributes:
         rank: R.
         nmse: ||a - a'||^2 / ||a||^2 of rows a / r: the share of the attention output that is lost.
-        kl: cost of that loss in KL(teacher, student), nats per token, to second order, if no other
-            layer is cut.
+        kl: its cost in KL(teacher, student), nats per token, of this layer alone, to second order.
     """
 
     rank: int

@@ -1,6 +1,4 @@
-"""The text of a calibration. Attention outputs within one text resemble each other, so samples are
-drawn from a longer stretch of the data.
-"""
+"""The text of a calibration, drawn from a longer stretch of data, since one text is too uniform."""
 
 from __future__ import annotations
 

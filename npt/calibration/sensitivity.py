@@ -1,4 +1,4 @@
-"""Sensitivity of the teacher's predictions to each layer, from one backward pass over the tokens."""
+"""Sensitivity of the teacher's predictions to each layer, from one backward pass."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ class Sensitivity:
     S is a block of the Fisher information: e'S e / (2 r^2) is the KL that an error e of a costs, to
     second order.
 
-    Everything that reads h + a first divides it by r, so gradients are proportional to 1 / r. Some
-    tokens, such as the first of a text, have a hundred times the r of others (Sun et al., "Massive
-    activations in large language models", 2024). Without units of r, their errors would be
-    weighted like those of other tokens. But all later tokens attend to them, so their gradients do
-    not shrink with 1 / r, and in units of r they would dominate S. So S bounds r by LARGEST
-    medians.
+    All that reads h + a first divides it by r, so gradients are proportional to 1 / r. Some tokens,
+    above all the first of a text, have a hundred times the r of others (Sun et al., "Massive
+    activations in large language models", 2024). Plain means would weight their errors like those
+    of other tokens. But all later tokens attend to them, so their gradients do not shrink with
+    1 / r, and in units of r they would dominate S. So S bounds r by LARGEST medians.
 
     Attributes:
         covariance: C = E a a' / r^2.
@@ -66,9 +65,7 @@ class Sensitivity:
         return Cut.of(*(m.to(device) for m in matrices)).to(self.covariance.device)
 
     def average(self, processes: ProcessGroup, tokens: int) -> None:
-        """Turn this process's sums into means over the tokens of all processes, in place: a copy
-        would double peak memory.
-        """
+        """Turn the sums into means over the tokens of all processes, in place to save memory."""
         for total in (self.covariance, self.to_attention):
             if processes.size > 1:  # NCCL sums only on the GPU
                 total.copy_(processes.sum_(total.to(processes.device)))
@@ -148,8 +145,8 @@ def measure(
 
 
 def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> ExitStack:
-    """Hook a layer's attention output a and the stream h + a, whose gradient is the gradient of a
-    at constant h.
+    """Hook a layer's attention output a and the stream h + a, whose gradient is that of a at
+    constant h.
     """
 
     def attention(module: Any, inputs: Any, output: Any) -> None:
@@ -172,8 +169,7 @@ def _score(
     check: Callable[[str, Tensor, str], bool],
 ) -> Tensor:
     """Return the gradient at the final states [N, D] of the log-likelihood of one token per row,
-    drawn from its prediction. Return zeros if logits are not finite. Works in chunks of rows, so
-    that the logits of all rows never exist at once.
+    drawn from its prediction; zeros if logits are not finite. Works in chunks of rows.
     """
     parts = []
     with cast_once(model.lm_head), torch.enable_grad():

@@ -1,8 +1,7 @@
 """Data: from files, the hub and built-in text to batches, resumable at any sample.
 
-source and readers read records; encoding turns them into token ids and cuts them into samples;
-samples orders, mixes and prefetches those; batch collates them. docs/extend/data-reader.md shows
-how to add a reader.
+Records pass source and readers (read), encoding (tokenise, cut into samples), samples (order, mix,
+prefetch) and batch (collate). docs/extend/data-reader.md shows how to add a reader.
 """
 
 from importlib import import_module

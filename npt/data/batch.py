@@ -16,8 +16,8 @@ IGNORE_INDEX = -100
 """The label of a token that is not a target."""
 
 PAD_ID = 0
-"""The id at padded positions. Padding is masked, so any id works that every base has. A tokenizer's
-own pad id may lie outside the embedding, if it was added without resizing."""
+"""The id at padded positions, which are masked. A tokenizer's pad id may lie outside the embedding.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Sample:
 
     @property
     def heldout(self) -> bool:
-        """Whether the sample is held out: one in twenty, by a hash that depends on no machine or
-        date."""
+        """Whether the sample is held out: one in twenty is, by a hash of its content."""
         ids = ",".join(map(str, self.input_ids))
         return is_heldout(ids if self.undated is None else self.undated)
 
@@ -60,8 +59,7 @@ class Batch:
         input_ids: [B, T] int64, like the next three.
         attention_mask: 1 on valid tokens, 0 on padding.
         position_ids: position of each token in its document; arbitrary at padding.
-        labels: -100 at padding, on prompts and at the first token of a packed document. Losses
-            shift them.
+        labels: -100 at padding, on prompts and at a packed document's first token; not shifted.
         sample_ids: one per row.
         documents: [B, T] int64, number of each token's document, if a row has several; else None.
         offset: samples drawn before these. With their ids it seeds the random numbers of training.
@@ -108,12 +106,12 @@ class Batch:
         return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """Return the batch in pinned memory, from which `to` copies without waiting. Needs a GPU."""
+        """Return the batch in pinned memory, from which `to` copies without waiting (on a GPU)."""
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Return this batch with every tensor changed. The indices are computed before, on the
-        host, so that no device has to be asked for a count."""
+        """Return this batch with every tensor changed. The host computes the indices first, so that
+        nothing waits for a device."""
         rows: dict[str, Any] = {name: change(tensor) for name, tensor in self.row_tensors.items()}
         changed = replace(self, **rows)
         for index in ("valid_index", "scored_index"):
@@ -186,10 +184,8 @@ def batches(samples: Iterable[Sample], batch_size: int) -> Iterator[Batch]:
 
 
 def find_fault(batch: Batch, vocab_size: int) -> str | None:
-    """Return the first fault of a batch on the host, with its location, or None.
-
-    Faults are an id or label outside [0, V), a mask value other than 0 and 1, and a row without a
-    valid token.
+    """Return the first fault of a batch on the host, with its location, or None: an id or label
+    outside [0, V), a mask value other than 0 and 1, or a row without a valid token.
     """
     ids, mask = batch.input_ids, batch.attention_mask
     if ids.ndim != 2 or ids.shape != mask.shape or ids.numel() == 0:

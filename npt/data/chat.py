@@ -59,9 +59,8 @@ def fix_date(tokenizer: Any, date: str) -> None:
 def read_conversation(
     name: str, tokenizer: Any, record: Record, column: str, answer_column: str | None
 ) -> tuple[str, str, str]:
-    """Return the text before the last answer to train, that answer, and the messages as JSON.
-
-    The chat template writes the texts; the JSON does not depend on the date.
+    """Return the text before the last answer to train, that answer, and the messages as JSON, which
+    does not depend on the date.
 
     Raises:
         Skipped: there is nothing to train.
@@ -132,8 +131,7 @@ def _check_answer(prompt: list[Any], answer: list[Any]) -> None:
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message for the template: without its weight, and without keys that are null because
-    other messages of the table have them."""
+    """Return a message for the template, without its weight and the nulls of a merged table."""
     return {
         key: value
         for key, value in message.items()

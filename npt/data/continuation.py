@@ -1,7 +1,5 @@
-"""Tokens and text of a continuation.
-
-SentencePiece tokenizers (Llama 2, Mistral 0.1, T5) begin every text with a space, which would be
-wrong in a completion.
+"""Tokens and text of a continuation. SentencePiece tokenizers (Llama 2, Mistral 0.1, T5) begin a
+text with a space, which would be wrong in a completion.
 """
 
 from __future__ import annotations
@@ -47,13 +45,12 @@ def bare_tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Return start tokens and the tokens of a text, without the end token that some tokenizers add."""
+    """Return start tokens and the tokens of a text, without an end token."""
     return [*opening_tokens(tokenizer), *bare_tokens(tokenizer, text)]
 
 
 def continuation_text(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text of tokens that follow others, without special tokens. Decoded alone, it could
-    lose its first space."""
+    """Return the text of tokens that follow others, without special tokens."""
     parts = (list(before), [*before, *ids], list(ids))
     front, whole, alone = (tokenizer.decode(part, skip_special_tokens=True) for part in parts)
     return str(whole[len(front) :] if whole.startswith(front) else alone)

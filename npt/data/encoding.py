@@ -41,9 +41,9 @@ class RecordCounts:
     Attributes:
         records: records read.
         samples: samples made from them.
-        tokens: tokens of the samples.
-        cut_prompts: samples whose prompt lost tokens to `max_length`.
-        cut_completions: samples whose completion lost tokens to `max_length`.
+        tokens: of the samples.
+        cut_prompts: prompts that lost tokens to `max_length`.
+        cut_completions: completions that lost tokens to `max_length`.
         skipped: skipped records, or windows of a text, by reason.
     """
 
@@ -89,8 +89,7 @@ class Encoder:
         self.counts = RecordCounts() if counts is None else counts
 
     def samples(self, number: int, record: Record) -> list[Sample]:
-        """Return the samples of a record, given its number in the data; none if it is empty. Raise
-        DataError if it lacks the columns to train on."""
+        """Return a record's samples, none if it is empty; raise DataError if it lacks a column."""
         samples: list[Sample] = []
         try:
             samples = self._read(number, record)
@@ -185,8 +184,7 @@ class Encoder:
     def _fitted(
         self, name: str, prompt: list[int], completion: list[int], undated: str | None = None
     ) -> Sample:
-        """Keep the whole completion if it fits after one token of prompt, then as much of the
-        prompt's end as fits."""
+        """Keep the completion, if it fits after one token of prompt, and then the prompt's end."""
         length = self._config.max_length
         answer = completion[: length - min(len(prompt), 1)]  # nothing predicts a row's first token
         start = max(0, len(prompt) + len(answer) - length)
@@ -200,9 +198,7 @@ class Encoder:
 
 
 def filled(record: Record) -> Record:
-    """Return a record's columns without nulls, which merged tables have for columns of other forms.
-    Return the record itself if only its id would be left.
-    """
+    """Return a record without the nulls of merged tables, unless only its id would be left."""
     columns = {column: value for column, value in record.items() if value is not None}
     return columns if columns.keys() - {"id", PIECE} else record
 

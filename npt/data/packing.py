@@ -13,8 +13,8 @@ from npt.data.batch import IGNORE_INDEX, Sample
 
 
 def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:
-    """Join samples into rows of at most `max_length` tokens: best fit, longest first. No sample may
-    be longer. The rows depend only on the samples."""
+    """Join samples into rows of at most `max_length` tokens, which none exceeds: best fit, longest
+    first."""
     assert all(0 < len(s.input_ids) <= max_length for s in samples)
     rows: list[list[Sample]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted

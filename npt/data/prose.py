@@ -1,10 +1,10 @@
 """`--dataset_name builtin-prose`: English prose from this machine's Python, without a download.
 
 The documents are the topics of `help()` (`pydoc_data/topics.py`, the language reference) and the
-long docstrings of each module of the standard library, about 380,000 tokens in Python 3.11. Compare
-figures only between runs on one Python version, since the texts differ. A hash of its name assigns
-each document to one split; files that `builtin` holds out are held out here too. The embedded model
-was trained on `builtin`, whose code contains most of these texts.
+long docstrings of each module of the standard library, about 380,000 tokens in Python 3.11. Texts
+differ between Python versions, so compare figures within one. A hash of its name assigns a document
+to a split; files that `builtin` holds out are held out here too. The embedded model was trained on
+`builtin`, whose code contains most of these texts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_prose(name: str, config: DataConfig) -> Iterator[Record]:
 
 
 def prose(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the documents of one split: topics, then modules, each sorted by name."""
+    """Yield (name, text) of the documents of one split: topics, then modules, sorted by name."""
     root = library() if root is None else root
 
     def chosen(name: str) -> bool:
@@ -50,8 +50,8 @@ def prose(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
 
 
 def _topics(path: Path) -> dict[str, str]:
-    """Return the topics of `help()` by name. A long paragraph stays only in the shortest topic that
-    has it (chapters repeat their sections), so that no two splits share one."""
+    """Return the topics of `help()` by name. Chapters repeat their sections: a long paragraph stays
+    only in the shortest topic that has it, so that no two splits share one."""
     try:
         assignment = path.read_text(encoding="utf-8").partition("topics = ")[2]
         topics: dict[str, str] = ast.literal_eval(assignment)

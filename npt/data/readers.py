@@ -79,9 +79,7 @@ def _json_record(path: Path, line: int, raw: bytes) -> Record | FileError:
 
 
 def read_csv(path: Path, config: DataConfig) -> Entries:
-    """Yield the rows of a CSV file (RFC 4180) by the header's names. All fields are text. A short
-    row lacks the last columns.
-    """
+    """Yield the rows of a CSV file (RFC 4180), all fields as text; short rows lack last columns."""
     with _opened(path, encoding="utf-8-sig", newline="") as file:
         rows, names, line = csv.reader(file, strict=True), list[str](), 1
         try:
@@ -223,8 +221,8 @@ def builtin_files(split: str, root: Path | None = None) -> Iterator[tuple[str, s
 
 
 def source_files(root: Path, chosen: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
-    """Yield (relative POSIX path, text) of the library's files with `chosen(path)`, in path order,
-    without its tests and installed packages."""
+    """Yield (relative POSIX path, text) of the library's chosen files, in path order, without tests
+    and installed packages."""
     paths = []
     for folder, folders, names in os.walk(root):
         # installed packages may be many times as large as the library

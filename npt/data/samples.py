@@ -40,10 +40,8 @@ def cut(
     config: DataConfig,
     counts: RecordCounts | None = None,
 ) -> Iterator[Sample]:
-    """Tokenise records and cut them into samples, lazily and in order; count them in `counts`.
-
-    Raises:
-        DataError: a record lacks its text, named by its id or number.
+    """Tokenise records and cut them into samples, lazily and in order; count them in `counts`. A
+    record without its text is a DataError with its id or number.
     """
     encoder = Encoder(tokenizer, config, counts)
     for number, record in enumerate(records):
@@ -60,11 +58,10 @@ def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
 
 
 def permutation(n: int, key: str, start: int = 0) -> Iterator[int]:
-    """Yield a seeded permutation of range(n) from position `start` on, computed without storing it.
+    """Yield a seeded permutation of range(n) from position `start` on, without storing it.
 
-    A balanced Feistel network permutes the next power of four; values of n or more are permuted
-    again until one below n results ("cycle walking": Black and Rogaway, "Ciphers with arbitrary
-    finite domains", CT-RSA 2002).
+    A balanced Feistel network permutes the next power of four, repeatedly until a value is below n
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
     """
     half = max(1, ((max(n, 2) - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -118,20 +115,11 @@ class Samples:
 
     A sequence of records is visited in one random order, a stream in its own. In every epoch the
     samples are shuffled (and packed) again, within blocks of SHUFFLE_BLOCK or a few more, so that
-    at most one block is kept in memory. `num_samples` counts samples before packing.
-
-    Args:
-        records: a sequence or a stream.
-        tokenizer: of the base.
-        config: settings of the data.
-        seed: of the order.
-        hold_out: leave out held-out samples.
+    at most one block is kept in memory. `num_samples` counts samples before packing. A sequence
+    without a sample is a DataError. With `hold_out`, held-out samples are left out.
 
     Attributes:
         sized: whether the records are a sequence.
-
-    Raises:
-        DataError: a sequence yields no sample.
     """
 
     def __init__(
@@ -163,8 +151,7 @@ class Samples:
         self._encoder.counts = RecordCounts()
 
     def count(self) -> int | None:
-        """Return the number of samples of an epoch; None for a stream. The first call tokenises all
-        records."""
+        """Return the number of samples of an epoch, None for a stream; tokenises the records."""
         if self._counted is None and self.sized:
             samples: Iterator[Any] = self._cut(self._numbered())
             samples = itertools.islice(samples, self._config.num_samples)
@@ -261,15 +248,9 @@ class Position:
 class Loader:
     """Batches from a position on, epoch after epoch. No batch spans two epochs.
 
-    Args:
-        samples: training samples, read `epochs` times.
-        batch_size: samples of a batch.
-        epochs: math.inf for no end.
-        replay: samples to mix in, repeated without end.
-        share: share of `replay` in all samples. Seed and sample number decide which are replayed.
-        seed: of that decision.
-
     Attributes:
+        samples: training samples, read `epochs` times (math.inf: without end).
+        replay: samples mixed in, repeated without end; they are `share` of all samples.
         pin: put batches into pinned memory, for copies to a GPU.
     """
 
@@ -288,8 +269,8 @@ class Loader:
         self._share, self._seed = share, seed
 
     def count(self, limit: int = sys.maxsize, begun: int = 0) -> int | None:
-        """Return the number of batches of `epochs` without the first `begun` samples, at most
-        `limit`; None for a stream."""
+        """Return the number of batches without the first `begun` samples, at most `limit`; None for
+        a stream."""
         size = self.samples.count()
         if size is None:
             return None
@@ -331,7 +312,7 @@ class Loader:
                     raise DataError(f"replay data: {error}") from error
                 if other is None:
                     raise DataError(
-                        "replay data: no sample came from it; check --replay_dataset and its columns"
+                        "replay data: no sample came from it; check --replay_dataset and columns"
                     )
                 position = replace(position, drawn=position.drawn + 1, replay=after)
                 yield other, position
@@ -344,10 +325,6 @@ class Window(NamedTuple):
 
     There are K per process, fewer at the end of the data. Every process reads all of them, since a
     sample's position depends on all tokens before it. Process i of P computes numbers i, i + P, ...
-
-    Attributes:
-        batches: of all processes.
-        position: after the last batch.
     """
 
     batches: list[Batch]

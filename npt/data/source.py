@@ -92,10 +92,8 @@ def reader_of(name: str | Path) -> Reader:
 
 
 def local_files(name: str) -> list[Path]:
-    """Return the files of a path, a folder (without hidden files) or a glob, sorted.
-
-    Raises:
-        DataError: no file, an empty file, or one of an unknown kind."""
+    """Return the files of a path, a folder (without hidden files) or a glob, sorted. No file, an
+    empty one or an unknown kind is a DataError."""
     path = Path(os.path.expanduser(name))
     suffixes = ", ".join(kind for kind in READERS if kind.startswith("."))
     try:
@@ -123,11 +121,8 @@ def local_files(name: str) -> list[Path]:
 
 
 def check_source(config: DataConfig) -> None:
-    """Check files, split and configuration before a large base is loaded, without reading records.
-
-    Raises:
-        DataError: of a file, the split or the configuration.
-        ConfigError: a package is not installed."""
+    """Check files, split and configuration before a large base is loaded. Raise DataError, or
+    ConfigError if a package is not installed."""
     name, split, part = config.dataset_name, config.dataset_split, config.dataset_config
     local = is_local(name)
     for one in local_files(name) if local else (name,):
@@ -148,7 +143,7 @@ def check_source(config: DataConfig) -> None:
 
 def open_source(config: DataConfig) -> Iterable[Record]:
     """Return the records of a data set: a sequence, or with `config.streaming` an iterable that
-    every pass reads again. Raise DataError for a fault now or when iteration reaches it."""
+    every pass reads again. Faults raise DataError, now or in iteration."""
     check_source(config)
     name = config.dataset_name
     if is_local(name):

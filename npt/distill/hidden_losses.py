@@ -28,8 +28,7 @@ from torch import Tensor
 from npt.config import LOSSES
 
 SQUARED_NORM_FLOOR = 1e-12
-"""Lower bound of a squared norm used as a divisor, so that a state of zeros has a finite loss. Real
-states of a Llama have squared norms above 1e-3."""
+"""Lower bound of a divisor, so that a state of zeros has a finite loss. Real ones exceed 1e-3."""
 
 
 def at_least_fp32(values: Tensor) -> Tensor:
@@ -68,13 +67,10 @@ def register_loss(
     """Register a loss under a name that `--loss` and `TrainConfig` then accept.
 
     Args:
-        name: of the loss.
+        name: a new one; ValueError if it is taken.
         per_token: function of o and t, [N, D] each, and of h [N, D] if it reads the input, that
             returns [N]. It must pass no gradient to t or h.
         reads_input: pass h, the teacher's input to the layer.
-
-    Raises:
-        ValueError: the name is taken.
     """
     if name in HIDDEN_LOSSES:
         raise ValueError(f"the loss {name!r} already exists: choose another name")

@@ -2,8 +2,8 @@
 
 A strategy is a function of (model, batch, config, teacher). It runs forward and backward, adds the
 gradient of the *summed* loss to the adapters' `.grad`, and returns the sums. It neither divides nor
-steps. The teacher is the student's own base with its adapters disabled, or a separate model, whose
-stream has the masks and rotary positions of its own configuration.
+steps. The teacher is the student's own base with its adapters disabled, or a separate model with
+its own stream.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ class BatchSums(NamedTuple):
 
     Attributes:
         loss: scalar, the loss that was differentiated.
-        nmse: scalar, mean NMSE over converted layers, whatever the loss; 0 if hidden states are not
-            compared.
+        nmse: scalar, mean over converted layers, whatever the loss; 0 without hidden states.
         reg: scalar, mean energy over converted layers, unweighted.
-        logit: scalar, loss on the logits summed over the scored positions, unweighted; 0 if unused.
+        logit: scalar, loss on the logits over the scored positions, unweighted; 0 if unused.
         layer_nmse: [number of converted layers], NMSE of each.
         tokens: N, number of valid tokens.
         scored: S, number of scored positions.
@@ -82,10 +81,9 @@ def local(
 ) -> BatchSums:
     """Feed each converted layer the teacher's h; backpropagate its loss at once and free its graph.
 
-    Makes one pass over the layers, up to the last converted one, without lm_head. Each layer
-    computes attention once, for the teacher's output and the student's modulation. Valid rows are
-    gathered before an MLP and scattered after it, so padding never enters it. A separate `teacher`
-    shares only h with the student. `own_stream`: see `propagated`.
+    One pass over the layers suffices, up to the last converted one, without lm_head. Teacher and
+    student share each layer's attention; a separate `teacher` shares only h. An MLP only receives
+    the rows of valid tokens. `own_stream`: see `propagated`.
     """
     layers, converted = decoder_layers(model), npt_layers(model)
     guide_layers = layers if teacher is None else decoder_layers(teacher)
@@ -129,8 +127,8 @@ def local(
 def _learn_and_teach(
     layer: NPTLayer, stream: Stream, config: TrainConfig, count: int
 ) -> tuple[LayerSums, Tensor]:
-    """Run forward and backward of one of `count` converted layers on the teacher's stream. Return
-    its sums, and the teacher's output [N, D] from the same attention.
+    """Run forward and backward of one of `count` converted layers on the teacher's stream; return
+    its sums and the teacher's output [N, D].
     """
     attention = attention_output(layer, stream.hidden, **stream.context_of(layer))
     h, attention = stream.rows(stream.hidden), stream.rows(attention)
@@ -150,8 +148,7 @@ def propagated(
 ) -> BatchSums:
     """Feed each converted layer the student's own h, with the teacher's output as its target.
 
-    A layer thus learns to correct the errors of the converted layers below it. Memory holds one
-    layer's graph at a time.
+    A layer thus learns to correct the errors of the layers below. Memory holds one layer's graph.
     """
     return local(model, batch, config, teacher, own_stream=True)
 
@@ -159,8 +156,8 @@ def propagated(
 def begin(
     model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch
 ) -> tuple[Stream, Stream, int]:
-    """Return the student's and the teacher's stream before the first layer at which they differ,
-    and its index: the first converted layer, or 0 with a separate `teacher`.
+    """Return the streams of student and teacher before the first layer at which they differ, and
+    its index: the first converted one, or 0 with a separate `teacher`.
     """
     stream = open_stream(model, batch)
     if teacher is not None:
@@ -173,13 +170,10 @@ def begin(
 def student_states(
     layer: NPTLayer, stream: Stream, hidden: Tensor, *, graph: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the student's states after a layer [B, T, D] and the energy of its modulation [N].
+    """Return the student's states after a converted layer [B, T, D] and the energy [N].
 
-    Args:
-        layer: a converted layer.
-        stream: the student's.
-        hidden: the student's h, [B, T, D].
-        graph: let gradients flow through attention into h. If False they end at the adapter.
+    hidden: the student's h, [B, T, D]. graph: let gradients flow through attention into h; if False
+    they end at the adapter.
     """
     hidden, context = hidden if graph else hidden.detach(), stream.context_of(layer)
 

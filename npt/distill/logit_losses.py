@@ -83,9 +83,9 @@ def through_head(
 ) -> Tensor:
     """Return the sum of a loss on the logits that `head` computes from states, chunk by chunk.
 
-    With a frozen head, forward already computes the gradient, which backward only has to scale, so
-    that no logit is computed twice. With a trainable head, backward recomputes the logits. A head
-    stored in 16 bits is cast to fp32 once for all chunks.
+    With a frozen head, forward already computes the gradient, so that no logit is computed twice.
+    With a trainable head, backward recomputes the logits. A head stored in 16 bits is cast to fp32
+    once for all chunks.
 
     Args:
         head: lm_head.

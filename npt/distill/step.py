@@ -11,9 +11,8 @@
             ...
 
 A base may draw random numbers (dropout, noise). Torch's generators are seeded for each micro-batch
-from the run's seed, the position of its samples in the data and their ids, and restored afterwards.
-So a micro-batch draws the same numbers whatever was refused before, in any process, after a resume
-and in a replay.
+from the run's seed and its samples' positions and ids, then restored. So it draws the same numbers
+in any process, after refusals or a resume, and in a replay.
 
 A micro-batch that does not fit into memory is computed in parts, each padded to its own longest
 sample. Their gradients and sums add up to those of one micro-batch; only the order of summation
@@ -59,9 +58,9 @@ def student_guard(
     Args:
         model: with adapters attached.
         config: settings of the run.
-        rates: learning rate of each applied step; the last one is used for all further steps.
+        rates: learning rate of each applied step; the last one also for further steps.
         settings: further arguments of `Guard`. By default the windows belong to this process alone
-            (`processes`), and no number of refusals stops training (`max_refused`).
+            (`processes`), and refusals do not stop training (`max_refused`).
 
     Raises:
         ConfigError: a tensor of an adapter is frozen.
@@ -86,7 +85,7 @@ def student_guard(
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
-    """Raise ConfigError for frozen adapters, which an optimizer would move by weight decay alone."""
+    """Raise ConfigError for frozen adapters, which weight decay alone would move."""
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     if frozen:
         raise ConfigError(
@@ -105,8 +104,7 @@ class MicroBatchSplitter:
 
     Args:
         samples: most samples to compute at once.
-        report: called after every halving with the number of samples before, the number now, and
-            the error's message.
+        report: called after every halving: (samples before, samples now, message of the error).
 
     Attributes:
         shrunk_to: number of samples that `shrink` last set; None if it was never called.
@@ -147,7 +145,7 @@ def forward_backward(
     config: TrainConfig,
     splitter: MicroBatchSplitter | None = None,
 ) -> BatchSums:
-    """Do what `summed` does, but outside a guard: seed the micro-batch's random numbers first."""
+    """Seed the micro-batch's random numbers, then do what `summed` does. Use it outside a guard."""
     with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
         return summed(model, strategy, batch, config, splitter)
 

@@ -48,9 +48,9 @@ def end_to_end(
 
     Without a loss on the logits, computation ends at the last converted layer. Without a loss on
     hidden states, the teacher's are not kept; with cross-entropy alone, the teacher does not run.
-    The loss on the logits is summed over the S scored positions and later divided by the valid
-    tokens, as the other terms are. With `config.gradient_checkpointing` the graph keeps only each
-    layer's input and the teacher's output. Backward recomputes the rest, to the same bits.
+    The loss on the logits is summed over the S scored positions; like the rest, it is later divided
+    by the valid tokens. With `config.gradient_checkpointing` the graph keeps only each layer's
+    input and the teacher's output, and backward recomputes the rest, to the same bits.
     """
     layers, converted = decoder_layers(model), npt_layers(model)
     guide_model = model if teacher is None else teacher
@@ -100,8 +100,7 @@ STRATEGIES: dict[str, Callable[..., BatchSums]] = {
 def register_strategy(name: str, strategy: Callable[..., BatchSums]) -> None:
     """Register a strategy under a name that `--strategy` and `TrainConfig` then accept.
 
-    It takes (model, batch, config, teacher) like `npt.distill.local.local`. Raises ValueError if
-    the name is taken.
+    It takes (model, batch, config, teacher), as `npt.distill.local.local`. ValueError: name taken.
     """
     if name in STRATEGIES:
         raise ValueError(f"the strategy {name!r} already exists: choose another name")

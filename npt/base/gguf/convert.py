@@ -117,8 +117,8 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, t
         shape = tuple(reversed(stored.shape.tolist()))
         if shape != tuple(parameter.shape):
             raise file.refusal(
-                f"has {theirs} of shape {list(shape)}, but its metadata say {list(parameter.shape)};"
-                " download it again"
+                f"has {theirs} of shape {list(shape)}, but its metadata say"
+                f" {list(parameter.shape)}; download it again"
             )
         rotated = heads.get(name.split(".")[-2], 0) if file.architecture in _ROTATED else 0
         weights[name] = stored, parameter.shape, rotated

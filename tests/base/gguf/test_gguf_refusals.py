@@ -47,10 +47,7 @@ def refused(name, words: str, kind: type[Exception] = ModelError) -> None:
         ({"tokenizer": False}, "tokenizer of the kind 'none'"),
         ({"metadata": {"tokenizer.ggml.model": "rwkv"}}, "tokenizer of the kind 'rwkv'"),
         ({"metadata": {"tokenizer.ggml.merges": ["qq zz"]}}, "a damaged tokenizer: "),
-        (
-            {"metadata": {"tokenizer.ggml.bos_token_id": 9999}},
-            "a damaged tokenizer: list index",
-        ),
+        ({"metadata": {"tokenizer.ggml.bos_token_id": 9999}}, "a damaged tokenizer: list index"),
         ({"metadata": {"tokenizer.ggml.tokens": ["a"] * 5}}, "has duplicate tokens"),
         ({"pre": "poro-chat"}, "by the unknown pattern 'poro-chat'; NPT supports gpt-2"),
     ],
