@@ -1,6 +1,6 @@
-"""Attach adapters to a model, give them numbers, and detach them.
+"""Attach adapters to a model, set their values, and detach them.
 
-Converting changes decoder layers in place; `npt.adapters.layer` says into what.
+Attaching converts decoder layers in place (npt/adapters/layer.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from npt.errors import ModelError, kind_of
 
 @dataclass(frozen=True)
 class AttachReport:
-    """The layers that `attach` converted, and counts of parameters."""
+    """The result of `attach`.
+
+    Attributes:
+        layers: indices of the converted layers.
+        num_layers: of the model.
+        trainable_parameters: of the adapters.
+        base_parameters: frozen ones, 4-bit weights unpacked.
+    """
 
     layers: tuple[int, ...]
     num_layers: int
@@ -41,9 +48,9 @@ class AttachReport:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> AttachReport:
-        """Return that of a model that has adapters."""
+        """Return the report on a model with adapters."""
         trainable = sum(p.numel() for p in adapter_parameters(model).values())
-        # a packed weight stores two in a byte
+        # numel() of a 4-bit weight counts bytes, each of two parameters
         states = [(p, getattr(p, "quant_state", None)) for p in model.parameters()]
         everything = sum(p.numel() if s is None else s.shape.numel() for p, s in states)
         layers = tuple(index for index, _ in npt_layers(model))
@@ -62,33 +69,33 @@ def attach(
 ) -> AttachReport:
     """Convert the chosen layers of `model` in place and freeze everything but their adapters.
 
-    A refused call changes nothing.
+    If it raises, the model is unchanged.
 
     Args:
-        model: a causal language model of a known family, quantised or not.
+        model: a causal language model of a supported family, quantised or not.
         config: the adapters' form; default `NPTConfig()`.
-        seed: fixes the random start, independently of any other random state.
+        seed: determines the random start, independently of any other random state.
 
     Raises:
-        ConfigError: layers out of range, or a rank larger than the hidden size.
-        ModelError: not a model that can be converted, or adapters are attached already.
+        ConfigError: layers are out of range, or a rank exceeds the hidden size.
+        ModelError: the model cannot be converted or has adapters already.
     """
     config = config if config is not None else NPTConfig()
     model = viewed(model)
     if is_attached(model):
-        raise ModelError("the model has NPT adapters already; call npt.detach(model) first")
+        raise ModelError("the model already has NPT adapters: call npt.detach(model) first")
     layers = decoder_layers(model)
     if missing := missing_parts(model, MODEL_PARTS):
         raise ModelError(
-            f"{type(model).__name__} has no {', '.join(missing)}; load it for causal language"
-            " modelling"
+            f"{type(model).__name__} has no {', '.join(missing)}: load it with npt.load_base or"
+            " AutoModelForCausalLM"
         )
-    real = (p for p in model.parameters() if not p.is_meta)  # others: npt/base/layers.py
+    real = (p for p in model.parameters() if not p.is_meta)  # meta: npt/base/layers.py
     devices = list(dict.fromkeys(str(parameter.device) for parameter in real)) or ["meta"]
     if len(devices) > 1:
         raise ModelError(
-            f"the base lies on {' and '.join(devices)}; load it on one device (npt.load_base takes"
-            " device=...), and share one that does not fit with npt.shard_base"
+            f"the base is on {' and '.join(devices)}: load it on one device"
+            " (npt.load_base(..., device=...)); if it does not fit, shard it with npt.shard_base"
         )
     chosen = check_fit(config, model.config)
     for index in chosen:
@@ -96,12 +103,12 @@ def attach(
     for index, decoder_layer in enumerate(layers):
         if is_replaced(decoder_layer):
             raise ModelError(
-                f"the forward of layer {index} was replaced, so no adapter could take part in it;"
-                " load the model with npt.load_base"
+                f"the forward of layer {index} was replaced, so an adapter there would have no"
+                " effect: load the model with npt.load_base"
             )
     sizes = model.config.hidden_size, model.config.intermediate_size
     adapters = {}
-    with torch.inference_mode(False):  # they are trained, whatever mode the caller is in
+    with torch.inference_mode(False):  # inference tensors could not be trained
         for index, form in config_by_layer(config, chosen).items():
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
             adapters[index] = NPTAdapter(form, *sizes, generator).to(devices[0])
@@ -120,10 +127,10 @@ def attach(
 def detach(model: PreTrainedModel) -> None:
     """Restore the base to its state before `attach`: classes, parameters, `requires_grad`.
 
-    Does nothing without adapters. A view's are its model's.
+    Do nothing if the model has no adapters.
 
     Raises:
-        ModelError: the class of a layer was changed since, as sharding does; nothing is changed.
+        ModelError: a layer's class has changed since, as by sharding. The model is unchanged.
     """
     model = viewed(model)
     if not is_attached(model):
@@ -133,7 +140,7 @@ def detach(model: PreTrainedModel) -> None:
     for index, layer in converted:
         if type(layer) not in back:
             raise ModelError(
-                f"layer {index} has become {kind_of(layer)} and cannot be given back; load the base"
+                f"layer {index} has become {kind_of(layer)} and cannot be restored: load the base"
                 " again"
             )
     for _, layer in converted:
@@ -146,11 +153,7 @@ def detach(model: PreTrainedModel) -> None:
 
 
 def adapter_shapes(model: PreTrainedModel, config: NPTConfig) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the parameters that `attach` would make, without making them.
-
-    Raises:
-        ConfigError: as `attach`.
-    """
+    """Return names and shapes of the parameters that `attach` would make. Raises like `attach`."""
     sizes, shapes = (model.config.hidden_size, model.config.intermediate_size), {}
     with torch.device("meta"):
         for index, form in config_by_layer(config, check_fit(config, model.config)).items():
@@ -160,14 +163,14 @@ def adapter_shapes(model: PreTrainedModel, config: NPTConfig) -> dict[str, tuple
 
 
 def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, Tensor]) -> None:
-    """Give the attached adapters these numbers, and the ranks of `config`.
+    """Set the values of the attached adapters, and the ranks of `config`.
 
-    From then on they count as started: a run whose `init` is calibrated trains them as they are.
+    Training with `init="calibrated"` then starts from these values.
 
     Args:
         model: with adapters attached.
-        config: theirs, but for `ranks`.
-        tensors: every parameter by its full name, of the shapes that `adapter_shapes` gives.
+        config: the adapters' own, except for `ranks`.
+        tensors: every parameter by its full name, in the shapes of `adapter_shapes`.
     """
     model = viewed(model)
     record = attached(model)
@@ -188,14 +191,13 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
 
 
 def at_random_start(model: PreTrainedModel) -> bool:
-    """Return whether the adapters were neither calibrated nor loaded; steps do not count."""
+    """Return whether the adapters were neither calibrated nor loaded, trained or not."""
     return attached(model).random_start
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Replace transformers' own, whose files of a converted model load as the teacher."""
+    """Replace `save_pretrained`, whose files would load as the base alone."""
     raise ModelError(
-        "a model with NPT adapters cannot be saved as a whole: it would load as its base;"
-        " npt.save_adapter(model, FOLDER) saves the student, and after npt.detach(model) the base"
-        " can be saved"
+        "save_pretrained does not support a model with NPT adapters: save the student with"
+        " npt.save_adapter(model, FOLDER), or call npt.detach(model) first to save the base"
     )

@@ -1,17 +1,16 @@
-"""Consolidation: one token's modulation becomes part of the model, for every token.
+"""Consolidation: make one token's modulation part of the model, for every token.
 
-A token's modulation of a product, y' = m * y + s, is a scale and a bias for every row of the frozen
-weight. At strength alpha,
+A token's modulation of a product, y' = m * y + s, is a scale and a bias for each row of the frozen
+weight. At strength alpha, consolidation applies
 
     y' = (1 + alpha (m - 1)) * y + alpha s
 
-it is applied to every token's product from then on (npt/base/rows.py). No byte of the weight is
-written: it is exact on a 4-bit base and goes away without a trace. With alpha in (0, 1] the scale
-lies within the modulation's own bounds and is never 0.
+to the products of all tokens (npt/base/rows.py). The weight is not written, so an update is exact
+on a 4-bit base and can be undone exactly. With alpha in (0, 1] the scale stays within the bounds of
+the modulation and is never 0.
 
-Teacher and student share the rows, live adapters modulate their results, and a model without
-adapters has them as well. Updates stack: each acts on the result of those before it, and the last
-is the first to go.
+Updates apply to teacher, student and a model without adapters. They stack: each acts on the result
+of earlier ones, and the last is undone first.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ Product = tuple[int, str]
 
 @dataclass(frozen=True)
 class Consolidation:
-    """One update: the rows that a token's modulation has become.
+    """One update, made from a token's modulation.
 
     Attributes:
         rows: scale and bias [O] by layer and target, fp32, on the host.
-        record: its origin, for the history: text, token, alpha and more, all JSON.
+        record: origin of the update for the history, in JSON types: text, token, alpha and more.
     """
 
     rows: dict[Product, Rows]
@@ -61,16 +60,16 @@ def update_from(
     targets: Collection[str] | None = None,
     record: dict[str, Any] | None = None,
 ) -> Consolidation:
-    """Return the update that a token's modulation makes at a strength.
+    """Return the update for a token's modulation at strength alpha.
 
     Args:
-        modulation: of `modulation_of`.
-        alpha: above 0; at 1 every token is modulated as that one was.
-        targets: of the modulation; default all.
-        record: kept in the history together with the token, alpha and the layers.
+        modulation: result of `modulation_of`.
+        alpha: in (0, 1]. At 1 every token is modulated as this one was.
+        targets: targets to consolidate; default all of the modulation.
+        record: kept in the history, together with token, alpha and layers.
 
     Raises:
-        ConfigError: alpha out of range, or targets that the modulation does not have.
+        ConfigError: alpha is out of range, or the modulation lacks a target.
     """
     if not 0 < alpha <= 1:
         raise ConfigError(f"--alpha is {alpha}; it must lie above 0 and be at most 1")
@@ -78,7 +77,7 @@ def update_from(
     targets = present if targets is None else set(targets)
     if not targets or not targets <= present:
         first, second = (", ".join(sorted(names)) or "none" for names in (targets, present))
-        raise ConfigError(f"--targets is {first}; the adapter modulates {second}")
+        raise ConfigError(f"--targets is {first}, but the adapter modulates {second}")
     rows: dict[Product, Rows] = {}
     for index, terms in sorted(modulation.terms.items()):
         for target, (m, s) in terms.items():
@@ -100,47 +99,47 @@ def update_from(
 
 
 def consolidate(model: PreTrainedModel, update: Consolidation) -> None:
-    """Make an update part of the model, on top of those before it; if refused, change nothing.
+    """Apply an update to the model, on top of earlier ones. If it raises, the model is unchanged.
 
     Raises:
-        ConfigError: rows that are not finite, or a scale that is not above 0.
-        ModelError: rows that do not fit the model.
+        ConfigError: rows are not finite, or a scale is not above 0.
+        ModelError: rows do not fit the model.
     """
     check_update(model, update)
     _set_history(model, (*consolidated(model), update))
 
 
 def unconsolidate(model: PreTrainedModel, count: int | None = 1) -> tuple[Consolidation, ...]:
-    """Take back the last `count` updates, bit for bit, and return them, oldest first.
+    """Undo the last `count` updates, bit for bit. Return them, oldest first.
 
     Args:
-        model: with updates or without.
-        count: None for all.
+        model: with or without updates.
+        count: number of updates; None for all.
 
     Raises:
-        ConfigError: the model has fewer.
+        ConfigError: the model has fewer updates.
     """
     history = consolidated(model)
     if count is not None and not 0 <= count <= len(history):
-        raise ConfigError(f"{count} updates are to be taken back, the model has {len(history)}")
+        raise ConfigError(f"cannot undo {count} updates: the model has {len(history)}")
     keep = 0 if count is None else len(history) - count
     _set_history(model, history[:keep])
     return history[keep:]
 
 
 def consolidated(model: PreTrainedModel) -> tuple[Consolidation, ...]:
-    """Return the updates that are part of the model, oldest first."""
+    """Return the model's updates, oldest first."""
     return getattr(viewed(model), _HISTORY, ())
 
 
 def check_update(model: PreTrainedModel, update: Consolidation) -> None:
-    """Refuse an update that does not fit the model or would poison it; errors as `consolidate`."""
+    """Check that an update fits the model and is finite. Raises like `consolidate`."""
     layers = decoder_layers(model)
     for (index, target), (scale, bias) in update.rows.items():
         if not 0 <= index < len(layers) or target not in TARGETS:
             raise ModelError(
-                f"the update has rows for {target!r} of layer {index}; the model has layers 0 to"
-                f" {len(layers) - 1}"
+                f"the update has rows for {target!r} of layer {index}, but the model has layers 0"
+                f" to {len(layers) - 1}"
             )
         product = product_of(layers[index], target)
         check_row_scalable(product)
@@ -158,16 +157,12 @@ def check_update(model: PreTrainedModel, update: Consolidation) -> None:
 
 
 def product_of(layer: Any, target: str) -> Any:
-    """Return the linear layer whose product a target is.
-
-    The stream's is the attention's last: what is added to the attention output reaches the stream
-    of the base as it is, and that of a student by way of its code.
-    """
+    """Return the linear layer of a target's product; of the stream, attention's output layer."""
     return layer.get_submodule(TARGETS[target].module)
 
 
 def _set_history(model: PreTrainedModel, history: tuple[Consolidation, ...]) -> None:
-    """Give every product the rows of these updates: y -> scale_2 (scale_1 y + bias_1) + bias_2."""
+    """Compose the rows of updates and set them: y -> scale_2 (scale_1 y + bias_1) + bias_2."""
     model = viewed(model)
     composed: dict[Product, Rows | None] = {
         product: None for update in consolidated(model) for product in update.rows
@@ -178,7 +173,7 @@ def _set_history(model: PreTrainedModel, history: tuple[Consolidation, ...]) -> 
                 scale, bias = scale * below[0], scale * below[1] + bias
             composed[product] = (scale, bias)
     layers = decoder_layers(model)
-    with torch.inference_mode(False):  # gradients pass the products and their rows
+    with torch.inference_mode(False):  # gradients must be able to pass through the rows
         for (index, target), rows in composed.items():
             fresh = None if rows is None else (rows[0].clone(), rows[1].clone())
             set_rows(product_of(layers[index], target), fresh)

@@ -1,4 +1,4 @@
-"""A converted model: its layers, its adapters, and what they compute at the moment."""
+"""A converted model: its layers, its adapters, and the mode they compute in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npt.errors import ModelError
 
 STATE = "_npt_state"
 VIEWED = "_npt_viewed"
-"""Attribute under which a view (npt/evaluation/view.py) keeps the model that it shows."""
+"""Attribute of a view (npt/evaluation/view.py): the model that it shows."""
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Attached:
 
     Attributes:
         config: their form.
-        trainable_before: names of the base's trainable parameters.
-        random_start: they are as `attach` made them.
+        trainable_before: names of the parameters that were trainable before `attach`.
+        random_start: whether they were neither calibrated nor loaded.
     """
 
     config: NPTConfig
@@ -35,17 +35,17 @@ class Attached:
 
 
 def viewed(model: Any) -> Any:
-    """Return the model that a view shows, any other model itself: the one that keeps records."""
+    """Return the model that a view shows, which holds the records; any other model itself."""
     return vars(model).get(VIEWED, model)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers of a causal language model; ModelError if it has none."""
+    """Return the decoder layers of a causal language model; raise ModelError if it has none."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         raise ModelError(
-            f"{type(model).__name__} has no decoder layers at model.layers; load a Llama or the"
-            " like for causal language modelling"
+            f"{type(model).__name__} has no decoder layers at model.layers: load a causal language"
+            " model of a supported family with npt.load_base"
         )
     return layers
 
@@ -60,7 +60,7 @@ def npt_layers(model: PreTrainedModel) -> list[tuple[int, NPTLayer]]:
 
 
 def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by their full name in the model, in a fixed order."""
+    """Return the adapters' parameters by their full name in the model, in a fixed order."""
     return {
         f"model.layers.{index}.npt.{name}": parameter
         for index, layer in npt_layers(model)
@@ -73,20 +73,16 @@ def is_attached(model: PreTrainedModel) -> bool:
 
 
 def attached(model: PreTrainedModel) -> Attached:
-    """Return the record that `attach` left on a model.
-
-    Raises:
-        ModelError: no adapters are attached.
-    """
+    """Return the record that `attach` left on a model; raise ModelError if it has none."""
     if not is_attached(model):
         raise ModelError(
-            "the model has no NPT adapters; call npt.attach(model, npt.NPTConfig(...)) first"
+            "the model has no NPT adapters: call npt.attach(model, npt.NPTConfig(...)) first"
         )
     return getattr(viewed(model), STATE)
 
 
 def attached_config(model: PreTrainedModel) -> NPTConfig:
-    """Return the configuration of a model's adapters; ModelError if it has none."""
+    """Return the configuration of a model's adapters; raise ModelError if it has none."""
     return attached(model).config
 
 
@@ -97,9 +93,7 @@ def is_sharded(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
-    """Let every converted layer of the model compute `mode` within the context: `student`,
-    `teacher` or `floor`, which drops attention. Contexts nest; they end in the reverse order.
-    """
+    """Within the context, make every converted layer compute `student`, `teacher` or `floor`."""
     outer = [(layer.npt, layer.npt.mode) for _, layer in npt_layers(model)]
     for adapter, _ in outer:
         adapter.mode = mode
@@ -111,13 +105,13 @@ def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
 
 
 def adapters_disabled(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Make the model its own teacher within the context: the base, bit for bit."""
+    """Within the context, make the model compute as its base, the teacher, bit for bit."""
     return adapter_mode(model, "teacher")
 
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Set a model to evaluation mode, and each module back afterwards."""
+    """Set a model to evaluation mode within the context, then restore each module's mode."""
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:

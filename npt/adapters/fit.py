@@ -1,4 +1,4 @@
-"""The layers and ranks that a configuration of adapters means on a model."""
+"""Resolve a configuration of adapters to layers and ranks of a model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from npt.errors import ConfigError
 
 
 def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
-    """Return the indices of `upper_half`, `all`, a range `8-15` (both ends included), a list
+    """Return the layer indices of `upper_half`, `all`, a range `8-15` (both ends included), a list
     `3,5,7`, or a mix `0,4-7`.
 
     Raises:
-        ConfigError: not of that form, or an index outside the model.
+        ConfigError: the form is invalid, or the model lacks a layer.
     """
     if spec.strip() in ("all", "upper_half"):
         return tuple(range(0 if spec.strip() == "all" else num_layers // 2, num_layers))
@@ -26,7 +26,7 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if not match:
             raise ConfigError(
-                f"--layers is {spec!r}; write upper_half, all, a range like 8-15 or a list like"
+                f"--layers is {spec!r}; pass upper_half, all, a range like 8-15 or a list like"
                 " 3,5,7"
             )
         first, last = int(match[1]), int(match[2] or match[1])
@@ -41,7 +41,7 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
 
 
 def format_layers(layers: tuple[int, ...]) -> str:
-    """Return indices as ranges, (4, 5, 6, 9) -> '4-6,9': the inverse of `resolve_layers`."""
+    """Return indices as ranges, (4, 5, 6, 9) -> '4-6,9', which `resolve_layers` reads."""
     runs = itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
     spans = [[index for _, index in run] for _, run in runs]
     return ",".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)
@@ -50,11 +50,11 @@ def format_layers(layers: tuple[int, ...]) -> str:
 def check_fit(
     config: NPTConfig, model_config: PreTrainedConfig, max_length: int | None = None
 ) -> tuple[int, ...]:
-    """Return the layers that `config` means on a model of this configuration.
+    """Return the layers that `config` converts on a model of this configuration.
 
     Raises:
-        ConfigError: layers out of range, samples of `max_length` tokens longer than the model's
-            positions, or a rank above the hidden size, at which z = A a holds all of a already.
+        ConfigError: layers are out of range, `max_length` exceeds the model's positions, or a rank
+            exceeds the hidden size, at which z = A a already holds all of a.
     """
     chosen = resolve_layers(config.layers, model_config.num_hidden_layers)
     largest = max(config.ranks_of(len(chosen)))
@@ -69,15 +69,15 @@ def check_fit(
 
 
 def check_length(max_length: int, model_config: PreTrainedConfig) -> None:
-    """Refuse, with a ConfigError, samples longer than the model's positions."""
+    """Raise ConfigError if samples may be longer than the model's positions."""
     positions = getattr(model_config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
         raise ConfigError(
-            f"--max_length is {max_length}, the model has {positions} positions; lower it"
+            f"--max_length is {max_length}, but the model has {positions} positions; lower it"
         )
 
 
 def config_by_layer(config: NPTConfig, layers: tuple[int, ...]) -> dict[int, NPTConfig]:
-    """Return each layer's own configuration: that of all, with its own rank."""
+    """Return each layer's configuration: `config` with the layer's own rank."""
     ranks = zip(layers, config.ranks_of(len(layers)), strict=True)
     return {index: replace(config, rank=rank, ranks=None) for index, rank in ranks}

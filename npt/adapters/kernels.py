@@ -1,11 +1,11 @@
-"""Triton kernels of a converted layer's elementwise work, for npt/adapters/trained.py on a GPU.
+"""Triton kernels for a converted layer's elementwise work, for npt/adapters/trained.py on a GPU.
 
-Where the plain form walks through memory fifteen times forward and thirty backward, modulation,
-SiLU, the product of gate and up, and the energy are one kernel, and their backward is another.
+One kernel computes modulation, SiLU, the product of gate and up, and the energy; another computes
+their backward. The plain form makes fifteen passes over memory forward and thirty backward.
 
-At small ranks the kernels multiply M z and B z themselves where TF32 is allowed; otherwise torch
-does, in blocks of rows. Backward leaves the gradients of a block's M z and B z in memory, for
-torch's products with z and with the weights. Without atomics, equal inputs give equal bits.
+At small ranks, and if TF32 is allowed, the kernels compute M z and B z themselves. Otherwise torch
+does, in blocks of rows. Backward writes the gradients of a block's M z and B z to a buffer ("room")
+for torch's products with z and the weights. There are no atomics: equal inputs give equal bits.
 
 Shapes: N rows, F columns of the products (`width` in the kernels, for down D), R rank.
 """
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from npt.adapters.trained import LowRank
 
 SMALL = 32
-"""The largest rank that the kernels multiply by: a tile of each weight is held in registers."""
+"""The largest rank that the kernels multiply by: they hold a tile of each weight in registers."""
 
 ROOM = 1 << 26
-"""Numbers of a block's M z and B z: 256 MiB, 1,170 rows at F = 14,336. Blocks that stay in the L2
-cache are no faster, and give the host more to launch. A block has no fewer rows than R."""
+"""Numbers in the buffer for a block's M z and B z: 256 MiB, 1,170 rows at F = 14,336. Blocks that
+fit the L2 cache are not faster and need more launches. A block has at least R rows."""
 
 TILES = {True: {"BM": 16, "BN": 128, "num_warps": 8}, False: {"BM": 1, "BN": 1024, "num_warps": 4}}
-"""Rows and columns of a tile, by whether kernels multiply: 8 numbers of each tensor to a thread, of
-whose registers none spills (benchmarks/compile_kernels.py)."""
+"""Rows and columns of a tile, by whether the kernels multiply: 8 numbers of each tensor per thread,
+without spilled registers (benchmarks/compile_kernels.py)."""
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def _sigmoid(x):
 
 @triton.jit
 def _tile(z, count, width, low_width, rank, RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Rows and columns of a program's tile, which of it is there, where it lies among the products
-    and in the room, and its rows' codes if kernels multiply.
+    """Return rows, columns and mask of a program's tile, its offsets in the products and the room,
+    and the codes of its rows.
     """
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -72,7 +72,7 @@ def _tile(z, count, width, low_width, rank, RANK: tl.constexpr, BM: tl.constexpr
 
 @triton.jit
 def _low(term, code, at, within, columns, width, rank, RANK: tl.constexpr):
-    """A tile of M z or B z: multiplied, `term` being the weight, or read where RANK is 0."""
+    """Return a tile of M z or B z: the product with the weight `term`, or `term` at RANK 0."""
     if RANK:
         ranks = tl.arange(0, RANK)
         known = (ranks < rank)[:, None] & (columns < width)[None, :]
@@ -85,7 +85,7 @@ def _low(term, code, at, within, columns, width, rank, RANK: tl.constexpr):
 def _modulated(
     y, mult, add, code, at, within, columns, width, rank, alpha, slope, RANK: tl.constexpr
 ):
-    """A tile of m y + s; c and s, 0 where the form has no such term."""
+    """Return a tile of m y + s, and its c and s, 0 if the form lacks the term."""
     c = tl.full(y.shape, 0.0, tl.float32)
     s = c
     moved = y
@@ -104,11 +104,7 @@ def _forward(
     count, width, low_width, rank, alpha, slope,
     RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out = silu(gate') * up', or gate' where up is None; energy: [count, tiles of columns].
-
-    With `taught`, the teacher's up, `out` holds the teacher's gate before, and `taught` the
-    teacher's product after.
-    """
+    """Compute `forward` for a tile; energy: [count, tiles of columns]."""
     rows, columns, within, at, low_at, code = _tile(z, count, width, low_width, rank, RANK, BM, BN)
     y = tl.load(gate + at, mask=within, other=0.0)
     moved, c, s = _modulated(
@@ -136,7 +132,7 @@ def _forward(
 def _leave(
     grad, y, c, s, weight, of_y, of_mult, of_add, at, low_at, within, alpha, slope,
 ):  # fmt: skip
-    """Write, from a tile of the gradient of m y + s, those of y, M z and B z that are wanted."""
+    """Write the requested gradients of y, M z and B z from a tile of the gradient of m y + s."""
     if of_y is not None:
         tl.store(of_y + at, grad + slope * c * grad, mask=within)
     if of_mult is not None:
@@ -153,7 +149,7 @@ def _backward(
     count, width, low_width, rank, alpha, slope,
     RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of gate, up, M z and B z, where wanted; the latter may overwrite those."""
+    """Write the requested gradients of a tile. Those of M z and B z may overwrite them."""
     rows, columns, within, at, low_at, code = _tile(z, count, width, low_width, rank, RANK, BM, BN)
     of_out = tl.load(grad + at, mask=within, other=0.0)
     weight = 0.0
@@ -178,7 +174,7 @@ def _backward(
 
 
 def try_out(device: int) -> None:
-    """Build and launch a kernel on a CUDA device, or raise whatever Triton raises."""
+    """Build and launch a kernel on a CUDA device; raise whatever Triton raises."""
     with torch.cuda.device(device):
         _nothing[(1,)]()
 
@@ -186,10 +182,10 @@ def try_out(device: int) -> None:
 def forward(
     low: LowRank, gate: Tensor, up: Tensor | None, out: Tensor, taught: Tensor | None = None
 ) -> Tensor:
-    """Write silu(gate') * up' to `out`, gate' without up: [N, F]; return the energy [N].
+    """Write silu(gate') * up' [N, F], or gate' without up, to `out`; return the energy [N].
 
-    With `taught`, the teacher's up [N, F], `out` holds the teacher's gate, and `taught` becomes
-    silu of it times `taught`.
+    If `taught` [N, F] is given, it holds the teacher's up and `out` the teacher's gate; `taught`
+    then becomes the teacher's product.
     """
     work = _Work(low, gate)
     energy = gate.new_empty(len(gate), triton.cdiv(work.width, work.tile["BN"]))
@@ -201,8 +197,8 @@ def forward(
 def backward(
     low: LowRank, grad: Tensor, gate: Tensor, up: Tensor | None, *of_products: Tensor | None
 ) -> None:
-    """Add the gradients of z, M and B to those of `low`, from that [N, F] of what `forward` writes;
-    write those of gate and up where given.
+    """Add gradients of z, M and B to `low`, from that [N, F] of what `forward` writes; write those
+    of gate and up to `of_products`, if given.
     """
     work, grad = _Work(low, gate, leaves=True), grad.contiguous()
     into = [sums for sums in low.grad_weights if sums is not None]
@@ -219,12 +215,12 @@ def backward(
 
 
 class _Work:
-    """Launches a kernel for blocks of rows; with `leaves`, one that leaves gradients in the room.
+    """Launches a kernel for blocks of rows. `leaves`: the kernel writes gradients to the room.
 
     Attributes:
-        rank: of the kernels' own products, padded as Triton wants it; 0 where torch multiplies.
-        joined: whether torch multiplies M and B of all products at once, which saves launches.
-        weights: what torch multiplies by, [O, R] each.
+        rank: rank of the kernels' own products, padded for Triton; 0 if torch multiplies.
+        joined: whether torch multiplies by M and B of all products at once, to save launches.
+        weights: the weights that torch multiplies by, [O, R] each.
     """
 
     def __init__(self, low: LowRank, like: Tensor, leaves: bool = False):
@@ -234,7 +230,7 @@ class _Work:
         self.weights = [weight for weight in low.weights if weight is not None]
         self.joined = own <= SMALL and len(self.weights) > 1
         self.columns = len(self.weights) * self.width if leaves or not self.rank else 0
-        # tiles are addressed by 32 bits, and the second dimension of a grid has 16
+        # tiles have 32-bit addresses, and the second dimension of a grid has 16 bits
         most = min((1 << 29) // max(self.width, self.columns), 65535 * self.tile["BM"])
         self.length = min(max(own, ROOM // self.columns), most) if self.columns else most
         if self.joined and self.columns:
@@ -247,18 +243,18 @@ class _Work:
             yield slice(start, min(start + self.length, self.count))
 
     def room(self, rows: slice) -> list[Tensor | None]:
-        """Return the room of each term [n, F], None if the form has no such term."""
+        """Return the room of each term [n, F]; None if the form lacks the term."""
         parts = iter(self.memory[: rows.stop - rows.start].split(self.width, dim=-1))
         return [None if weight is None else next(parts) for weight in self.low.weights]
 
     def products(self, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what torch multiplies by, with the room of the product [n, O]."""
+        """Yield the weights that torch multiplies by, with the room of their product [n, O]."""
         width = self.columns if self.joined else self.width
         parts = self.memory[: rows.stop - rows.start].split(width, dim=-1)
         return zip(self.weights, parts, strict=False)
 
     def terms(self, rows: slice) -> Sequence[Tensor | None]:
-        """Return what the kernels read: M z and B z, or M and B."""
+        """Return what the kernels read: M and B if they multiply, else M z and B z."""
         if self.rank:
             return self.low.weights
         for weight, part in self.products(rows):
@@ -272,14 +268,12 @@ class _Work:
         four = [term for each in terms for term in [*each, None, None][:4]]
         numbers = (count, self.width, self.columns, rank, self.low.alpha, self.low.slope)
         grid = (triton.cdiv(self.width, self.tile["BN"]), triton.cdiv(count, self.tile["BM"]))
-        with torch.cuda.device(self.z.get_device()):  # -1, none, where they are interpreted
+        with torch.cuda.device(self.z.get_device()):  # -1 (none) in Triton's interpreter
             kernel[grid](*block, *four, *numbers, RANK=self.rank, **self.tile)
 
 
 def _multiplied(low: LowRank) -> int:
-    """Return the padded rank of kernels that multiply, or 0: for large ranks, on cards of AMD or
-    before Ampere, and where fp32 products may not be rounded to TF32.
-    """
+    """Return the padded rank, or 0 if torch multiplies: for large ranks, without TF32, on AMD."""
     rank, z = low.z.shape[-1], low.z
     if rank > SMALL or not tf32_allowed() or torch.version.hip:
         return 0

@@ -1,24 +1,23 @@
-"""The NPT decoder layer, its adapter, and the modulation: how a token's attention output changes
-its MLP.
+"""The NPT decoder layer: a token's attention output modulates that token's MLP.
 
-For a token with attention output a (width D) and low-rank code z = A a (width R), a product y of
-the MLP becomes
+From the attention output a (width D), a low-rank code z = A a (width R) is computed. Each modulated
+product y of the MLP becomes
 
     y' = m * y + s,   m = 1 + beta * (2 sigmoid(M z) - 1),   s = alpha * (B z)
 
-m lies within (1 - beta, 1 + beta), so for beta < 1 it can never reach 0 and switch a channel, and
-its gradient, off; it is exactly 1 at M z = 0. At the ends fp32 rounds it to the bound itself. Left
-out on purpose: dropout, biases, any normalisation of a or z.
+m lies within (1 - beta, 1 + beta), so with beta < 1 it never reaches 0, where a channel and its
+gradient would vanish. It is exactly 1 at M z = 0. On purpose there is no dropout, no bias and no
+normalisation of a or z.
 
-`student_output` computes it operation by operation: generation and evaluation run it, and training
-runs the same formula fused (npt/adapters/trained.py), which tests compare with it.
+`student_output` computes the formula operation by operation, for generation and evaluation.
+Training runs it fused (npt/adapters/trained.py); tests compare the two.
 
-A converted layer keeps its modules, parameter names and hooks; only its class changes, to a
-subclass of itself, and it gains the child `npt`. A wrapper would not do: transformers finds decoder
-layers by `isinstance` to collect `output_hidden_states`, and a wrapper hides them.
+A converted layer keeps its modules, parameter names and hooks. Only its class changes, to a
+subclass of the original, and it gains the child `npt`. A wrapper would not work: transformers finds
+decoder layers by `isinstance` to collect `output_hidden_states`.
 
-Shapes: B batch, T time, D hidden, F ffn, R rank; `...` is any leading shape, O the width of the
-modulated product (F or D).
+Shapes: B batch, T time, D hidden, F ffn, R rank, O width of the modulated product (F or D); `...`
+is any leading shape.
 """
 
 from __future__ import annotations
@@ -39,25 +38,23 @@ from npt.config import STREAM, TARGETS, NPTConfig
 T = TypeVar("T")
 
 Mode = Literal["student", "teacher", "floor"]
-"""A layer computes the NPT form, the untouched base, or the NPT form without any modulation
-(attention dropped)."""
+"""A layer computes the NPT form, the base, or the NPT form without modulation (no attention)."""
 
 Terms = Sequence[tuple[Tensor | None, Tensor | None]]
-"""(m, s) of each target, [..., O]; None if the adapter's form has no such term."""
+"""(m, s) of each target, [..., O] each; None if the adapter's form lacks the term."""
 
 Observer = Callable[[dict[str, Tensor | None]], None]
-"""Is shown stages of a layer's pass by name, None if the adapter's form has no such stage, and
-changes none of them."""
+"""Receives stages of a layer's forward by name (None if absent) and must not change them."""
 
 STD_A, STD_B = 0.02, 0.001
-"""Standard deviations of A and B at a random start; M is 0 there, so that every multiplier is 1."""
+"""Standard deviations of A and B at a random start. M starts at 0, so every multiplier is 1."""
 
 
 def multiplier(u: Tensor, mult_bound: float) -> Tensor:
     """Return m = 1 + beta * (2 sigmoid(u) - 1), same shape as `u`.
 
-    Written as tanh(u / 2), which is the same function and keeps full relative precision near u = 0,
-    where training starts; 2 sigmoid(u) - 1 cancels there.
+    It uses tanh(u / 2), which equals 2 sigmoid(u) - 1 without cancellation near u = 0, where
+    training starts.
     """
     return 1.0 + mult_bound * torch.tanh(0.5 * u)
 
@@ -65,27 +62,26 @@ def multiplier(u: Tensor, mult_bound: float) -> Tensor:
 MULTIPLIERS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "sigmoid": multiplier,
     "half_sigmoid": lambda u, _: 0.5 * torch.sigmoid(u) + 0.5,  # 0.75 at the start, never above 1
-    "one_plus_tanh": lambda u, _: 1.0 + torch.tanh(u),  # reaches 0, where the gradient is gone
+    "one_plus_tanh": lambda u, _: 1.0 + torch.tanh(u),  # reaches 0, where the gradient vanishes
     "unbounded": lambda u, _: 1.0 + u,
 }
-"""Forms of m by name, from u = M z and beta. All but the first were in use elsewhere; studies
-measure their effect."""
+"""Forms of m by name, from u = M z and beta. All but `sigmoid` serve studies of their effect."""
 
 
 def modulate(
     y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, form: NPTConfig
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Modulate one product.
+    """Modulate one product: y' = m * y + s.
 
     Args:
-        y: [..., O], the product of the frozen weight; any float dtype.
-        z: [..., R], the token's code, in the adapter's dtype (fp32).
+        y: [..., O], product of the frozen weight, of any float dtype.
+        z: [..., R], code, in the adapter's dtype (fp32).
         mult: M, [O, R], or None for no multiplicative term.
         add: B, [O, R], or None for no additive term.
         form: beta, alpha and the form of m.
 
     Returns:
-        y' in y's dtype, then m and s in z's dtype, None if absent.
+        y' in y's dtype, then m and s in z's dtype, each None if absent.
     """
     out = y.to(z.dtype)
     m = s = None
@@ -99,9 +95,9 @@ def modulate(
 
 
 def modulation_energy(terms: Terms) -> Tensor | None:
-    """Return the energy that is regularised: sum over targets of mean((m - 1)^2) + mean(s^2).
+    """Return the energy [...] to be regularised, one number per token; None without modulation.
 
-    The means are over channels: [...], one number per token; None if nothing is modulated.
+    It sums mean((m - 1)^2) + mean(s^2) over targets; the means are over channels.
     """
     parts = [(m - 1.0).square().mean(dim=-1) for m, _ in terms if m is not None]
     parts += [s.square().mean(dim=-1) for _, s in terms if s is not None]
@@ -109,21 +105,21 @@ def modulation_energy(terms: Terms) -> Tensor | None:
 
 
 class NPTAdapter(nn.Module):
-    """The trainable A, B, M of a layer, fp32 whatever the model around it is cast to.
+    """The trainable A, B and M of one layer. They stay fp32 when the model is cast.
 
     Args:
         config: form and size.
         hidden_size: D.
         ffn_size: F.
-        generator: on the CPU, source of the random start.
+        generator: CPU generator that draws the random start.
 
     Attributes:
         A: [R, D].
-        B: by target [O, R], the stream in every form among them.
-        M: by target [O, R], without the stream.
+        B: [O, R] by target; the stream has one in every form.
+        M: [O, R] by target; the stream has none.
         mode: what the layer computes.
-        observer: if set, is shown the stages of each pass, from `h` to `o`.
-        recode: if set, replaces the tokens' codes (npt/tools/editing/transplant.py).
+        observer: called, if set, with the stages of each pass, from `h` to `o`.
+        recode: called, if set, to replace the tokens' codes (npt/tools/editing/transplant.py).
     """
 
     def __init__(
@@ -148,8 +144,8 @@ class NPTAdapter(nn.Module):
             return nn.Parameter(std * values)
 
         def std_b(target: str) -> float:
-            # With the attention residual kept the student must equal its base at the start; with
-            # attention in the stream the products' shifts only add to what it brings.
+            # A kept residual must start equal to the base. With the target stream, attention
+            # already arrives through it.
             zero = config.residual == "keep" or (STREAM in config.targets and target != STREAM)
             return 0.0 if zero else STD_B
 
@@ -158,7 +154,7 @@ class NPTAdapter(nn.Module):
         self.M = nn.ParameterDict({t: normal(widths[t], rank, 0.0) for t in config.multiplied})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NPTAdapter:
-        """Move with the model but keep every number: casts are meant for the base."""
+        """Move with the model but ignore casts, which are meant for the base."""
 
         def moved(tensor: Tensor) -> Tensor:
             result = fn(tensor)
@@ -167,33 +163,33 @@ class NPTAdapter(nn.Module):
         return super()._apply(moved, recurse)
 
     def show(self, **stages: Tensor | None) -> None:
-        """Show the observer stages that were just computed for the first time."""
+        """Pass stages to the observer, except when backward recomputes them."""
         if self.observer is not None and not is_recomputing():
             self.observer(stages)
 
     def code(self, attention: Tensor) -> Tensor:
-        """Return z = A a, [..., D] -> [..., R], in fp32 under any autocast."""
+        """Return z = A a, [..., D] -> [..., R], in fp32 even under autocast."""
         with torch.autocast(attention.device.type, enabled=False):
             z = F.linear(attention.to(self.A.dtype), self.A)
         return z if self.recode is None else self.recode(z)
 
     def weights_of(self, target: str) -> tuple[Tensor | None, Tensor | None]:
-        """Return M and B of a target, None if the form has no such term or leaves it out."""
+        """Return M and B of a target, each None if the form lacks it."""
         return self.M.get(target), self.B.get(target)
 
     def apply_to(
         self, target: str, y: Tensor, z: Tensor | None, *, aside: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Modulate one target; without a code, or for a target left out, return it as it is.
+        """Modulate one target. Without a code, or if the form omits the target, return y unchanged.
 
         Args:
             target: stream, gate, up or down.
             y: [..., O].
             z: [..., R], the codes of the same tokens.
-            aside: use copies of the weights, in which gradients end, for an observer.
+            aside: use detached copies of M and B, so that no gradient reaches the adapter.
 
         Returns:
-            y' like y; m and s [..., O] in fp32, None if the form has no such term.
+            y' like y, then m and s [..., O] in fp32, each None if the form lacks it.
         """
         if z is None or target not in self.config.targets:
             return y, None, None
@@ -205,29 +201,29 @@ class NPTAdapter(nn.Module):
 
 
 NPT_FORMS: dict[type[nn.Module], type[NPTLayer]] = {}
-"""The NPT class of each decoder layer's class: every subclass of `NPTLayer` and a decoder layer."""
+"""The NPT class of each decoder layer class."""
 
 
 class NPTLayer(nn.Module):
-    """Mix-in, before the layer's own class, that replaces a decoder layer's forward."""
+    """Mix-in, placed before the decoder layer's class, that replaces its forward."""
 
     npt: NPTAdapter
-    # Modules of the layer's own class, by the names that every supported family gives them.
+    # modules of the decoder layer, under the names that all supported families share
     input_layernorm: Any
     self_attn: Any
     post_attention_layernorm: Any
     mlp: Any
 
     def __init_subclass__(cls, **named: Any) -> None:
-        """Note which decoder layer the subclass is the NPT form of."""
+        """Register the subclass as the NPT class of its decoder layer class."""
         super().__init_subclass__(**named)
-        if cls.__bases__[0] is NPTLayer:  # FSDP makes subclasses of its own
+        if cls.__bases__[0] is NPTLayer:  # not so for the subclasses that FSDP makes
             NPT_FORMS[cls.__bases__[1]] = cls
 
     def forward(self, hidden_states: Tensor, **context: Any) -> Tensor:
-        """h [B, T, D] -> o [B, T, D], by the adapter's mode; the teacher is the base's own code.
+        """Return o [B, T, D] from h [B, T, D] in the adapter's mode; `teacher` is the base's code.
 
-        `context` is what the decoder passes to its layers.
+        `context` holds the other arguments that the decoder passes to its layers.
         """
         if self.npt.mode == "teacher":
             return super().forward(hidden_states, **context)
@@ -236,7 +232,7 @@ class NPTLayer(nn.Module):
 
 
 for _base in [family.layer for family in FAMILIES.values()]:
-    # a module-level name, by which pickle finds the class
+    # pickle finds a class by its name in the module
     globals()[f"NPT{_base.__name__}"] = type(f"NPT{_base.__name__}", (NPTLayer, _base), {})
 
 
@@ -250,8 +246,7 @@ def student_stream(
 ) -> Tensor:
     """Return the stream that the student's MLP reads and adds to.
 
-    It is h, or h + a if the residual is kept, and with the target `stream` a' = alpha B_stream z
-    more. code: z; None to shift nothing.
+    It is h, or h + a with a kept residual. The target `stream` adds alpha B_stream z; code: z.
     """
     adapter = layer.npt
     kept = hidden + attention if adapter.config.residual == "keep" else hidden
@@ -261,15 +256,10 @@ def student_stream(
 
 
 def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Terms]:
-    """Return o, the NPT layer's output, and the terms of its products, operation by operation.
+    """Return o from h and a, [..., D] each, operation by operation, and the terms of its products.
 
-    Hooks of the MLP and of its parts are called, those of the layer not. In mode `floor` nothing is
-    modulated and there are no terms.
-
-    Args:
-        layer: a converted layer.
-        hidden: h, [..., D].
-        attention: a, [..., D], of the same tokens.
+    Hooks of the MLP and of its parts are called; hooks of the layer are not. Mode `floor` modulates
+    nothing and has no terms.
     """
     adapter = layer.npt
     z = None if adapter.mode == "floor" else adapter.code(attention)
@@ -285,7 +275,7 @@ def student_mlp(
 ) -> tuple[Tensor, Terms]:
     """Return down' [..., D] from x [..., D], and the terms of its three products.
 
-    code: z; None to modulate nothing. aside: see `NPTAdapter.apply_to`.
+    code: z, or None to modulate nothing. aside: see `NPTAdapter.apply_to`.
     """
     adapter, mlp = layer.npt, layer.mlp
     terms: list[tuple[Tensor | None, Tensor | None]] = []
@@ -310,8 +300,7 @@ def student_mlp(
 
 
 WITHIN = "_npt_within"
-"""Attribute of a sharded module: a method that FSDP takes for a forward
-(npt/distributed/sharded_base.py)."""
+"""Attribute of a sharded module: a forward for FSDP (npt/distributed/sharded_base.py)."""
 
 
 def in_parts(layer: nn.Module) -> bool:
@@ -320,10 +309,9 @@ def in_parts(layer: nn.Module) -> bool:
 
 
 def within(module: nn.Module, compute: Callable[..., T], *tensors: Tensor) -> T:
-    """Return `compute(*tensors)` as if it were the forward of a decoder layer, or of the decoder.
+    """Return `compute(*tensors)`, run as the forward of a decoder layer or of the decoder.
 
-    FSDP then gathers the weights of a sharded layer around it, and again around the backward of
-    what it returns. Tensors that a gradient goes to must be arguments: after theirs the layer is
-    dropped again. All processes must come here.
+    FSDP then gathers the weights of a sharded module, and again for backward until the gradients of
+    `tensors` exist: pass every tensor that needs one. All processes must make the call.
     """
     return vars(module).get(WITHIN, call)(compute, *tensors)

@@ -1,7 +1,7 @@
-"""Gradient checkpointing: a layer's graph is dropped in forward and made again in backward.
+"""Gradient checkpointing: forward drops a layer's graph, and backward recomputes it.
 
-With torch's non-reentrant checkpoint, so gradients, their order of summation and the hooks on
-tensors are as without it.
+It uses torch's non-reentrant checkpoint, which changes neither gradients and their order of
+summation nor the hooks on tensors.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def recomputed(function: Callable[..., T], *arguments: object) -> T:
-    """Return `function(*arguments)`, keeping nothing but the arguments for backward, which calls
-    the function again: it must have no side effects.
-    """
+    """Return `function(*arguments)`, which backward calls again: it must have no side effects."""
     contexts = lambda: (nullcontext(), _recomputing())  # noqa: E731 - of forward, and of backward
     return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts)
 
 
 def is_recomputing() -> bool:
-    """Return whether this thread repeats a computation that observers have been shown."""
+    """Return whether this thread is recomputing what observers have already seen."""
     return _RECOMPUTING.get()
 
 

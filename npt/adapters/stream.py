@@ -1,8 +1,7 @@
 """The residual stream of a decoder: the states between its layers, and the layers' arguments.
 
-Strategies walk the layers themselves: they share work between teacher and student, free each
-layer's graph at once and stop after the last converted layer, none of which the model's own forward
-allows. Tests compare the results with that forward.
+Strategies call the layers one by one. Unlike the model's forward, they can share work between
+teacher and student, free each layer's graph at once and stop after the last converted layer.
 """
 
 from __future__ import annotations
@@ -27,19 +26,18 @@ from npt.data.batch import Batch
 from npt.errors import ModelError
 
 MASKED = ("sdpa", SDPA, EXACT, "eager")
-"""Attention implementations that take a mask for every pair of tokens, as packed documents need;
-flash kernels take none."""
+"""Attention implementations that support the masks of packed documents; flash kernels do not."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The states between two layers, and the arguments that the decoder gives its layers.
+    """The states between two layers, and the arguments that the decoder passes to its layers.
 
     Attributes:
         hidden: h, [B, T, D].
         shared: arguments by name, the same for all layers.
-        masks: the attention mask of each layer; layers that see alike share one.
-        batch: of the tokens.
+        masks: attention mask of each layer; layers with the same reach share one.
+        batch: the batch of tokens.
     """
 
     hidden: Tensor
@@ -48,27 +46,27 @@ class Stream:
     batch: Batch
 
     def context_of(self, layer: Any) -> dict[str, Any]:
-        """Return the arguments that the decoder gives this layer, h aside."""
+        """Return the arguments that the decoder passes to a layer, without h."""
         return {**self.shared, "attention_mask": self.masks[layer.self_attn.layer_idx]}
 
     def after(self, layer: Any, hidden: Tensor) -> Tensor:
-        """Return the states [B, T, D] after a layer that is given `hidden`."""
+        """Return the states [B, T, D] after a layer applied to `hidden`."""
         return self.clean(layer(hidden, **self.context_of(layer)))
 
     def through(self, layers: Iterable[Any]) -> Stream:
-        """Return the stream after these layers."""
+        """Return the stream after these layers, applied in order."""
         hidden = self.hidden
         for layer in layers:
             hidden = self.clean(layer(hidden, **self.context_of(layer)))
         return replace(self, hidden=hidden)
 
     def rows(self, states: Tensor) -> Tensor:
-        """Return the valid tokens' rows [N, D] of [B, T, D] states; a view where all are valid."""
+        """Return the valid tokens' rows [N, D] of [B, T, D] states; a view if all are valid."""
         flat = states.reshape(-1, states.shape[-1])
         return flat.index_select(0, self.batch.valid_index) if self.batch.padded else flat
 
     def scatter(self, rows: Tensor) -> Tensor:
-        """Put [N, D] rows back in their places, with zeros at padding: [B, T, D]."""
+        """Put rows [N, D] back into [B, T, D], with zeros at padding."""
         if not self.batch.padded:
             return rows.view(*self.hidden.shape[:2], -1)
         flat = rows.new_zeros(self.hidden.shape[0] * self.hidden.shape[1], rows.shape[-1])
@@ -77,8 +75,8 @@ class Stream:
     def clean(self, states: Tensor) -> Tensor:
         """Zero the padded positions.
 
-        A query without a key may come out of attention as NaN, and as a key, at weight 0, it would
-        still poison its row: 0 * NaN is NaN.
+        Attention may return NaN for a query without keys, which would make its row NaN in the next
+        layer: 0 * NaN is NaN.
         """
         if not self.batch.padded:
             return states
@@ -86,9 +84,7 @@ class Stream:
 
 
 def open_stream(model: PreTrainedModel, batch: Batch) -> Stream:
-    """Return the stream before layer 0, with embeddings, rotary positions and causal masks as the
-    model's forward makes them.
-    """
+    """Return the stream before layer 0, as the model's forward computes it."""
     decoder = model.model
     hidden = decoder.embed_tokens(batch.input_ids)
     shared = {
@@ -102,25 +98,25 @@ def open_stream(model: PreTrainedModel, batch: Batch) -> Stream:
 
 
 def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[Any, ...]:
-    """Return each layer's attention mask: causal, within its window, closed to padding and, in
-    packed rows, to other documents; a tensor [B, 1, T, T], or None for causal alone.
+    """Return each layer's attention mask: causal, within its window, without padding and, in packed
+    rows, without other documents. A mask is a tensor [B, 1, T, T], or None for causal alone.
 
     Raises:
-        ModelError: an implementation that would attend across packed documents.
+        ModelError: the attention implementation would attend across packed documents.
     """
     config = model.model.config
     implementation = config._attn_implementation
     if batch.documents is not None and implementation not in MASKED:
         raise ModelError(
-            "packed documents would attend to one another under attn_implementation"
-            f" {attention_name(model)}; load the base with --attn_implementation"
-            f" {', '.join(ATTENTIONS)}, or drop --packing"
+            "packed documents would attend to one another with attn_implementation"
+            f" {attention_name(model)}: load the base with --attn_implementation"
+            f" {' or '.join(ATTENTIONS)}, or remove --packing"
         )
     sliding = sliding_layers(config)
     documents = batch.documents
     apart = None if documents is None else packed_sequence_mask_function(documents)
-    # Given positions, or asked to skip masks, transformers would look for packed rows and padding,
-    # which waits for the device.
+    # With positions, or if asked to skip masks, transformers would search for packed rows and
+    # padding, which waits for the GPU.
     arguments = {
         "config": config,
         "inputs_embeds": hidden,
@@ -136,15 +132,15 @@ def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[
 
 
 def sliding_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Return for each layer whether it attends to the last `sliding_window` tokens alone."""
+    """Return for each layer whether it attends only to the last `sliding_window` tokens."""
     sight = FAMILIES[config.model_type].sight
     if sight != "by layer":
         return (sight == "window" and config.sliding_window is not None,) * config.num_hidden_layers
     odd = sorted(set(config.layer_types) - {"full_attention", "sliding_attention"})
     if odd:
         raise ModelError(
-            f"the model has layers of type {odd[0]!r}; only full_attention and sliding_attention"
-            " are known"
+            f"the model has layers of type {odd[0]!r}; NPT supports only full_attention and"
+            " sliding_attention"
         )
     return tuple(kind == "sliding_attention" for kind in config.layer_types)
 
@@ -152,13 +148,12 @@ def sliding_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
 def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """Return a batch as arguments of the model's own forward.
 
-    The masks of packed rows are made here: given a padding mask, that forward cannot tell the
-    documents.
+    It includes the masks of packed rows, since the forward itself cannot tell documents apart.
     """
     mask: Any = batch.attention_mask
     if batch.documents is not None:
         masks = causal_masks(model, batch, model.model.embed_tokens(batch.input_ids))
-        # such a model takes a mask for each kind of layer
+        # such a model expects a mask for each kind of layer
         by_layer = FAMILIES[model.config.model_type].sight == "by layer"
         mask = dict(zip(model.config.layer_types, masks, strict=True)) if by_layer else masks[0]
     return {

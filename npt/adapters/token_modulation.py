@@ -1,8 +1,7 @@
-"""One token's modulation: its code z in every converted layer, and the m and s that follow.
+"""One token's modulation: its code z in every converted layer, and the resulting m and s.
 
-In an NPT layer nothing else of the context reaches the token's MLP, so this is the context's whole
-effect there. It can be read, given to another token (npt/tools/editing/transplant.py), or made part
-of the model (npt/adapters/consolidate.py).
+In an NPT layer, the context affects the token's MLP only through it. It can be read, given to
+another token (npt/tools/editing/transplant.py), or made part of the model (consolidate.py).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from npt.adapters.layer import NPTAdapter, Observer
 from npt.errors import ConfigError, NumericalError
 
 LayerTerms = dict[str, tuple[Tensor | None, Tensor | None]]
-"""(m, s) by target, [O] each in fp32, None if the adapter's form has no such term."""
+"""(m, s) by target, [O] each in fp32; None if the adapter's form lacks the term."""
 
 
 @contextmanager
 def observed(observers: Sequence[tuple[NPTAdapter, Observer | None]]) -> Iterator[None]:
-    """Show each adapter's stages to its observer within the context."""
+    """Within the context, pass each adapter's stages to its observer."""
     outer = [(adapter, adapter.observer) for adapter, _ in observers]
     try:
         for adapter, observer in observers:
@@ -40,12 +39,13 @@ def observed(observers: Sequence[tuple[NPTAdapter, Observer | None]]) -> Iterato
 
 @dataclass(frozen=True)
 class TokenModulation:
-    """The modulation of one token of one text.
+    """The modulation of one token of a text.
 
     Attributes:
         codes: z [R] by layer.
         terms: m and s by layer and target.
-        token, token_id: its index in the text, and its id.
+        token: index of the token in the text.
+        token_id: its id.
     """
 
     codes: dict[int, Tensor]
@@ -56,15 +56,15 @@ class TokenModulation:
 
 @torch.no_grad()
 def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenModulation:
-    """Run the student on a text and read one token's modulation in every converted layer.
+    """Run the student on a text and return one token's modulation in every converted layer.
 
     Args:
-        model: with adapters attached; not changed.
-        ids: [T], or [1, T], token ids of the text, its start token included.
-        token: index in the text, from its end if negative.
+        model: with adapters attached. It does not change.
+        ids: [T] or [1, T], token ids of the text with its start token.
+        token: index in the text; a negative one counts from the end.
 
     Raises:
-        ConfigError: no tokens, ids outside the vocabulary, or no such token.
+        ConfigError: there are no tokens, ids outside the vocabulary, or no such token.
         ModelError: no adapters are attached.
         NumericalError: the modulation is not finite.
     """
@@ -74,7 +74,7 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
     stages: dict[int, dict[str, Any]] = {index: {} for index, _ in npt_layers(model)}
 
     def keep(index: int, shown: dict[str, Tensor | None]) -> None:
-        """Keep what concerns the token, not the stages of all of them."""
+        """Keep the stages of this token only."""
         for name, stage in shown.items():
             if name[:2] in ("m_", "s_") or name == "z":
                 stages[index][name] = None if stage is None else stage[0, token].clone()
@@ -89,35 +89,35 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
     for index, target in ((i, t) for i in terms for t in targets):
         if any(p is not None and not bool(p.isfinite().all()) for p in terms[index][target]):
             raise NumericalError(
-                f"layer {index}: the {target} modulation of token {token} is not finite; look with"
-                " npt trace"
+                f"layer {index}: the {target} modulation of token {token} is not finite; find the"
+                " cause with npt trace"
             )
     codes = {index: kept["z"] for index, kept in stages.items()}
     return TokenModulation(codes, terms, token, int(ids[0, token]))
 
 
 def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
-    """Return token ids as one row [1, T] on the model's device; ConfigError if they are none."""
+    """Return token ids as one row [1, T] on the model's device; raise ConfigError if invalid."""
     row = torch.as_tensor(ids)
     row = row.unsqueeze(0) if row.ndim == 1 else row
     if row.ndim != 2 or len(row) != 1 or row.numel() == 0 or row.is_floating_point():
         raise ConfigError(
-            f"token ids of one text are needed, [T] or [1, T] whole numbers; they are {row.dtype}"
-            f" of shape {list(row.shape)}"
+            f"token ids are {row.dtype} of shape {list(row.shape)}; pass the integer ids of one"
+            " text, [T] or [1, T]"
         )
     last = model.config.vocab_size - 1
     if int(row.min()) < 0 or int(row.max()) > last:
         raise ConfigError(
-            f"the text has token ids outside 0 to {last}; is this the tokenizer of the model?"
+            f"the text has token ids outside 0 to {last}; use the model's own tokenizer"
         )
     return row.to(next(model.parameters()).device, torch.int64)
 
 
 def token_index(ids: Tensor, token: int) -> int:
-    """Return an index into [1, T] ids from the start, given one from either end that exists."""
+    """Return a token's index in [1, T] ids from the start, given one from either end."""
     length = ids.shape[1]
     if not -length <= token < length:
         raise ConfigError(
-            f"token {token} was asked for, the text has {length} tokens: {-length} to {length - 1}"
+            f"there is no token {token}: the text has {length} tokens, {-length} to {length - 1}"
         )
     return token % length

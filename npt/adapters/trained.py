@@ -1,19 +1,19 @@
 """The forward of a converted layer in training: the student's output, the teacher's, the energy.
 
-The formula is that of npt/adapters/layer.py, fused: frozen products and modulation,
+This is the formula of npt/adapters/layer.py, fused. Forward and backward of the frozen products and
+their modulation,
 
     p = silu(gate') * up',   y' = m * y + s   for y = gate, up, down
 
-are computed by hand, forward and backward. Automatic differentiation of the plain form keeps some
-fifteen tensors of the size of the MLP's products, and walks through memory once for each. Here
-of such tensors gate, up and down are kept: m, s and all that follows from them are made again
-in backward, in blocks of rows that are small enough to stay in a processor's cache. gate and up
-need no backward unless what they read has one, by h or by the target `stream`, and a packed weight
-is dequantised once for teacher and student. The results are those of the plain form, to rounding.
+are written by hand. Automatic differentiation of the plain form keeps about fifteen tensors as
+large as the MLP's products, with a pass over memory for each. The fused form keeps gate, up and
+down. Backward recomputes the rest in blocks of rows that fit a processor's cache. gate and up need
+a backward only if their input x does, because of h or of the target `stream`. A 4-bit weight is
+dequantised once for teacher and student. Results equal the plain form's up to rounding.
 
-A layer in another precision than the policy's (npt/base/precision.py), with another activation than
-SiLU, a LoRA around a weight, or hooks that may change a value takes the plain form, which calls
-every module as it is and is the tests' yardstick.
+The plain form, which calls every module, runs for layers outside the precision policy
+(npt/base/precision.py) and for those with another activation than SiLU, a LoRA around a weight, or
+hooks that may change a value. Tests compare the two.
 
 Shapes: N tokens, D hidden, F ffn, R rank, O width of a product.
 """
@@ -54,9 +54,8 @@ from npt.errors import first_line
 from npt.extras import installed
 
 BLOCK = {"cpu": 1 << 19, "cuda": 1 << 23}
-"""Elements of a block by type of device. On a CPU a handful of them fits the last cache, with rows
-enough for low-rank products to be worth their call; on a GPU the time of a kernel is that of its
-memory traffic."""
+"""Elements of a block, by type of device. On a CPU a few blocks fit the last-level cache, with
+enough rows for efficient low-rank products. On a GPU memory traffic decides."""
 
 _PRODUCTS = ("gate", "up", "down")
 
@@ -65,7 +64,7 @@ _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Compute converted layers operation by operation within the context, to look at each."""
+    """Within the context, compute converted layers operation by operation, for inspection."""
     token = _PLAIN.set(True)
     try:
         yield
@@ -82,11 +81,11 @@ def trained_output(
         layer: a converted layer.
         hidden: h, [N, D].
         attention: a, [N, D].
-        teach: compute the teacher's output from the same h and a, which then have no graph, and
-            backward follows before the next layer's forward.
+        teach: also compute the teacher's output. Then h and a must have no graph, and backward must
+            run before the next layer's forward.
 
     Returns:
-        o [N, D]; the energy of the modulation [N]; and, if asked for, t [N, D] without graph.
+        o [N, D]; the energy of the modulation [N]; and t [N, D] without a graph, or None.
     """
     adapter = layer.npt
     taught = hidden + attention if teach else None
@@ -118,11 +117,7 @@ def trained_output(
 
 
 def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
-    """Return whether a layer's MLP can be computed by hand from h [N, D].
-
-    It must compute in fp32 (4-bit products in fp32 or bf16), with SiLU, in plain linear layers, and
-    nobody may change a value on the way.
-    """
+    """Return whether the fused form supports a layer's MLP for h [N, D] (see the module)."""
     config, parts = layer.npt.config, _parts(layer.mlp)
     _, activation, *linears = parts
     return (
@@ -139,7 +134,7 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
 
 
 def _in_fp32_or_packed(linear: nn.Module) -> bool:
-    """Return whether a layer computes in fp32, or unpacks 4 bits to bf16."""
+    """Return whether a linear layer computes in fp32, or dequantises 4-bit weights to bf16."""
     dtype = effective_dtype(linear)
     return dtype == "float32" or (dtype == "bfloat16" and isinstance(linear, bnb.nn.Linear4bit))
 
@@ -149,12 +144,12 @@ def _parts(mlp: Any) -> tuple[nn.Module, ...]:
 
 
 def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the student's x [N, D] with its graph, and the rows that `_MLP` multiplies."""
+    """Return the student's x [N, D] with its graph, and the input rows of `_MLP`."""
     if taught is None:
         read = layer.post_attention_layernorm(stream)
         return read, read.detach()
     both = layer.post_attention_layernorm(torch.cat([stream, taught]))
-    # gate and up each find the rows of both next to each other
+    # so that gate's rows are adjacent, and up's
     x = torch.cat([both, both[: len(stream)]])
     return (both if both.requires_grad else x)[: len(stream)], x.detach()
 
@@ -162,11 +157,9 @@ def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[
 def _shown(
     layer: NPTLayer, read: Tensor, z: Tensor, down: Tensor, energy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the MLP of a layer that somebody looks at once more, from copies and in the plain
-    form, for its hooks and its observer.
+    """Compute the MLP again in the plain form, from copies, for the layer's hooks and observer.
 
-    Returns down' [N, D] and the energy [N] as they are; their gradients also go through what was
-    shown. The adapter's own gradients keep their bits.
+    Returns down' [N, D] and the energy [N] unchanged; their gradients also flow through the copies.
     """
     x = read.detach().requires_grad_(read.requires_grad)
     with torch.enable_grad():
@@ -177,7 +170,7 @@ def _shown(
 
 
 class _Twin(torch.autograd.Function):
-    """A tensor whose gradient also goes to a copy of it that was computed for an observer."""
+    """Return a tensor whose gradient also goes to a copy computed for an observer."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, shown: Tensor) -> Tensor:
@@ -193,14 +186,14 @@ class _MLP(torch.autograd.Function):
     """The modulated MLP of the student and, if `teach`, the MLP of its teacher.
 
     `apply(z, read, mlp, x, teach, config, *weights)` returns down' [N, D], the teacher's output and
-    the energy [N]. z is [N, R], `read` the student's x [N, D] with its graph; weights are M and B
-    of gate, up and down. The rows x are the student's; with a teacher its N rows follow, and then
-    the student's again.
+    the energy [N]. z is [N, R], `read` the student's x [N, D] with its graph, and weights are M and
+    B of gate, up and down. x holds N rows of the student and, with a teacher, N rows of the teacher
+    and those of the student again.
 
-    With a teacher gate multiplies the first 2 N rows, up the last 2 N. Of four pieces of memory
-    [N, F] the outer two are the student's gate and up, which backward reads; the inner two are the
-    teacher's gate and up, which become down's inputs of student and teacher. In backward the first
-    of these becomes the gradient of the student's.
+    With a teacher, gate multiplies the first 2 N rows and up the last 2 N, into four buffers
+    [N, F]. The outer two hold the student's gate and up, which backward reads. The inner two hold
+    the teacher's gate and up, then p of student and teacher. Backward reuses the student's p for
+    its gradient.
     """
 
     @staticmethod
@@ -230,12 +223,12 @@ class _MLP(torch.autograd.Function):
             energy = energy + of_down
         ctx.mlp, ctx.config, ctx.width = mlp, config, down.shape[-1]
         ctx.goes_on = ctx.needs_input_grad[1]  # to x, by what is read
-        # Where every layer's graph lives until the end, dense weights would fill the memory. What
-        # is not saved can be freed early in backward, but would outlive gradient checkpointing.
+        # If the gradient goes on, all layers' graphs coexist, and dense weights would fill the
+        # memory. ctx.freed can be freed early in backward, but would defeat gradient checkpointing.
         ctx.freed = (own, weight, product) if teach else None
         saved = () if teach else (own, None if ctx.goes_on else weight, None)
         ctx.save_for_backward(gate, up, z, *weights, *saved)
-        ctx.set_materialize_grads(False)  # an energy that no loss reads has none
+        ctx.set_materialize_grads(False)  # an energy that no loss reads has no gradient
         ctx.mark_non_differentiable(teacher)
         return down, teacher, energy
 
@@ -263,7 +256,7 @@ class _MLP(torch.autograd.Function):
             if weight is None:
                 weight = product_weight(mlp.down_proj, gate.dtype)
             of_product = multiply_backward(mlp.down_proj, weight, grad, out=product)
-            del weight  # not held through what follows
+            del weight  # free it before the next products
             of_both = [torch.empty_like(y) for y in (gate, up) if goes_on]
             product_backward(of_product, gate, up, of_mlp, *of_both)
             del of_product
@@ -275,9 +268,7 @@ class _MLP(torch.autograd.Function):
 
 
 def _kernels(tensor: Tensor) -> Any:
-    """Return npt/adapters/kernels.py for a CUDA tensor where Triton works; None otherwise, and for
-    a tensor that stands for another, such as a fake one.
-    """
+    """Return npt/adapters/kernels.py for a CUDA tensor if Triton works; None for fake tensors."""
     return _kernels_on(tensor.get_device()) if tensor.is_cuda and type(tensor) is Tensor else None
 
 
@@ -289,10 +280,10 @@ def _kernels_on(device: int) -> Any:
         from npt.adapters import kernels
 
         kernels.try_out(device)
-    except Exception as error:  # of an import, a compiler, a linker or a driver
+    except Exception as error:  # from an import, a compiler, a linker or a driver
         warnings.warn(
-            f"Triton cannot build kernels for cuda:{device}: {first_line(error)}; training is"
-            " slower without them; install a C compiler and Python's headers",
+            f"Triton cannot build kernels for cuda:{device}: {first_line(error)}. Training runs"
+            " slower without them: install a C compiler and Python's headers",
             stacklevel=2,
         )
         return None
@@ -302,16 +293,17 @@ def _kernels_on(device: int) -> Any:
 class LowRank:
     """The modulation of some products in blocks of rows, and the gradients of z, M and B.
 
-    With c = sigmoid(M z) - 1/2, m = 1 + 2 beta c: exactly 1 at M z = 0, and off by no more than the
-    rounding of m itself. On a CPU sigmoid is several times as fast as tanh(M z / 2), which is 2 c.
+    With c = sigmoid(M z) - 1/2, m = 1 + 2 beta c. This m is exactly 1 at M z = 0, and its error
+    stays within the rounding of m. On a CPU sigmoid is several times as fast as tanh(M z / 2).
 
     Args:
         z: [N, R].
         weights: M and B [O, R] of each product in turn, None if absent.
-        config: the form of the arithmetic.
+        config: alpha and beta.
 
     Attributes:
-        grad_z, grad_weights: in backward, sums over the blocks so far.
+        grad_z: [N, R], in backward the sum over the blocks so far.
+        grad_weights: gradients of `weights`, likewise.
     """
 
     def __init__(self, z: Tensor, weights: Sequence[Tensor | None], config: NPTConfig):
@@ -323,14 +315,14 @@ class LowRank:
         self._rooms: list[Tensor] = []
 
     def changes(self, product: int) -> bool:
-        """Return whether the form modulates a product."""
+        """Return whether the product has M or B."""
         return any(w is not None for w in self.weights[2 * product : 2 * product + 2])
 
     def blocks(self, like: Tensor) -> Iterator[slice]:
-        """Yield the rows of an [N, O] tensor in blocks, of a length by O, R and the device alone.
+        """Yield the rows of an [N, O] tensor in blocks. O, R and the device set their length.
 
-        A block has no fewer rows than R: low-rank products of fewer would spend their time on
-        reading M and B. All blocks share memory, which is free after the last.
+        A block has at least R rows: with fewer, reading M and B would take most of the time. All
+        blocks share buffers, freed after the last block.
         """
         size = BLOCK.get(like.device.type, BLOCK["cuda"])
         length = max(1, self.z.shape[-1], size // max(1, like.shape[-1]))
@@ -342,9 +334,7 @@ class LowRank:
         self._rooms = []
 
     def c(self, product: int, rows: slice, energy: Tensor | None = None) -> Tensor | None:
-        """Return c of these rows of a product, None without M. The mean over channels of (m - 1)^2
-        is added to the energy [N].
-        """
+        """Return c of these rows, None without M; add the mean of (m - 1)^2 to the energy [N]."""
         mult = self.mults[product]
         if mult is None:
             return None
@@ -356,7 +346,7 @@ class LowRank:
         return c
 
     def modulated(self, product: int, rows: slice, y: Tensor, c: Tensor | None) -> Tensor:
-        """Return m y + s of these rows of a product [N, O]; y's own rows if it is not modulated."""
+        """Return m y + s of these rows of a product [N, O], or a view of y without modulation."""
         part, add = y[rows], self.adds[product]
         if add is None:
             return part if c is None else torch.addcmul(part, c, part, value=self.slope)
@@ -367,7 +357,7 @@ class LowRank:
     def additive_energy(self) -> Tensor:
         """Return the mean over channels of s^2, summed over products: [N].
 
-        |s|^2 = z'(alpha^2 B'B) z, so s is not needed.
+        |s|^2 = z'(alpha^2 B'B) z, so s itself is not computed.
         """
         energy = self.z.new_zeros(len(self.z))
         for add in self.adds:
@@ -377,13 +367,13 @@ class LowRank:
         return energy
 
     def begin_backward(self, grad_energy: Tensor | None) -> None:
-        """Begin with the gradients of the additive energy, from that [N] of the energy, if any."""
-        # of a sum it is one number, expanded, and the kernels read N
+        """Start the sums of gradients with those of the additive energy."""
+        # the gradient of a sum is one expanded number; the kernels read N
         self.grad_energy = None if grad_energy is None else grad_energy.contiguous()
         self.grad_z = torch.zeros_like(self.z)
         self.grad_weights = [None if w is None else torch.zeros_like(w) for w in self.weights]
         if self.kernels is not None:
-            return  # they add these themselves
+            return  # the kernels add these gradients
         for add, into in zip(self.adds, self.grad_weights[1::2], strict=True):
             if grad_energy is not None and add is not None and into is not None:
                 weighted = (2.0 / len(add) * grad_energy).unsqueeze(-1) * self.z
@@ -399,7 +389,7 @@ class LowRank:
         c: Tensor | None,
         grad_y: Tensor | None,
     ) -> None:
-        """Add a block's gradients, from that of m y + s; write those of y to `grad_y` [N, O]."""
+        """Add a block's gradients of z, M and B, from that of m y + s; write y's to `grad_y`."""
         part, codes, grad_z = y[rows], self.z[rows], self.grad_z[rows]
         mult, add = self.mults[product], self.adds[product]
         into_mult, into_add = self.grad_weights[2 * product : 2 * product + 2]
@@ -408,7 +398,7 @@ class LowRank:
             if c is not None:
                 into_y.addcmul_(c, grad, value=self.slope)
         if c is not None and mult is not None and into_mult is not None:
-            # over -2 beta, as sigmoid (1 - sigmoid) = 1/4 - c^2
+            # divided by -2 beta: sigmoid (1 - sigmoid) = 1/4 - c^2
             if self.grad_energy is None:
                 of_u = c.square_().sub_(0.25).mul_(grad).mul_(part)
             else:
@@ -427,8 +417,8 @@ def product_forward(
 ) -> Tensor:
     """Write p = silu(gate') * up' [N, F] to `out`; return the energy [N] of both products.
 
-    gate and up [N, F] are kept for backward. low: of their M and B. With `taught`, the teacher's
-    up, `out` holds the teacher's gate, and `taught` becomes the teacher's p.
+    low holds M and B of gate and up [N, F]. If `taught` is given, it holds the teacher's up and
+    `out` the teacher's gate; `taught` then becomes the teacher's p.
     """
     if low.kernels is not None:
         return low.kernels.forward(low, gate, up, out, taught)
@@ -450,7 +440,7 @@ def product_backward(
     grad_gate: Tensor | None = None,
     grad_up: Tensor | None = None,
 ) -> None:
-    """Add to the gradients of `low` those of p's modulation; write gate's and up's if given."""
+    """Add gradients of z, M and B to `low`, from that of p; write those of gate and up if given."""
     if low.kernels is not None:
         low.kernels.backward(low, grad, gate, up, grad_gate, grad_up)
         return
@@ -478,7 +468,7 @@ def modulated_forward(y: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
 
 
 def modulated_backward(grad: Tensor, y: Tensor, low: LowRank, grad_y: Tensor | None) -> None:
-    """Add to the gradients of `low` those of m y + s; write y's if given."""
+    """Add gradients of z, M and B to `low`, from that of m y + s; write y's if given."""
     if low.kernels is not None:
         low.kernels.backward(low, grad, y, None, grad_y, None)
         return

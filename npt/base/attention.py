@@ -1,17 +1,16 @@
-"""SDPA attention for fp32 on CUDA: in linear memory, as fast as what follows allows.
+"""SDPA attention for fp32 on CUDA, in linear memory.
 
-Without a mask transformers' own function hands grouped queries to torch as they are (`enable_gqa`).
-In fp32 on CUDA only the math kernel takes these, which keeps the scores of every pair of tokens.
-Here K and V are repeated for every query head, so that the memory-efficient kernel takes them. All
-else goes to transformers' function.
+For grouped queries in fp32 on CUDA, torch has only the math kernel, which stores the scores of
+every pair of tokens. Here K and V are repeated for every query head, so that the memory-efficient
+kernel can be used. All other cases go to transformers' function.
 
-The kernel's own backward splits the keys among thread blocks that add to the same gradient in no
-fixed order. With one split (`set_deterministic`) the order is fixed, and at batch 1 three quarters
-of an H100 have nothing to do.
+The kernel's backward splits the keys among thread blocks that add to one gradient in no fixed
+order. With a single split (`set_deterministic`) the order is fixed, but at batch 1 three quarters
+of an H100 are idle.
 
-Where no backward follows, there is no mask and TF32 is allowed, the operands are rounded to fp16
-for the flash kernel, which takes a fifth of the time. fp16 has TF32's digits, and their error is
-the same: in the worst layer of SmolLM2-135M 9e-4 of the output (bf16: 7e-3).
+Without a backward and without a mask, if TF32 is allowed, the operands are rounded to fp16 for the
+flash kernel, which takes a fifth of the time. fp16 has as many digits as TF32, and the same error:
+9e-4 of the output in the worst layer of SmolLM2-135M (bf16: 7e-3).
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from transformers.masking_utils import sdpa_mask
 from npt.base.precision import policy_dtype, tf32_allowed
 
 SDPA, EXACT = "npt_sdpa", "npt_sdpa_exact"
-"""The names under which transformers knows `sdpa_attention`, and its exact form. They are never
-saved: transformers writes no attention implementation to a configuration."""
+"""Transformers' names of `sdpa_attention` and its exact form, never written to a configuration."""
 
 
 def sdpa_attention(
@@ -47,11 +45,11 @@ def sdpa_attention(
     exact: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute transformers' "sdpa", by a fused kernel for fp32 on CUDA.
+    """Compute transformers' "sdpa", with a fused kernel for fp32 on CUDA.
 
-    query: [B, H, T, d]; key and value: [B, H / groups, S, d]; attention_mask: [B, 1 or H, T, S],
-    bool (True: may attend) or added to the scores; exact: backward repeats its bits. Returns
-    ([B, T, H, d], None).
+    Args as of transformers: query [B, H, T, d], key and value [B, H / groups, S, d], attention_mask
+    [B, 1 or H, T, S], bool (True: may attend) or added to the scores. exact: use a backward that
+    repeats its bits. Returns ([B, T, H, d], None).
     """
     length = query.shape[2]
     square = attention_mask is not None or key.shape[2] == length
@@ -63,7 +61,7 @@ def sdpa_attention(
     )
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if graph and _has_backward(query, causal):
-        # None for the kernel's default: torch's shape function of its backward takes no other
+        # None for the default: torch's shape function of the backward supports no other scale
         usual = scaling is None or math.isclose(scaling, query.shape[-1] ** -0.5, rel_tol=1e-12)
         scale = None if usual else scaling
         output = FusedAttention.apply(query, key, value, attention_mask, causal, scale, exact)
@@ -85,26 +83,24 @@ AttentionMaskInterface.register(EXACT, sdpa_mask)
 
 
 def implementation_of(name: str) -> str:
-    """Return the name to load a model with, from an `attn_implementation` as users name it."""
+    """Return transformers' name of an `attn_implementation` that a user passes."""
     return SDPA if name == "sdpa" else name
 
 
 def attention_name(model: PreTrainedModel) -> str:
-    """Return a model's attention implementation as users name it."""
+    """Return the user's name of a model's attention implementation."""
     name = str(model.config._attn_implementation)
     return "sdpa" if name in (SDPA, EXACT) else name
 
 
 def set_deterministic(model: PreTrainedModel, deterministic: bool) -> None:
-    """Let the backward of a model's "sdpa" attention repeat its bits on CUDA, or be fast."""
+    """Select the backward of a model's "sdpa" attention on CUDA: bit-exact, or fast."""
     if model.config._attn_implementation in (SDPA, EXACT):
         model.config._attn_implementation = EXACT if deterministic else SDPA
 
 
 def repeats_exactly(model: PreTrainedModel) -> bool:
-    """Return whether a backward through the model's attention repeats its bits, by torch's sources:
-    not known of the flash kernels that "sdpa" reaches in fp16.
-    """
+    """Return whether torch's source shows that a backward through attention repeats its bits."""
     name = model.config._attn_implementation
     if name == "eager" or all(parameter.device.type == "cpu" for parameter in model.parameters()):
         return True
@@ -116,7 +112,7 @@ def _on_cuda_in_fp32(*tensors: Tensor) -> bool:
 
 
 def _has_backward(query: Tensor, causal: bool) -> bool:
-    """Return whether the memory-efficient kernel takes such heads here, with splits to choose."""
+    """Return whether the memory-efficient kernel supports these heads and a choice of splits."""
     if torch.version.hip is not None or torch.compiler.is_compiling():
         return False
     parameters = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, causal, False)
@@ -124,7 +120,7 @@ def _has_backward(query: Tensor, causal: bool) -> bool:
 
 
 def _takes_fp16(query: Tensor, key: Tensor, causal: bool) -> bool:
-    """Return whether TF32 is allowed, and the flash kernel takes such heads here in fp16."""
+    """Return whether TF32 is allowed and the flash kernel supports these heads in fp16."""
     if not tf32_allowed() or torch.compiler.is_compiling():
         return False
     q, k = (torch.empty_like(x, dtype=torch.float16) for x in (query, key))
@@ -135,14 +131,14 @@ def _takes_fp16(query: Tensor, key: Tensor, causal: bool) -> bool:
 def _in_fp16(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
 ) -> Tensor:
-    """Return attention [B, H, T, d] in fp32 from operands that are rounded to fp16.
+    """Return attention [B, H, T, d] in fp32 from operands rounded to fp16.
 
-    v is scaled to fp16's range and the output back, so that none of it is lost below or above. Of
-    q or k an Inf could drop a key without a trace; of that row of the batch all is NaN then.
+    v is scaled into fp16's range, and the output back, so that v neither overflows nor underflows.
+    An Inf in q or k could silently drop a key, so it turns its row of the batch into NaN.
     """
 
     def largest(x: Tensor) -> Tensor:
-        # with all its dimensions: the type of a number counts for nothing next to a tensor's
+        # keep dimensions: in type promotion a scalar tensor would not count
         return torch.linalg.vector_norm(x, torch.inf, dim=(1, 2, 3), keepdim=True)
 
     q, k, v = query.half(), key.half(), torch.empty_like(value, dtype=torch.float16)
@@ -153,16 +149,15 @@ def _in_fp16(
 
 
 _HIDDEN = -1e30
-"""Added to a masked score. Finite, so that a padded query without keys gives numbers and not NaN.
-Its exponential is exactly 0 next to any unmasked score, and times log2(e), as the kernel takes it,
-it does not overflow."""
+"""Added to a masked score, whose exponential is then 0 next to any other. It is finite, also times
+log2(e) in the kernel, so that a padded query without keys does not yield NaN."""
 
 _ALIGNED = 8
-"""A row of a mask starts at a multiple of so many numbers in memory, as the kernel reads it."""
+"""The kernel needs rows of a mask to start at a multiple of this many numbers in memory."""
 
 
 class FusedAttention(torch.autograd.Function):
-    """Attention by the memory-efficient kernel; `exact`: its backward in one split of the keys."""
+    """Attention with the memory-efficient kernel; `exact`: one split of the keys in backward."""
 
     @staticmethod
     def forward(
@@ -212,7 +207,7 @@ class FusedAttention(torch.autograd.Function):
             0.0,
             seed,
             offset,
-            int(ctx.causal),  # 1: causal from the top left, 0: no mask of the kernel's own
+            int(ctx.causal),  # 1: causal from the top left, 0: no built-in mask
             False,
             num_splits_key=ctx.splits,
             **scaling,
@@ -222,12 +217,12 @@ class FusedAttention(torch.autograd.Function):
 
 
 def _summed(gradient: Tensor, heads: int) -> Tensor:
-    """Sum the gradient of a repeated K or V, [B, S, H, d], to [B, H / heads, S, d]."""
+    """Sum the gradient [B, S, H, d] of a repeated K or V to [B, H / heads, S, d]."""
     return gradient.unflatten(2, (-1, heads)).sum(dim=3).transpose(1, 2)
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the mask as the kernel adds it to the scores, [B, H, T, S], shared by the heads."""
+    """Return the mask that the kernel adds to the scores, [B, H, T, S], shared by the heads."""
     if mask is None:
         return None
     length = key.shape[2]

@@ -1,4 +1,4 @@
-"""The device that is computed on if none was named: one decision, for every part of the package."""
+"""The default device, and checks of a GPU."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 from npt.errors import ConfigError, first_line
 
 VARIABLE = "NPT_DEVICE"
-"""Environment variable that names the default device, `cpu` or `cuda`."""
+"""Environment variable for the default device, `cpu` or `cuda`."""
 
 
 def default_device() -> torch.device:
-    """Return the first GPU that this process sees, else the CPU, unless `NPT_DEVICE` names one."""
+    """Return the device of `NPT_DEVICE`, else the first GPU that torch sees, else the CPU."""
     has_gpu = torch.cuda.is_available()
     name = os.environ.get(VARIABLE) or ("cuda" if has_gpu else "cpu")
     if name not in ("cpu", "cuda"):
         raise ConfigError(f"{VARIABLE} is {name!r}; set it to cpu or cuda, or unset it")
     if name == "cuda" and not has_gpu:
-        raise ConfigError(f"{VARIABLE} is cuda, but torch sees no GPU; set it to cpu, or unset it")
+        raise ConfigError(f"{VARIABLE} is cuda, but torch sees no GPU; set it to cpu or unset it")
     return torch.device(name)
 
 
 def check_card(device: torch.device, *, bf16: bool = False, tf32: bool = False) -> None:
-    """Refuse a card that is not there, or that torch has no kernels for (ConfigError); warn if
-    products in bf16 or TF32 are asked of one before Ampere (compute capability 8.0).
+    """Raise ConfigError for a GPU that does not exist or that torch has no kernels for. Warn about
+    bf16 or TF32 products on a GPU before Ampere (compute capability 8.0).
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return
     if (device.index or 0) >= (count := torch.cuda.device_count()):
-        raise ConfigError(f"there is no device {device}, torch sees {count} GPUs; name another")
+        raise ConfigError(f"there is no device {device}, torch sees {count} GPUs; pass another")
     major, minor = torch.cuda.get_device_capability(device)
     card = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
     compiled = " ".join(torch.cuda.get_arch_list())
@@ -40,27 +40,27 @@ def check_card(device: torch.device, *, bf16: bool = False, tf32: bool = False) 
     runs = [(int(a), int(b)) for kind, a, b in codes if kind == "compute" or int(a) == major]
     if codes and not any(code <= (major, minor) for code in runs):
         raise ConfigError(
-            f"torch {torch.__version__} has no kernels for {card}, only {compiled}; install one"
-            " that has (before 7.5 that for CUDA 12.6, from torch's index whl/cu126), or set"
-            f" {VARIABLE}=cpu"
+            f"torch {torch.__version__} has no kernels for {card}, only {compiled}: install a torch"
+            " that has (below capability 7.5, the one for CUDA 12.6 from torch's index whl/cu126),"
+            f" or set {VARIABLE}=cpu"
         )
     if bf16 and major < 8:
-        warnings.warn(f"{card} emulates bf16: right but slow; compute in fp32", stacklevel=3)
+        warnings.warn(f"{card} emulates bf16, which is slow; compute in fp32", stacklevel=3)
     if tf32 and major < 8:
-        warnings.warn(f"{card} has no TF32; drop --matmul_precision high", stacklevel=3)
+        warnings.warn(f"{card} has no TF32: remove --matmul_precision high", stacklevel=3)
 
 
 def card_error(device: torch.device) -> str | None:
-    """Return the first line of the CUDA error that a card is left with, None if it computes.
+    """Return the first line of the CUDA error that stops a GPU from computing; None if it computes.
 
-    To be asked after an error, before bitsandbytes is: its C code ends the process at any error
-    that is pending. One that passes is reported once.
+    Call it before bitsandbytes, whose C code ends the process on any pending error. A transient
+    error is reported once, hence two checks.
     """
     message = None
     for _ in range(2 if device.type == "cuda" else 0):
         try:
             torch.cuda.synchronize(device)
-            torch.ones((), device=device)  # a launch reports what others have left
+            torch.ones((), device=device)  # a launch reports pending errors
         except torch.OutOfMemoryError:
             return None
         except RuntimeError as error:
@@ -71,6 +71,6 @@ def card_error(device: torch.device) -> str | None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when the device has done all it was given."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

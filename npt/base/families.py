@@ -1,8 +1,8 @@
-"""The families of base models: known decoder layers, their parts, and the tokens they see.
+"""The supported families of base models: their decoder layers and the reach of their attention.
 
-All of them compute t = (h + a) + MLP(RMSNorm2(h + a)) from modules of the same names. Names alone
-are no proof: others (Granite, Gemma, OLMo 2) scale or norm the same parts in other places, so a
-family is added by hand and never guessed. They differ inside their attention, which nobody opens.
+All compute t = (h + a) + MLP(RMSNorm2(h + a)) from modules of the same names, and differ only
+inside attention. Names alone prove nothing: Granite, Gemma and OLMo 2 scale or normalise the same
+parts elsewhere. So families are listed by hand.
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 from npt.errors import ModelError, kind_of
 
 Sight = Literal["full", "window", "by layer"]
-"""What a family's attention looks back on: everything; a window if the configuration sets one;
-either, by `layer_types`."""
+"""Reach of attention: all earlier tokens, a window if configured, or either by `layer_types`."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family's decoder layer and the reach of its attention."""
+    """A family of base models.
+
+    Attributes:
+        layer: class of its decoder layers.
+        sight: reach of its attention.
+    """
 
     layer: type[nn.Module]
     sight: Sight
 
     @property
     def prefix(self) -> str:
-        """The beginning of the names of the family's classes."""
+        """The prefix of the family's class names, such as 'Llama'."""
         return self.layer.__name__.removesuffix("DecoderLayer")
 
 
@@ -46,23 +50,24 @@ FAMILIES = {
     "qwen3": Family(Qwen3DecoderLayer, "by layer"),
     "smollm3": Family(SmolLM3DecoderLayer, "by layer"),
 }
-"""By the configuration's `model_type`."""
+"""Families by the `model_type` of their configuration."""
 
 
 def head_sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Return the number of heads of queries, that of keys and values, and the width of each."""
+    """Return the number of query heads, of key and value heads, and the width of a head."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def register_family(model_type: str, layer: type[nn.Module], sight: Sight = "full") -> None:
-    """Add a family of bases, by its configuration's `model_type`; define its NPT layer as well
-    (npt/adapters/layer.py). Its decoder layer computes t = (h + a) + MLP(RMSNorm2(h + a)) from
-    LAYER_PARTS, exactly so.
+    """Register a family of bases under its configuration's `model_type`.
+
+    Its decoder layer must compute exactly t = (h + a) + MLP(RMSNorm2(h + a)) from LAYER_PARTS.
+    Define its NPT layer as well (npt/adapters/layer.py). Raises ModelError if the type is taken.
     """
     if model_type in FAMILIES:
-        raise ModelError(f"the family {model_type!r} is known already")
+        raise ModelError(f"the family {model_type!r} already exists: choose another model_type")
     FAMILIES[model_type] = Family(layer, sight)
 
 
@@ -75,50 +80,50 @@ LAYER_PARTS = (
     "mlp.down_proj",
     "mlp.act_fn",
 )
-"""Names of the parts of a decoder layer that an NPT layer uses."""
+"""Names of the modules of a decoder layer that an NPT layer uses."""
 
 MODEL_PARTS = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
-"""Names of the parts of a causal language model that a pass uses."""
+"""Names of the modules of a causal language model that NPT uses."""
 
 
 def missing_parts(module: nn.Module, parts: Iterable[str]) -> list[str]:
-    """Return those of the dotted names that are no module below `module`."""
+    """Return the dotted names that are not modules of `module`."""
     present = {name for name, _ in module.named_modules(remove_duplicate=False)}
     return [name for name in parts if name not in present]
 
 
 def check_layer(index: int, layer: nn.Module) -> None:
-    """Refuse, with a ModelError, a decoder layer that lacks parts or is of no known family."""
+    """Raise ModelError for a decoder layer that lacks parts or belongs to no supported family."""
     missing = missing_parts(layer, LAYER_PARTS)
     if missing:
         raise ModelError(
-            f"layer {index} is {kind_of(layer)} and has no {', '.join(missing)}; it cannot be"
-            " converted"
+            f"layer {index} is {kind_of(layer)} without {', '.join(missing)}, which NPT does not"
+            f" support: choose a base of type {', '.join(FAMILIES)}"
         )
     classes = [family.layer for family in FAMILIES.values()]
     if type(layer) not in classes:
         names = ", ".join(c.__name__ for c in classes)
         raise ModelError(
-            f"layer {index} is {kind_of(layer)}, which may put its parts together differently; only"
-            f" {names} are known"
+            f"layer {index} is {kind_of(layer)}, which may combine its parts in another way; NPT"
+            f" supports only {names}"
         )
 
 
 def check_family(name: str, config: PreTrainedConfig) -> None:
-    """Refuse, with a ModelError, a base of an unknown family before its weights are read, and one
-    with LongRoPE: transformers gives all rows of a batch the frequencies of the longest.
+    """Raise ModelError, before weights are read, for an unsupported family or for LongRoPE, which
+    transformers computes with the longest row's frequencies for all rows of a batch.
     """
     if config.model_type not in FAMILIES:
         raise ModelError(
-            f"{name} is of type {config.model_type!r}; only {', '.join(FAMILIES)} can be converted"
+            f"{name} is of type {config.model_type!r}; NPT supports only {', '.join(FAMILIES)}"
         )
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         raise ModelError(
-            f"{name} has LongRoPE, by which a text's states depend on what it is batched with; it"
-            " cannot be converted"
+            f"{name} uses LongRoPE, which NPT does not support: a text's states would depend on its"
+            " batch"
         )
 
 
 def is_known(model: nn.Module) -> bool:
-    """Return whether the model's configuration is of a family in the table."""
+    """Return whether the model belongs to a supported family."""
     return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES

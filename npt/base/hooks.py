@@ -1,7 +1,7 @@
-"""Hooks: whether anybody looks at, or may change, the input or output of a module.
+"""Hooks: find out whether one may change the input or output of a module.
 
-Training computes parts of a layer by hand, from frozen weights. It calls hooks that only look, and
-they change no bit. Any other hook may do anything, so its module is called as it is.
+Training computes parts of a layer from frozen weights without calling their modules. It calls hooks
+that only look, and changes no bit by it. A module with any other hook is called as it is.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ H = TypeVar("H", bound=Callable[..., Any])
 
 _LOOKS = "_npt_only_looks"
 _LOOKERS = ("transformers.utils.output_capturing", "torch.distributed.fsdp.")
-"""Modules whose hooks are known to change nothing. transformers leaves its own on every layer once
-hidden states were asked for."""
+"""Python modules whose hooks change nothing; transformers leaves some on every layer."""
 
 
 def only_looks(hook: H) -> H:
-    """Mark a module's hook that changes nothing, neither by its result nor in place.
+    """Mark a hook that changes nothing, neither through its result nor in place.
 
-    Under the strategy `local` it is called for the student on a converted layer's MLP and its
-    parts, and for teacher and student at once on attention and norms; under the others for the two
-    in turn, and again when a layer is recomputed. One on the layer itself is not, since there is no
-    such call.
+    On a converted layer, the strategy `local` calls it for the student on the MLP and its parts,
+    and once for teacher and student on attention and norms. Other strategies call it for each in
+    turn, and again when a layer is recomputed. None calls a hook on the layer itself.
     """
     setattr(hook, _LOOKS, True)
     return hook
@@ -38,9 +36,8 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def may_change(module: nn.Module) -> bool:
-    """Return whether a module's output or gradients may differ from what its class computes: by a
-    hook that is not known to look only, or by a forward in place of its class's. Hooks that torch
-    calls for all modules alike are not asked about.
+    """Return whether a replaced forward, or a hook not known only to look, may change a module's
+    output or gradients. Torch's global hooks are ignored.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return (
@@ -55,20 +52,20 @@ def _only_looks(hook: Any) -> bool:
 
 
 def is_replaced(module: Any) -> bool:
-    """Return whether a module has a forward of its own in place of its class's."""
+    """Return whether a module's own forward replaces that of its class."""
     return "forward" in vars(module)
 
 
 def call_around(
     module: nn.Module, name: str, compute: Callable[..., Tensor], x: Tensor, **context: Any
 ) -> Tensor:
-    """Return `compute(x, **context)`, in place of the module's forward, with its hooks called
-    around it; refuse a module, which the message calls `name`, whose forward was replaced.
+    """Return `compute(x, **context)` in place of the module's forward, with its hooks around it.
+    Raise ModelError, with the module's `name`, if its forward was replaced.
     """
     if is_replaced(module):
         raise ModelError(
-            f"the forward of {name} was replaced, and an NPT layer computes in its place; give the"
-            " module its own forward back, or load the base without what replaces it (kernels,"
+            f"the forward of {name} was replaced, but an NPT layer computes in its place: restore"
+            " the module's own forward, or load the base without what replaces it (kernels,"
             " offloading)"
         )
     if not (has_forward_hooks(module) or may_change(module)):

@@ -1,15 +1,15 @@
-"""The identity of a base: `base_hash` to the last bit, `base_identity` as adapters need it.
+"""The identity of a base: `base_hash` covers every bit, `base_identity` what adapters depend on.
 
-bitsandbytes subtracts the mean of a weight's scales before it quantises them, which GPU and CPU
-round differently, so a base packed on one is not, bit for bit, that of the other. An adapter does
-not care for the last bit of a scale; it belongs to parts that are the same on every device:
+bitsandbytes subtracts the mean of a weight's scales before quantising them. GPU and CPU round that
+mean differently, so bases quantised on them differ in the last bits of scales. An adapter depends
+only on parts that are the same on every device:
 
-    config   the settings that decide what is computed
+    config   the settings that determine the computation
     codes    the packed bytes of 4-bit weights, with quant type, block sizes and shape
-    dense    every tensor that is not packed
+    dense    all other tensors
 
-Codes of NF4 packed from bf16 are the same on every device. Those packed from fp32 and fp16, and
-those of FP4, may differ where value / scale is near the border of two codes.
+NF4 codes quantised from bf16 are the same on every device. NF4 codes from fp32 or fp16, and FP4
+codes, may differ where value / scale is near the border of two codes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from npt.base.linear import quantized_linears, refuse_unread
 from npt.stored import shown
 
 CHUNK = 64 << 20
-"""Bytes of a tensor that are brought to the host at once."""
+"""Bytes of a tensor that are copied to the host at once."""
 
 PARTS = {"config": "configuration", "codes": "4-bit codes", "dense": "unpacked tensors"}
-"""Parts that must be equal for an adapter, and their names in messages."""
+"""Parts that an adapter needs to be equal, and their names in messages."""
 
-# Entries of a model's configuration that change its outputs at equal weights.
+# entries of a model's configuration that change its outputs at equal weights
 _SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 _OTHERS = ("model_type", "hidden_act", "rms_norm_eps", "max_position_embeddings")
 _ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
-# The same for some families; left out if not set, so that other hashes stay.
+# such entries of some families; left out if unset, so that the hashes of other families stay
 _IN_SOME_FAMILIES = ("sliding_window", "layer_types", "no_rope_layers")
 
 _WHOLE_NUMBERS = (*_SIZES, *_IN_SOME_FAMILIES)
@@ -52,10 +52,10 @@ class BaseIdentity:
     """Hashes of a base, sha256 in hex.
 
     Attributes:
-        config: of the settings that decide what is computed.
+        config: of the settings that determine the computation.
         codes: of the packed bytes of 4-bit weights.
-        dense: of every tensor that is not packed.
-        strict: `base_hash`, over every byte.
+        dense: of all other tensors.
+        strict: of every byte; `base_hash`.
     """
 
     config: str
@@ -64,14 +64,12 @@ class BaseIdentity:
     strict: str
 
     def as_record(self) -> dict[str, Any]:
-        """Return the entries by which a file names its base, `base_hash` and `base_parts`."""
+        """Return the entries that identify a base in a file, `base_hash` and `base_parts`."""
         parts = {name: getattr(self, name) for name in PARTS}
         return {"base_hash": self.strict, "base_parts": parts}
 
     def mismatch(self, record: Mapping[str, Any]) -> str | None:
-        """Return the difference from a record's base, such as `4-bit codes 01ab there, ba10 here`;
-        None if there is none.
-        """
+        """Return the difference from a record's base, as `4-bit codes 01ab there, ba10 here`."""
         theirs = record.get("base_parts")
         theirs = theirs if isinstance(theirs, Mapping) else {}
         described = [
@@ -83,21 +81,17 @@ class BaseIdentity:
 
 
 def base_hash(model: PreTrainedModel) -> str:
-    """Return a sha256 over the base's tensors and the settings that decide what is computed.
+    """Return a sha256 of the base's tensors and the settings that determine the computation.
 
-    Packed bytes and quantisation statistics are included, adapters and consolidated updates not.
-    Bases with the same hash compute the same, but for the rounding of packed products
-    (`compute_dtype`). CPU and GPU may round statistics otherwise, see `base_identity`.
+    Packed bytes and quantisation statistics count; adapters and consolidated updates do not. Bases
+    with the same hash compute the same, except for the rounding of 4-bit products
+    (`compute_dtype`). CPU and GPU may round statistics differently; see `base_identity`.
     """
     return base_identity(model).strict
 
 
 def base_identity(model: PreTrainedModel) -> BaseIdentity:
-    """Return the hashes of a base, read once, with at most `CHUNK` bytes on the host at a time.
-
-    Raises:
-        ModelError: layers of the base are still in their files.
-    """
+    """Return the hashes of a base; raise ModelError if layers are still in their files."""
     if (kept := getattr(model, _KEPT, None)) is not None:
         return kept
     refuse_unread(model)
@@ -109,10 +103,10 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
 
 
 class IdentityReader:
-    """Takes the identity of a base layer by layer: none has to stay when the next one comes.
+    """Computes the identity of a base layer by layer, so that a layer may be freed before the next.
 
     Attributes:
-        order: of the layers, that of their names as text: 0, 1, 10, 11, ..., 2, 20.
+        order: order of the layers, sorted as text: 0, 1, 10, 11, ..., 2, 20.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -133,13 +127,13 @@ class IdentityReader:
         self._above = {key: t for key, t in rest.items() if key > _LAYERS}, packed
 
     def add(self, index: int, layer: nn.Module) -> None:
-        """Take the next layer, whole; it may then be dropped."""
+        """Add the next layer, which must be whole and may then be freed."""
         prefix, seen = f"{_LAYERS}{index}.", dict(self._seen)
         self._take(_state(layer, prefix), _packed(layer, prefix))
-        self._seen = seen  # the next one may have its memory
+        self._seen = seen  # the next layer may reuse its memory
 
     def result(self) -> BaseIdentity:
-        """Return the identity, once every layer was added."""
+        """Return the identity; call it once every layer is added."""
         self._take(*self._above)
         return BaseIdentity(
             config=self._config.hexdigest(),
@@ -149,8 +143,8 @@ class IdentityReader:
         )
 
     def _take(self, state: Mapping[str, Tensor], packed: Mapping[str, Any]) -> None:
-        """Hash tensors, by name; packed: the quantisation states of those that are packed."""
-        with ThreadPoolExecutor(1) as second:  # hashing leaves the interpreter to others
+        """Hash tensors by name. packed: quantisation states of the 4-bit ones."""
+        with ThreadPoolExecutor(1) as second:  # hashing releases the GIL
             for key, tensor in sorted(state.items()):
                 if ".npt." in key:
                     continue
@@ -159,7 +153,7 @@ class IdentityReader:
                 if key in packed:
                     part, form_of_part = self._codes, _form_of_codes(packed[key])
                 elif key.partition(".weight.")[0] + ".weight" in packed:
-                    # which bitsandbytes names as if they were below the weight
+                    # bitsandbytes names statistics as children of the weight
                     part = self._statistics
                 memory = (tensor.device, tensor.data_ptr())
                 if memory in self._seen and tensor.numel() > 0:
@@ -176,8 +170,8 @@ class IdentityReader:
 
 
 def _canonical(value: Any, key: str = "") -> Any:
-    """Return settings in one of the forms in which checkpoints write the same: 10000 and 10000.0,
-    rotary embeddings with or without the older name of `rope_type` and the share of a head.
+    """Return settings in a canonical form. Checkpoints may write 10000 or 10000.0, and may repeat
+    `rope_type` under its older name or state a default share of a head.
     """
     if isinstance(value, Mapping):
         entries = {name: _canonical(each, name) for name, each in value.items()}
@@ -195,13 +189,13 @@ def _canonical(value: Any, key: str = "") -> Any:
 
 
 def _packed(module: nn.Module, prefix: str = "") -> dict[str, Any]:
-    """Return the quantisation state of each packed weight; names follow `prefix`."""
+    """Return the quantisation state of each 4-bit weight, by name after `prefix`."""
     linears = quantized_linears(module)
     return {f"{prefix}{name}.weight": linear.weight.quant_state for name, linear in linears}
 
 
 def _state(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Return the state dict with packed weights computing in fp32, which is a part of it."""
+    """Return the state dict with fp32 as the compute dtype of 4-bit weights, which it contains."""
     linears = [(n, m) for n, m in quantized_linears(module) if m.weight.quant_state is not None]
     dtypes = [linear.weight.quant_state.dtype for _, linear in linears]
     try:
@@ -216,12 +210,12 @@ def _state(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
 
 
 def keep_identity(model: PreTrainedModel, identity: BaseIdentity) -> None:
-    """Remember the identity of a base that is sharded."""
+    """Store the identity of a base that is about to be sharded."""
     setattr(model, _KEPT, identity)
 
 
 def _form_of_codes(state: Any) -> str:
-    """Return the settings that a packed weight's bytes are read by, statistics aside."""
+    """Return the settings needed to decode a 4-bit weight's bytes, without statistics."""
     return (
         f"{state.quant_type} {state.blocksize} {state.state2.blocksize if state.nested else None}"
         f" {tuple(state.shape)}"

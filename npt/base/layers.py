@@ -1,8 +1,8 @@
-"""Decoder layers that are read from the checkpoint one at a time, when somebody asks for them.
+"""Read decoder layers from the checkpoint one at a time, on request.
 
-`load_base(layers_later=True)` makes the model without memory, by which transformers compares every
-name and shape with the files' headers and settles dtypes; embeddings, norm, head and the first
-layer are then read. Each layer is, bit for bit, that of a base which is loaded as a whole.
+`load_base(layers_later=True)` builds the model on the meta device. transformers compares all names
+and shapes with the files' headers and sets dtypes. Then embeddings, norm, head and the first layer
+are read. Each layer equals, bit for bit, that of a base loaded as a whole.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from npt.errors import ModelError, first_line
 
 LAYERS = "model.layers"
 PARTS = ("model.embed_tokens", "model.norm", "lm_head")
-"""What has weights besides the decoder layers."""
+"""The modules with weights besides the decoder layers."""
 
 _LATER = "_npt_layers_later"
 
 
 class LayersLater:
-    """A model without memory, and the files that it is read from.
+    """A model on the meta device, and the files to read it from.
 
     Args:
         model: on the meta device.
         name: of the base, for messages.
-        source: the folder or hub id that its headers were read from.
-        scratch: closed when the last layer has been read, or nobody can ask for one any more.
+        source: folder or hub id of the files.
+        scratch: closed once the last layer is read or the model is gone.
     """
 
     def __init__(self, model: PreTrainedModel, name: str, source: str, scratch: ExitStack):
@@ -51,7 +51,7 @@ class LayersLater:
             if not folder.is_dir():
                 folder = Path(snapshot_download(source, local_files_only=True))
             self._files = _file_of_each_tensor(folder)
-        # In the place of a weight that is stored packed transformers leaves the bytes.
+        # transformers leaves a weight stored in 4 bits as a tensor of bytes
         stored: Any = getattr(model.config, "quantization_config", None)
         for _, module in quantized_linears(model):
             if not isinstance(module.weight, Params4bit):
@@ -61,13 +61,11 @@ class LayersLater:
         setattr(model, _LATER, self)
 
     def read_parts(self, device: torch.device) -> None:
-        """Read all but the decoder layers, and the first of these, by which products are judged
-        (npt/base/precision.py).
-        """
+        """Read all but the decoder layers, and layer 0, on which `product_error` tests products."""
         model: Any = self._model
         for part in PARTS:
             self._read(part, device)
-        # made on no device, it holds no frequencies
+        # built on the meta device, it holds no frequencies
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
         lacking = {key for key, p in model.named_parameters() if p.is_meta and LAYERS not in key}
         model.tie_weights(missing_keys=lacking, recompute_mapping=False)
@@ -76,7 +74,7 @@ class LayersLater:
         self.read_layer(0, device)
 
     def read_layer(self, index: int, device: torch.device) -> nn.Module:
-        """Return a layer, read unless it is real already."""
+        """Return a layer; read it first if it is still on the meta device."""
         name, layer = f"{LAYERS}.{index}", self._model.model.layers[index]
         kinds = {module.weight.quant_type for _, module in quantized_linears(layer)}
         self._read(name, device)
@@ -94,12 +92,12 @@ class LayersLater:
 
     @torch.inference_mode(False)
     def _read(self, part: str, device: torch.device) -> None:
-        """Give a part of the model the weights that its files have; others stay as they are."""
+        """Read the weights of a part of the model that its files hold; leave others unchanged."""
         module = self._model.get_submodule(part)
         with reading("weights", self._name):
             for name, empty in list(module.named_parameters()):
                 key = f"{part}.{name}"
-                if key not in self._files:  # as of a checkpoint of the model without its head
+                if key not in self._files:  # a checkpoint without the head has shorter names
                     key = key.removeprefix("model.")
                 if empty.is_meta and key in self._files:
                     statistics = [k for k in self._files if k.startswith(f"{key}.")]
@@ -114,20 +112,20 @@ class LayersLater:
                     setattr(module.get_submodule(owner), leaf, made)
 
     def _tensor(self, key: str) -> Tensor:
-        """Return a stored tensor; its file is open only as long as the tensor is."""
+        """Return a stored tensor. Its file stays open only while the tensor exists."""
         with safe_open(self._files[key], framework="pt") as opened:
             return opened.get_tensor(key)
 
 
 def real_layers(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[int, Any]]:
-    """Move all but the decoder layers to a device, and return an iterator over (index, layer) of
-    these, each whole and on the device when its turn comes. It keeps the identity of the base.
+    """Move all but the decoder layers to a device, and iterate over (index, layer) of those.
 
-    A layer that is read later (`load_base(layers_later=True)`) is sharded or dropped by the
-    consumer before it takes the next one. These come in the order 0, 1, 10, 11, ..., 2, 20.
+    Each layer is whole and on the device. The base's identity is recorded. With
+    `load_base(layers_later=True)` the order is 0, 1, 10, 11, ..., 2, 20, and the consumer must
+    shard or drop each layer before it takes the next.
 
     Raises:
-        ModelError: a layer cannot be read, or is not as the headers of its file said.
+        ModelError: a layer cannot be read or differs from the headers of its file.
     """
     for part in (*PARTS, "model.rotary_emb"):
         model.get_submodule(part).to(device)
@@ -167,9 +165,7 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
 def _made(
     owner: Any, empty: Tensor, value: Tensor, statistics: dict[str, Tensor], device: torch.device
 ) -> nn.Parameter:
-    """Return a parameter of `owner` in the place of an empty one of its dtype; a packed one packed
-    on the device, or from the bytes and statistics that are stored.
-    """
+    """Return a parameter of `owner` in place of an empty one, quantised here or from its file."""
     if statistics:
         return Params4bit.from_prequantized(value, statistics, device=device, module=owner)
     value = value.to(device, empty.dtype)
@@ -183,9 +179,8 @@ def _made(
 def shape_faults(
     model: nn.Module, shapes: Mapping[str, tuple[Any, Any]], prefix: str = ""
 ) -> list[str]:
-    """Return what is wrong with shapes (stored, wanted), and with those of packed weights.
-
-    A tensor packed on loading is in no report: the packed bytes have a shape of their own.
+    """Describe shapes (stored, wanted) that differ, also of 4-bit weights, which transformers does
+    not report when it quantises them.
     """
     shapes = dict(shapes)
     for key, module in quantized_linears(model):
@@ -193,7 +188,7 @@ def shape_faults(
         stored = module.weight.shape if state is None else state.shape
         if state is not None or isinstance(module.weight, Params4bit):
             shapes[f"{prefix}{key}.weight"] = stored, (module.out_features, module.in_features)
-        if state is not None:  # of damaged files: neither bitsandbytes nor torch looks
+        if state is not None:  # neither bitsandbytes nor torch checks these in a damaged file
             count = state.shape.numel()
             here = 2 * module.weight.numel() * module.weight.element_size()
             shapes[f"{prefix}{key}.weight's 4-bit codes"] = (here,), (count + count % 2,)
@@ -207,27 +202,27 @@ def shape_faults(
 
 
 def refuse_faults(name: str, faults: list[str]) -> None:
-    """Raise a ModelError that tells the first of the faults of a base, and their number."""
+    """Raise ModelError with the first fault of a base and the number of faults, if any."""
     if faults:
         raise ModelError(
-            f"{name} {faults[0]} ({len(faults)} such); the checkpoint is incomplete, or not of its"
-            " configuration"
+            f"{name} {faults[0]} ({len(faults)} such): the checkpoint is incomplete or does not"
+            " match its config.json; restore it from the original"
         )
 
 
 @contextmanager
 def reading(what: str, name: str) -> Iterator[None]:
-    """Turn whatever goes wrong with the files of a base into a ModelError of one line."""
+    """Turn any error from the files of a base into a ModelError of one line."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    # several libraries read a broken file, each with its own classes of errors
+    # several libraries read the files, each with its own error classes
     except Exception as error:
         remedy = (
-            "a local folder with safetensors, 'tiny', or a hub id with the network reachable and,"
-            " for gated models, a login"
+            "pass 'tiny', a local folder with safetensors, or a hub id (check the network, and the"
+            " login for gated models)"
         )
         raise ModelError(
-            f"cannot load the {what} of {name!r}: {first_line(error)[:300]} ({remedy})"
+            f"cannot load the {what} of {name!r}: {first_line(error)[:300]}; {remedy}"
         ) from error

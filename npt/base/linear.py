@@ -1,4 +1,4 @@
-"""Frozen linear layers: their dense weight, whatever it is packed in, and products with it."""
+"""Frozen linear layers: their dense weight, 4-bit or not, and products with it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _KINDS: set[type[nn.Module]] = {nn.Linear, bnb.nn.Linear4bit}
 
 
 def linear_kind(cls: C) -> C:
-    """Declare that modules of exactly this class compute what `multiply` does."""
+    """Declare that modules of exactly this class compute the same as `multiply`."""
     _KINDS.add(cls)
     return cls
 
 
 class UpcastEmbedding(nn.Embedding):
-    """An embedding stored in 16 bit whose output is fp32; the lookup is exact."""
+    """An embedding stored in 16 bits with fp32 output. The lookup is exact."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).to(torch.float32)
@@ -34,7 +34,7 @@ class UpcastEmbedding(nn.Embedding):
 
 @linear_kind
 class UpcastLinear(nn.Linear):
-    """A linear layer stored in 16 bit that multiplies in fp32; see `cast_once`."""
+    """A linear layer stored in 16 bits that multiplies in fp32. See `cast_once`."""
 
     kept: Tensor | None = None
 
@@ -46,11 +46,11 @@ class UpcastLinear(nn.Linear):
 
 @contextmanager
 def cast_once(*modules: nn.Module) -> Iterator[None]:
-    """Keep the fp32 weight of each `UpcastLinear` within the context.
+    """Within the context, keep the fp32 weight of each frozen `UpcastLinear`.
 
-    Without it every product casts: of a head of V 128k and D 4,096 that is 3 GB read and written
-    for each chunk of logits and each generated token. The bits are the same and contexts nest.
-    Weights must not be written meanwhile; a trained one is cast anew, as its gradient needs.
+    Otherwise every product casts the weight: for a head with V = 128k and D = 4,096 that moves 3 GB
+    per chunk of logits and per generated token. Bits are the same; contexts may be nested. Do not
+    write the weights meanwhile.
     """
     upcast = {m for m in modules if isinstance(m, UpcastLinear) and m.kept is None}
     frozen = [module for module in upcast if not module.weight.requires_grad]
@@ -64,9 +64,7 @@ def cast_once(*modules: nn.Module) -> Iterator[None]:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Return whether weight, bias and rows are all that a module computes with: whether it is of
-    exactly a known class, and no LoRA around one.
-    """
+    """Return whether a module's class is exactly a known linear layer, not a LoRA around one."""
     return type(module) in _KINDS
 
 
@@ -80,13 +78,11 @@ def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
 
 
 def refuse_unread(model: nn.Module) -> None:
-    """Raise ModelError for a base with layers that are still in their files
-    (npt/base/layers.py).
-    """
+    """Raise ModelError if layers of the base are still in their files (npt/base/layers.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(
-            "layers of the base are still in their files (layers_later=True); call"
-            " npt.shard_base(model), which reads them"
+            "layers of the base are still in their files (layers_later=True): call"
+            " npt.shard_base(model) to read them"
         )
 
 
@@ -96,20 +92,20 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def effective_dtype(module: Any) -> str:
-    """Return the dtype that a linear or embedding layer computes in, or why it is not settled."""
+    """Return the dtype that a linear or embedding layer computes in, or why it is not fixed."""
     if isinstance(module, UpcastEmbedding | UpcastLinear):
         return "float32"
     if not isinstance(module, bnb.nn.Linear4bit):
         return short_name(module.weight.dtype)
     state = module.weight.quant_state
     if state is None:
-        return "not quantised yet"
+        return "an unknown dtype until it is quantised"
     if getattr(state, "packing_format_for_cpu", False) or (
         module.weight.device.type == "cpu" and module.support_avx512bf16_for_cpu
     ):
         return "bfloat16 (CPU repacking)"
     if not module.compute_type_is_set or module.compute_dtype is None:
-        return "that of the first input"
+        return "the dtype of its first input"
     if state.dtype != module.compute_dtype:
         return f"{short_name(module.compute_dtype)} forward, {short_name(state.dtype)} backward"
     return short_name(module.compute_dtype)
@@ -118,13 +114,14 @@ def effective_dtype(module: Any) -> str:
 def dense_weight(module: Any) -> Tensor:
     """Return the weight [out, in] of a plain linear layer, without its rows (npt/base/rows.py).
 
-    A 4-bit weight is dequantised to a fresh tensor, any other comes as stored.
+    A 4-bit weight is dequantised to a new tensor; any other is returned as stored. Raises
+    ModelError if the layer is not plain.
     """
     if type(module) not in _KINDS:
         raise ModelError(
             f"the layer is a {type(module).__module__}.{type(module).__qualname__}, not a plain"
-            " linear layer; merge what was put around it into the base (PEFT: merge_and_unload), or"
-            " load a base without it"
+            " linear layer: merge the wrapper into the base (PEFT: merge_and_unload), or load a"
+            " base without it"
         )
     if isinstance(module, bnb.nn.Linear4bit):
         return bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
@@ -132,8 +129,8 @@ def dense_weight(module: Any) -> Tensor:
 
 
 def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
-    """Return the dense weight [out, in] that `multiply` takes for rows of `dtype`: in bf16 for a
-    4-bit layer whose products are in bf16, else in `dtype`.
+    """Return the dense weight [out, in] for `multiply`: bf16 for 4-bit layers with bf16 products,
+    else in `dtype`, that of the rows.
     """
     weight = dense_weight(module)
     packed = isinstance(module, bnb.nn.Linear4bit)
@@ -141,16 +138,16 @@ def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
 
 
 def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the product that a plain linear layer's forward gives, from its dense weight.
+    """Return what a plain linear layer's forward returns, from its dense weight.
 
-    Bias and rows (npt/base/rows.py) are applied; hooks are not called.
+    Bias and rows (npt/base/rows.py) are applied. Hooks are not called.
 
     Args:
         module: the layer.
-        weight: `product_weight` of it, [out, in]. x is rounded to its dtype, and so is the product,
-            except on CUDA.
+        weight: its `product_weight`, [out, in]. x is rounded to the weight's dtype, and so is the
+            product, except on CUDA.
         x: [N, in].
-        out: [N, out], written to, in the dtype of x, which then has no graph.
+        out: [N, out], buffer for the result, in the dtype of x, without a graph.
     """
     product = _product(x.to(weight.dtype), weight.t(), x.dtype, out, module.bias)
     scale = getattr(module, "row_scale", None)
@@ -160,7 +157,7 @@ def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) 
 def multiply_backward(
     module: Any, weight: Tensor, grad: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient [N, in] of the input of `multiply` from that [N, out] of its output."""
+    """Return the gradient [N, in] at the input of `multiply` from that [N, out] at its output."""
     scale = getattr(module, "row_scale", None)
     grad = grad if scale is None else grad * scale.to(grad.dtype)
     return _product(grad.to(weight.dtype), weight, grad.dtype, out)
@@ -169,9 +166,7 @@ def multiply_backward(
 def _product(
     one: Tensor, other: Tensor, dtype: torch.dtype, out: Tensor | None, bias: Tensor | None = None
 ) -> Tensor:
-    """Return a product in `dtype`. CUDA sums 16-bit operands to fp32 in one pass, so that the sums
-    are not rounded to 16 bit.
-    """
+    """Return a product in `dtype`. CUDA sums 16-bit operands to fp32, without rounding sums."""
     multiply = torch.mm if bias is None else partial(torch.addmm, bias.to(one.dtype))
     if one.dtype == dtype:
         return multiply(one, other, out=out)

@@ -1,4 +1,4 @@
-"""`load_base`: a frozen base model and its tokenizer, computing in the policy's dtype."""
+"""`load_base`: load a frozen base model and its tokenizer under the precision policy."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
 COMPUTE = {name: STORED[name] for name in COMPUTE_DTYPES}
 
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
-"""Without it transformers asks on the terminal whether to run a checkpoint's code, and takes
-whatever is piped in for the answer."""
+"""Otherwise transformers asks on stdin whether to run a checkpoint's code."""
 
 
-@torch.inference_mode(False)  # gradients pass the weights, whatever mode the caller is in
+@torch.inference_mode(False)  # gradients must be able to pass through the weights
 def load_base(
     name: str = EMBEDDED,
     *,
@@ -55,28 +54,27 @@ def load_base(
 ) -> tuple[Any, Any]:
     """Load a base model, frozen and in evaluation mode, and its tokenizer.
 
-    Weights are read from safetensors alone; no code or pickle of the checkpoint is run.
+    Weights are read only from safetensors or GGUF. No code or pickle of the checkpoint is run.
 
     Args:
-        name: `tiny` (embedded), a folder, a GGUF file, or a hub id. A GGUF file is unpacked to 16
-            bit in a temporary folder at every load; `npt.import_base` keeps such a folder.
-        quantization: `nf4`, `fp4` or None. A checkpoint that is stored in 4 bit stays so.
+        name: `tiny` (embedded), a folder, a GGUF file, or a hub id. Each load converts a GGUF file
+            to 16 bits in a temporary folder; `npt.import_base` keeps the converted folder.
+        quantization: `nf4`, `fp4` or None. A checkpoint stored in 4 bits stays in 4 bits.
         device: default the first CUDA device, else the CPU.
-        use_fp16: compute an unquantised base in fp16. Under quantisation `compute_dtype` is used
-            nevertheless, with a warning.
-        layers_later: leave the decoder layers, the first aside, in their files until `shard_base`
-            asks for one after the other, so that a process never holds all of them.
+        use_fp16: compute an unquantised base in fp16. A 4-bit base ignores it with a warning.
+        layers_later: leave all decoder layers but the first in their files until `shard_base` reads
+            them one by one, so that no process holds the whole base.
         attn_implementation: `sdpa` (npt/base/attention.py) or `eager`.
-        compute_dtype: of products of packed weights, forward and backward: `fp32`, or `bf16`, which
-            has fp32's range and 8 bits of its 24. All else of a packed base computes in fp32.
-        dtype: of storage, `fp32`, `bf16` or `fp16`; an unquantised base computes in it too.
-            Default: fp32 (fp16 under `use_fp16`) if unquantised; under quantisation what is not
-            packed stays as the checkpoint has it.
-        double_quant: quantise the scales of packed weights once more.
+        compute_dtype: of 4-bit products, forward and backward: `fp32`, or `bf16`, with fp32's range
+            but 8 of its 24 bits of precision. The rest of a 4-bit base computes in fp32.
+        dtype: of the stored weights, `fp32`, `bf16` or `fp16`; an unquantised base also computes in
+            it. Default: fp32 (fp16 with `use_fp16`); for the unpacked weights of a 4-bit base the
+            checkpoint's own.
+        double_quant: quantise the scales of 4-bit weights as well.
 
     Raises:
-        ConfigError: an unknown choice, or arguments that contradict each other.
-        ModelError: no such model, an unknown family, or weights missing or unreadable.
+        ConfigError: a choice is unknown, or arguments contradict each other.
+        ModelError: no such model, an unsupported family, or missing or damaged weights.
         PrecisionError: a module would compute in another dtype.
     """
     check_choice("quantization", quantization, (*QUANT_TYPES, None))
@@ -84,20 +82,20 @@ def load_base(
     check_choice("compute_dtype", compute_dtype, COMPUTE_DTYPES)
     check_choice("dtype", dtype, (*STORED, None))
     if use_fp16 and dtype not in (None, "fp16"):
-        raise ConfigError(f"use_fp16 with dtype {dtype!r}; drop one of the two")
+        raise ConfigError(f"use_fp16 contradicts dtype {dtype!r}: remove one of the two")
     device = torch.device(device or default_device())
     config, tokenizer = read_config(name), load_tokenizer(name)
     stored_packed = getattr(config, "quantization_config", None) is not None
     packed = quantization is not None or stored_packed
     if compute_dtype != "fp32" and not packed:
         raise ConfigError(
-            f"compute_dtype is {compute_dtype}, which is for 4-bit products, but {name} is not"
-            " quantised; add --use_quantization, or drop --compute_dtype"
+            f"--compute_dtype {compute_dtype} has no effect on {name}, which is not quantised: add"
+            " --use_quantization or remove --compute_dtype"
         )
     if packed and use_fp16:
         warnings.warn(
-            "--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in"
-            f" {compute_dtype} (fp16 overflows inside 4-bit products)",
+            "--use_fp16 has no effect on a 4-bit base, which computes in"
+            f" {compute_dtype} because fp16 overflows in 4-bit products: remove --use_fp16",
             stacklevel=2,
         )
     stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
@@ -109,7 +107,7 @@ def load_base(
     with ExitStack() as scratch:
         if layers_later:
             source = scratch.enter_context(_located(name))
-            if stored_packed:  # statistics are numbers, which headers do not hold
+            if stored_packed:  # headers do not hold the statistics of 4-bit weights
                 how["key_mapping"] = {rf"^{LAYERS}\.": "later."}
             model = _read_weights(
                 name, torch.device("meta"), attn_implementation, source=source, **how
@@ -119,18 +117,18 @@ def load_base(
             model = _read_weights(name, device, attn_implementation, **how)
     if quantization is not None and quantization_of(model) != quantization:
         raise ModelError(
-            f"{name} is stored as {quantization_of(model)} but {quantization} was asked for; pass"
-            " --quant_type accordingly"
+            f"{name} is stored as {quantization_of(model)}, not {quantization}: pass a matching"
+            " --quant_type, or load its unquantised original"
         )
     if packed:
         if not quantized_linears(model):
             raise ModelError(
-                f"{name} is quantised, but not in bitsandbytes' 4 bit; load its unquantised"
+                f"{name} is quantised, but not to bitsandbytes' 4 bits: load its unquantised"
                 " original"
             )
         enforce_policy(model, COMPUTE[compute_dtype])
         note_dtype(model, dtype)
-    # a saved adapter names this as its base, not the folder of this installation
+    # recorded in saved adapters, instead of a folder of this installation
     model.config._name_or_path = name
     if later is None:
         return frozen(model, torch.float32 if packed else stored), tokenizer
@@ -139,7 +137,7 @@ def load_base(
 
 
 def frozen(model: Any, computing: torch.dtype) -> Any:
-    """Return the model, frozen and in evaluation mode, once it is found to compute in a dtype."""
+    """Freeze a model, set it to evaluation mode, check that it computes in a dtype, return it."""
     model.requires_grad_(False)
     model.eval()
     audit_precision(model, computing)
@@ -157,10 +155,12 @@ def load_teacher(
     """Load an unquantised teacher, from which a student can learn what its quantisation lost.
 
     Args:
-        name: as in `load_base`; that of the student's base, which is not stored in 4 bit.
-        precision: of storage, `bf16` (2 bytes a weight) or `fp32` (4). It computes in fp32 anyway.
-        device: the student's.
-        attn_implementation: as in `load_base`.
+        name: the student's base, as for `load_base`. It must not be stored in 4 bits.
+        precision: of the stored weights, `bf16` (2 bytes each) or `fp32` (4). The teacher computes
+            in fp32.
+        device, attn_implementation: as for `load_base`.
+
+    Raises as `load_base`.
     """
     check_choice("teacher_precision", precision, tuple(COMPUTE))
     check_attention(attn_implementation)
@@ -173,22 +173,22 @@ def load_teacher(
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuse, with a ConfigError, a value that is none of the choices."""
+    """Raise ConfigError for a value that is not among the choices."""
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}; choose from {', '.join(map(str, choices))}")
 
 
 def check_teacher(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a teacher that is stored in 4 bit, by its configuration."""
+    """Raise ModelError for a teacher whose configuration says that it is quantised."""
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            f"{name} is itself stored in 4 bit and teaches nothing that its student has lost; name"
-            " its unquantised original"
+            f"{name} is itself stored in 4 bits and cannot teach what quantisation lost: pass its"
+            " unquantised original"
         )
 
 
 def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
-    """Return the configuration of a base model of a known family."""
+    """Return the configuration of a base model; raise ModelError for an unsupported family."""
     source = _find(name)
     if not isinstance(source, str):
         from npt.base.gguf.configuration import configuration_of
@@ -212,7 +212,7 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
 
 
 def packing_config(quantization: str, double_quant: bool = True) -> BitsAndBytesConfig:
-    """Return the packing to `nf4` or `fp4`, products in fp32."""
+    """Return the configuration of quantisation to `nf4` or `fp4`, with products in fp32."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantization,
@@ -224,18 +224,19 @@ def packing_config(quantization: str, double_quant: bool = True) -> BitsAndBytes
 def _read_weights(
     name: str, device: torch.device, attention: str, *, source: str | None = None, **how: Any
 ) -> PreTrainedModel:
-    """Return a model read from safetensors, every weight in its shape; run no code.
+    """Read a model from safetensors; refuse missing or misshapen weights; run no code.
 
     Args:
-        device: `meta` reads headers alone.
-        source: `_located(name)`, if known already.
-        how: more arguments of `from_pretrained`.
+        name, attention: as for `load_base`.
+        device: with `meta`, only headers are read.
+        source: `_located(name)`, if known.
+        how: further arguments of `from_pretrained`.
     """
     how |= {
         **_NO_CODE,
         "device_map": {"": device},
         "attn_implementation": implementation_of(attention),
-        "ignore_mismatched_sizes": True,  # they are refused below, by name
+        "ignore_mismatched_sizes": True,  # refused below, by name
         "use_safetensors": True,
         "output_loading_info": True,
     }
@@ -252,19 +253,19 @@ def _read_weights(
 
 
 def _find(name: str) -> Any:
-    """Return the folder or hub id that transformers loads a base from, or its GGUF file, opened."""
+    """Return the folder or hub id for transformers, or the opened GGUF file."""
     if name == EMBEDDED:
         return str(EMBEDDED_FOLDER)
     if not name.strip():
-        raise ModelError("the model's name is empty; pass --model_name tiny, a folder or a hub id")
+        raise ModelError("the model's name is empty: pass --model_name tiny, a folder or a hub id")
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         return str(path)
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if len(files) > 1:
         raise ModelError(
-            f"{name} holds {len(files)} GGUF files, {files[0].name} and {files[1].name} among them;"
-            " name one of them"
+            f"{name} holds {len(files)} GGUF files, among them {files[0].name} and {files[1].name}:"
+            " pass one of the files"
         )
     if files and files[0].suffix == ".gguf":
         from npt.base.gguf.file import GGUFFile
@@ -272,18 +273,18 @@ def _find(name: str) -> Any:
         return GGUFFile(files[0])
     if path.exists():
         raise ModelError(
-            f"{name} holds no config.json; name a folder that a model was saved to, or a GGUF file"
+            f"{name} holds no config.json: pass a folder with a saved model, or a GGUF file"
         )
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelError(
-            f"there is no model folder {name!r}; check --model_name ('tiny' is the embedded model)"
+            f"there is no model folder {name!r}: check --model_name ('tiny' is the embedded model)"
         )
     return name
 
 
 @contextmanager
 def _located(name: str) -> Iterator[str]:
-    """Yield the folder or hub id for transformers; of a GGUF file a temporary folder."""
+    """Yield the folder or hub id for transformers, or a temporary folder made from a GGUF file."""
     source = _find(name)
     if isinstance(source, str):
         yield source
@@ -298,7 +299,7 @@ def _located(name: str) -> Iterator[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and load report; problems are raised here."""
+    """Silence transformers' progress bars and load report."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -1,7 +1,7 @@
-"""RMSNorm in one kernel on GPUs, where transformers' takes six walks through memory.
+"""RMSNorm in one kernel on GPUs; transformers' version makes six passes over memory.
 
-A module's class is swapped for a subclass of its own, so names, weights and hooks stay. On a CPU,
-and in any other dtype than fp32, it computes what it did before, to the same bits.
+A module's class is swapped for a subclass, so names, weights and hooks remain. On a CPU, and in
+dtypes other than fp32, nothing changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {}
-"""By the class of a known form, weight * (x / sqrt(mean(x^2) + eps)), what it becomes."""
+"""Fused class for each norm class that computes weight * (x / sqrt(mean(x^2) + eps))."""
 
 
 def _fused(base: Any) -> type[nn.Module]:
@@ -32,5 +32,5 @@ def _fused(base: Any) -> type[nn.Module]:
 
 
 for _base in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, SmolLM3RMSNorm):
-    # a module-level name, by which pickle finds the class
+    # pickle finds a class by its name in the module
     globals()[f"Fused{_base.__name__}"] = FUSED[_base] = _fused(_base)

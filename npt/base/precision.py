@@ -1,17 +1,16 @@
-"""The precision policy, put into force and audited.
+"""The precision policy: its enforcement and its audit.
 
-Under 4-bit quantisation everything computes in fp32, except the products of packed weights if bf16
-was asked for (`compute_dtype`): those round their operands and result to bf16, whose range is
-fp32's. Four things work against that quietly:
+A 4-bit base computes in fp32. With `compute_dtype="bf16"`, 4-bit products round their operands and
+result to bf16, which has fp32's range. Four defaults silently break this policy:
 
-- `Linear4bit` takes `compute_dtype` from its first input if it is not set;
-- on CPUs with AVX512-BF16 it repacks its weight at the first evaluation forward, computes in bf16
-  from then on, whatever `compute_dtype` says, and gives no input gradient any more;
-- its backward dequantises to the checkpoint's dtype, its forward to the input's: with a bf16
-  checkpoint the gradient is that of a rounded weight;
-- weights kept in bf16 (embedding, lm_head) pull the residual stream down to bf16.
+- `Linear4bit` takes an unset `compute_dtype` from its first input.
+- On CPUs with AVX512-BF16, `Linear4bit` repacks its weight at the first evaluation forward. From
+  then on it computes in bf16, whatever `compute_dtype` says, and returns no input gradient.
+- The backward of `Linear4bit` dequantises to the checkpoint's dtype, its forward to the input's.
+  With a bf16 checkpoint the gradient belongs to a rounded weight.
+- Weights kept in bf16 (embedding, lm_head) lower the residual stream to bf16.
 
-`enforce_policy` removes all four; `audit_precision` reads the effect back from the modules.
+`enforce_policy` overrides all four. `audit_precision` reads the result off the modules.
 """
 
 from __future__ import annotations
@@ -49,16 +48,24 @@ _HALF = (torch.float16, torch.bfloat16)
 _DECLARED = "_npt_compute_dtype"
 
 ROWS, OUTPUTS = 64, 256
-"""Rows that are multiplied, and outputs that are compared: enough for two digits of the error."""
+"""Rows to multiply and outputs to compare: enough for two digits of the error."""
 
 LARGEST_ERROR = 1e-3
-"""Relative error of a product up to which `auto` takes the faster setting. TF32 is off by some
-3e-4, in fp32's range; bf16 by 2e-3. The weights themselves are off by 9e-2 in NF4."""
+"""Largest relative error of a product for which `auto` selects TF32. TF32's error is about 3e-4,
+that of bf16 2e-3, and that of NF4 weights 9e-2."""
 
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """Dtypes found on a model, for `run.json`: numbers of modules by names such as 'float32'."""
+    """Precision found on a model, for `run.json`.
+
+    Attributes:
+        quantization: as by `quantization_of`.
+        compute_dtype: number of modules by dtype, such as 'float32'.
+        stored_dtype: number of the base's tensors by dtype.
+        adapter_dtype: number of the adapters' tensors by dtype.
+        matmul_precision: torch's precision of fp32 products.
+    """
 
     quantization: str | None
     compute_dtype: dict[str, int]
@@ -68,10 +75,10 @@ class PrecisionReport:
 
 
 def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.float32) -> None:
-    """Make a model compute in fp32, except products of packed weights, which do in `compute_dtype`.
+    """Make a model compute in fp32, and its 4-bit products in `compute_dtype`.
 
-    Weights stored in 16 bit stay so. Classes are swapped in place, so parameter names and tied
-    weights remain. They are swapped again when the vocabulary is resized, which makes a new head.
+    Weights stored in 16 bits stay so. Classes are swapped in place, so parameter names and tied
+    weights remain. Resizing the vocabulary applies the policy again.
     """
     setattr(model, _DECLARED, compute_dtype)
     settle_policy(model, compute_dtype)
@@ -79,7 +86,7 @@ def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.fl
 
 
 def settle_policy(part: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Make a part of a model compute as `enforce_policy` says."""
+    """Apply the policy to part of a model; see `enforce_policy`."""
     for _, module in quantized_linears(part):
         module.compute_dtype = compute_dtype
         module.compute_type_is_set = True
@@ -87,7 +94,7 @@ def settle_policy(part: nn.Module, compute_dtype: torch.dtype) -> None:
         if module.weight.quant_state is not None:
             module.weight.quant_state.dtype = compute_dtype
         if module.bias is not None:
-            # The first forward would cast it and so change the base's hash.
+            # the first forward would cast the bias and so change the base's hash
             module.bias.data = module.bias.data.to(compute_dtype)
     for module in part.modules():
         if type(module) in _UPCAST and module.weight.dtype in _HALF:
@@ -97,35 +104,35 @@ def settle_policy(part: nn.Module, compute_dtype: torch.dtype) -> None:
 
 
 def resize_token_embeddings(model: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
-    """Resize the vocabulary as transformers does, and keep to the policy."""
+    """Resize the vocabulary as transformers does, then apply the policy again."""
     resized = type(model).resize_token_embeddings(model, *arguments, **named)
     enforce_policy(model, declared_dtype(model))
     return resized
 
 
 def declared_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of the base's products: declared if it is packed, else `policy_dtype`."""
+    """Return the dtype of the base's products: declared if it is 4-bit, else `policy_dtype`."""
     if quantized_linears(model):
         return getattr(model, _DECLARED, torch.float32)
     return policy_dtype(model)
 
 
 def policy_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype that the base must compute in, packed products aside: fp32 if it is
-    quantised, else the dtype of its final norm.
+    """Return the dtype that the base must compute in, except 4-bit products: fp32 if quantised,
+    else that of its final norm.
     """
     return torch.float32 if quantized_linears(model) else model.model.norm.weight.dtype
 
 
 def quantization_of(model: nn.Module) -> str | None:
-    """Return 'nf4', 'fp4', None, or 'mixed' for a model with layers of both."""
+    """Return 'nf4', 'fp4', 'mixed' for a model with both, or None."""
     kinds = {module.weight.quant_type for _, module in quantized_linears(model)}
     return None if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
 
 
 def matmul_precision() -> str:
-    """Return torch's precision of fp32 products, whichever of its two interfaces set it; the older
-    one's getter raises after `TrainingArguments(tf32=True)`, which uses the newer one.
+    """Return torch's precision of fp32 products. (The getter of torch's older interface raises
+    after `TrainingArguments(tf32=True)`, which uses the newer one.)
     """
     if torch.backends.mkldnn.matmul.fp32_precision == "bf16":  # type: ignore[attr-defined]
         return "medium"
@@ -139,7 +146,7 @@ def tf32_allowed() -> bool:
 
 @contextmanager
 def fp32_products(precision: str) -> Iterator[None]:
-    """Let torch compute fp32 products at this precision within the context."""
+    """Within the context, let torch compute fp32 products at this precision."""
     earlier = matmul_precision()
     try:
         torch.set_float32_matmul_precision(precision)
@@ -151,8 +158,8 @@ def fp32_products(precision: str) -> Iterator[None]:
 def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
     """Set torch's precision of fp32 products: `highest`, `high` (TF32), or `auto`.
 
-    `auto` is `high` for a base that computes in fp32 on GPUs, if that makes products faster and no
-    product is off by more than LARGEST_ERROR; else `highest`.
+    `auto` selects `high` for a base that computes in fp32 on GPUs, if `high` changes products and
+    their error stays within LARGEST_ERROR; else `highest`.
     """
     if setting == "auto":
         on_gpu = all(parameter.is_cuda or parameter.is_meta for parameter in model.parameters())
@@ -167,8 +174,8 @@ def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def product_error(model: PreTrainedModel, precision: str) -> float:
-    """Return the largest error ||y - exact|| / ||exact||, against fp64, of products of normal
-    numbers with the weights of the first layer and lm_head, a 4-bit one dequantised.
+    """Return the largest error ||y - exact|| / ||exact||, against fp64, of products of normal rows
+    with the (dequantised) weights of layer 0 and lm_head.
     """
     errors = []
     with fp32_products(precision):
@@ -179,7 +186,7 @@ def product_error(model: PreTrainedModel, precision: str) -> float:
             exact = x.double() @ weight[:OUTPUTS].double().T
             difference = torch.linalg.vector_norm((x @ weight.T)[:, :OUTPUTS] - exact)
             errors.append(float(difference / torch.linalg.vector_norm(exact)))
-    return float(torch.tensor(errors).max())  # NaN if one is
+    return float(torch.tensor(errors).max())  # NaN if any error is
 
 
 def audit_precision(
@@ -188,13 +195,12 @@ def audit_precision(
     *,
     within: nn.Module | None = None,
 ) -> PrecisionReport:
-    """Read the effective compute dtype of every linear and embedding layer off the modules, or of
-    those within a part.
+    """Read the effective compute dtype of all linear and embedding layers of a model, or of a part.
 
     Raises:
         ModelError: layers are still in their files (npt/base/layers.py).
-        PrecisionError: autocast is on, or a module would compute in another dtype: of packed
-            weights what was declared on loading, of adapters fp32, of the rest `expected`.
+        PrecisionError: autocast is on, or a module would not compute in the dtype declared at load
+            time (4-bit weights), in fp32 (adapters) or in `expected` (all others).
     """
     computed, stored, adapters = Counter[str](), Counter[str](), Counter[str]()
     wrong: list[str] = []
@@ -222,8 +228,8 @@ def audit_precision(
         mixed = packed and of_packed != wanted
         policy = f"{wanted}, 4-bit products in {of_packed}" if mixed else wanted
         raise PrecisionError(
-            f"expected {policy}, but {wrong[0]}{more}; load the model with npt.load_base and leave"
-            " autocast off"
+            f"expected {policy}, but {wrong[0]}{more}: load the model with npt.load_base and"
+            " disable autocast"
         )
     counts = dict(computed), dict(stored), dict(adapters)
     return PrecisionReport(quantization_of(part), *counts, matmul_precision())

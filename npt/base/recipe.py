@@ -1,4 +1,4 @@
-"""What a base is and how it was loaded, as written down with its adapter."""
+"""How a base was loaded, as recorded with its adapter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npt.base.precision import policy_dtype, quantization_of
 from npt.config import COMPUTE_DTYPES, QUANT_TYPES
 
 ENTRY = "base_loading"
-"""The entry of `adapter_config.json`."""
+"""Name of the entry in `adapter_config.json`."""
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,16 +31,14 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Arguments of `npt.load_base`, the name aside.
+    """Arguments of `npt.load_base`, except the name.
 
     Attributes:
         quantization: `nf4`, `fp4`, or None.
-        double_quant: the absmax of blocks is itself quantised, as by `load_base`; a base that the
-            user packed, or a checkpoint stored in 4 bit, may lack it.
+        double_quant: whether the absmax of blocks is itself quantised.
         compute_dtype: of 4-bit products.
-        use_fp16: of an unquantised base.
-        dtype: of an unquantised base in bf16, and of what a base that the user packed keeps
-            unpacked.
+        use_fp16: whether an unquantised base computes in fp16.
+        dtype: of an unquantised base in bf16, or of the weights that a 4-bit base keeps unpacked.
     """
 
     quantization: str | None = None
@@ -51,9 +49,7 @@ class Recipe:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Recipe | None:
-        """Return that of a base, loaded by `load_base` or by the user; None if `load_base` cannot
-        load one like it.
-        """
+        """Return the recipe of a base; None if `load_base` cannot load such a base."""
         names = {dtype: name for name, dtype in STORED.items()}
         packed = quantization_of(model)
         if packed is None:
@@ -75,11 +71,11 @@ class Recipe:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Recipe | None:
-        """Return that of a file's record; None if it has none, or one that cannot be."""
+        """Return the recipe in a file's record; None if it is missing or invalid."""
         entries = record.get(ENTRY)
         if not isinstance(entries, Mapping):
             return None
-        entries = {"dtype": None, **entries}  # which files of earlier versions lack
+        entries = {"dtype": None, **entries}  # missing in files of earlier versions
         sound = set(entries) == {f.name for f in fields(cls)} and all(
             any(type(entries[name]) is type(value) and entries[name] == value for value in values)
             for name, values in _VALUES.items()
@@ -88,7 +84,7 @@ class Recipe:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The command line's flags, those that mean something together."""
+        """The flags of the command line that have an effect."""
         if self.quantization is None:
             return {"use_quantization": False, "use_fp16": self.use_fp16}
         return {
@@ -99,16 +95,16 @@ class Recipe:
 
     @property
     def storage(self) -> dict[str, Any]:
-        """Arguments of `load_base` for which the command line has no flags."""
+        """Arguments of `load_base` that have no flag."""
         return {"dtype": self.dtype, "double_quant": self.double_quant or self.quantization is None}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `load_base` that are not its defaults."""
+        """Arguments of `load_base` that differ from its defaults."""
         mine, usual = ({**asdict(recipe), **recipe.storage} for recipe in (self, Recipe()))
         return {name: value for name, value in mine.items() if value != usual[name]}
 
 
 def note_dtype(model: PreTrainedModel, dtype: str | None) -> None:
-    """Remember the `dtype` that a packed base was loaded with; None: as its checkpoint has it."""
+    """Record the `dtype` that a 4-bit base was loaded with; None: the checkpoint's own."""
     setattr(model, _DTYPE, dtype)

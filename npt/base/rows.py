@@ -1,9 +1,9 @@
-"""Rows: a scale and a bias for every row of a frozen linear layer, exact on a 4-bit base.
+"""Rows: a scale and a bias for each row of a frozen linear layer, exact on a 4-bit base.
 
     y = scale * (W x + b) + bias
 
-Not a byte of W is written. The layer's class is swapped for a subclass of itself; the two vectors
-are buffers that no state dict knows, so the base keeps its names and its hash.
+W is not written. The layer's class is swapped for a subclass, and the two vectors are buffers
+outside the state dict, so the base keeps its names and its hash.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from npt.base.linear import UpcastLinear, linear_kind
 from npt.errors import ModelError, kind_of
 
 Rows = tuple[Tensor, Tensor]
-"""scale and bias, [out] each, in fp32."""
+"""Scale and bias, [out] each, fp32."""
 
 
 class RowScaled(nn.Module):
-    """Mix-in, before the layer's own class, that applies rows to its product."""
+    """Mix-in, placed before the layer's class, that applies rows to its product."""
 
     row_scale: Tensor
     row_bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], in the dtype of the layer's own product."""
+        """Return [..., out] from [..., in], in the dtype of the layer's product."""
         y = super().forward(x)
         with torch.autocast(y.device.type, enabled=False):
             return (self.row_scale * y.to(torch.float32) + self.row_bias).to(y.dtype)
@@ -52,7 +52,7 @@ _FORMS: dict[type[nn.Module], type[RowScaled]] = {
 
 
 def set_rows(module: Any, rows: Rows | None) -> None:
-    """Give a linear layer these rows instead of those it has; None takes them away."""
+    """Set the rows of a linear layer; None removes them. Raise ModelError if it supports none."""
     check_row_scalable(module)
     if isinstance(module, RowScaled):
         module.__class__ = type(module).__bases__[1]
@@ -66,12 +66,12 @@ def set_rows(module: Any, rows: Rows | None) -> None:
 
 
 def check_row_scalable(module: Any) -> None:
-    """Refuse, with a ModelError, a layer that can have no rows."""
+    """Raise ModelError for a layer that does not support rows."""
     if type(module) not in _FORMS and not isinstance(module, RowScaled):
         names = ", ".join(c.__name__ for c in _FORMS)
-        raise ModelError(f"{kind_of(module)} takes no scale and bias by row; only {names} do")
+        raise ModelError(f"{kind_of(module)} does not support scale and bias by row; {names} do")
 
 
 def rows_of(module: Any) -> Rows | None:
-    """Return the rows that a layer has."""
+    """Return the rows of a layer; None if it has none."""
     return (module.row_scale, module.row_bias) if isinstance(module, RowScaled) else None

@@ -1,4 +1,4 @@
-"""Weights written one file at a time, so that the host holds one file and not the model."""
+"""Write weights one file at a time, so that the host holds only one file's tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from npt.files import write_json
 
 SHARD_BYTES = 4 << 30
-"""Of a file of weights, unless one tensor is larger."""
+"""Size limit of a weight file, in bytes. Only a larger single tensor may exceed it."""
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> tuple[int, int]:
-    """Write (name, tensor) pairs to files named as transformers names them; return the number of
-    files, and the bytes of all tensors.
-    """
+    """Write (name, tensor) pairs to files; return the number of files and the tensors' bytes."""
     parts: list[list[str]] = []
     held: dict[str, Tensor] = {}
     size = total = 0

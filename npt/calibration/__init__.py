@@ -1,3 +1,1 @@
-"""The closed-form start: adapters computed from the teacher's activations instead of trained from a
-random one.
-"""
+"""The closed-form start: adapters computed from the teacher's activations and gradients."""

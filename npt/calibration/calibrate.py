@@ -1,10 +1,10 @@
-"""`calibrate`: the closed-form start of attached adapters, from text and nothing else.
+"""`calibrate`: compute the closed-form start of attached adapters from text.
 
-One walk over the text measures each layer, forward and once backward through the base; the adapters
-are written when every number is known and finite, and until then nothing is changed.
+One pass over the text, forward and backward through the base, measures each layer. The adapters are
+set only once all values are known and finite.
 
-What the walk keeps are sums, so several processes share it: each takes every so many batches, and
-each solves its share of the layers. They fail together, or begin again together.
+Several processes share the work, since a pass only keeps sums: each takes its share of the batches,
+then of the layers. They fail together or start again together.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ T = TypeVar("T")
 HOST = torch.device("cpu")
 
 TOKENS_PER_RANK = 4
-"""Tokens that a rank needs at least; fewer would be fitted to noise."""
+"""Fewest tokens per rank; with fewer, the start would fit noise."""
 
 SOLVED = ("A", f"B.{STREAM}")
-"""The parameters of a layer that the start solves; all others are 0."""
+"""The parameters of a layer that the closed-form start sets. All others are 0."""
 
 
-@torch.inference_mode(False)  # whatever the caller is in: it takes gradients of the teacher
+@torch.inference_mode(False)  # it takes gradients of the teacher
 @kept_random_state()
 def calibrate(
     model: PreTrainedModel,
@@ -77,40 +77,39 @@ def calibrate(
     console: Console | None = None,
     processes: ProcessGroup | None = None,
 ) -> Calibration:
-    """Give the attached adapters their start: attention cut to the directions that the predictions
-    read most (npt/calibration/cut.py), in the target `stream`; all other B and all M at 0.
+    """Set the attached adapters to the closed-form start (npt/calibration/cut.py).
 
-    All or nothing, on all processes alike: if anything is refused, the adapters stay as they are.
-    fp32 products are computed at `highest` precision, whatever torch is set to.
+    The target `stream` gets attention cut to the directions that the predictions read most. All
+    other B, and all M, are 0. If anything fails, the adapters of all processes are unchanged. fp32
+    products use `highest` precision, whatever torch's setting.
 
     Args:
-        model: with adapters attached, quantised or not; only the adapters change, and unless the
-            configuration has `ranks` their ranks: they are given to the layers that are worth
-            most, as many in all as the configuration's rank gives.
-        tokenizer: of the base model.
-        data: records, or samples already cut; training data, never what the student is to be
-            measured on.
-        tokens: to use at most, drawn from the beginning of the data, eight times as much of it.
-            Memory does not grow with them, but for some 300 bytes each of text read ahead.
-        max_length: tokens of a sample, when `data` are records.
-        batch_size: samples at a time, of which one graph through the whole teacher is held.
-        seed: of the tokens' choice, and of draws from the teacher's predictions.
-        console: for the progress; default nowhere.
-        processes: that share the work, each of them called with the same arguments, and come to the
-            same adapters (npt/distributed/join.py); default this one alone.
+        model: with adapters attached, quantised or not. Only the adapters change. Unless the
+            configuration has `ranks`, the total rank is redistributed to the layers where it is
+            worth most.
+        tokenizer: of the base.
+        data: records, or samples. Use training data, never data for evaluation.
+        tokens: most tokens to use. They are drawn from the first 8 * tokens of the data. Memory
+            grows by only about 300 bytes per token, for text read ahead.
+        max_length: tokens of a sample, if `data` are records.
+        batch_size: samples at a time. One graph through the whole teacher is held for them.
+        seed: of the choice of tokens and of the draws from the teacher's predictions.
+        console: for progress; default none.
+        processes: those that share the work (npt/distributed/join.py); default this one. Call it
+            with the same arguments in each; all get the same adapters.
 
     Returns:
         Figures per layer.
 
     Raises:
-        ConfigError: a setting that cannot work, or that the processes differ in.
-        DataError: no text, or too little of it for the rank.
+        ConfigError: a setting is invalid or differs between processes.
+        DataError: there is no text, or too little for the rank.
         ModelError: no adapters are attached.
-        NotSupportedError: the adapters have no target `stream`, keep the attention residual or do
+        NotSupportedError: the adapters lack the target `stream`, keep the attention residual or do
             not start at m = 1.
-        NumericalError: a non-finite activation, by layer and name.
+        NumericalError: an activation is non-finite; the message names the layer.
         ProcessError: another process failed or was lost.
-        torch.OutOfMemoryError: on this process or another one; a smaller `batch_size` may do.
+        torch.OutOfMemoryError: out of memory on any process; try a smaller `batch_size`.
     """
     started = time.perf_counter()
     processes = processes or ProcessGroup()
@@ -125,9 +124,8 @@ def calibrate(
         count, mean = tokens_of(samples), max(config.ranks_of(len(npt_layers(model))))
         if count < TOKENS_PER_RANK * mean:
             raise DataError(
-                f"calibration has {count} tokens, and rank {mean} needs {TOKENS_PER_RANK * mean};"
-                " give it more data or tokens (--calibration_tokens), lower --adapter_rank, or"
-                " start at random (--init random)"
+                f"calibration has {count} tokens, but rank {mean} needs {TOKENS_PER_RANK * mean}:"
+                " raise --calibration_tokens, add data, lower --adapter_rank, or pass --init random"
             )
         return samples
 
@@ -146,7 +144,7 @@ def calibrate(
             parts, "calibrating", console=console, transient=True, disable=not console.is_terminal
         )
         width = model.config.hidden_size
-        # before a pass, after which processes that share a base could not begin again on the host
+        # before the pass: during it, processes that share a base could not start again
         sums = together(processes, lambda: {i: Sensitivity(width, matrices_on) for i in layers})
         with evaluating(model):
             together(processes, lambda: measure(model, shown, seed, sums), model)
@@ -155,7 +153,7 @@ def calibrate(
     def solved() -> dict[int, Cut]:
         cuts = {}
         for index in layers[processes.index :: processes.size]:
-            layer = sums.pop(index)  # its matrices are freed at the next layer
+            layer = sums.pop(index)  # frees its matrices at the next layer
             cuts[index] = on_device_or_host(layer.cut, device, console)
         return cuts
 
@@ -171,7 +169,7 @@ def calibrate(
     finally:
         model.config._attn_implementation = attention
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # of the graph through the teacher
+            torch.cuda.empty_cache()  # memory of the graph through the teacher
     if config.ranks is None:
         worth = of_all(processes, {index: cut.worth for index, cut in cuts.items()})
         ranks = spend(config.rank * len(layers), worth)
@@ -193,8 +191,8 @@ def calibrate(
 def share(
     parts: Sequence[Batch], processes: ProcessGroup, in_step: bool
 ) -> list[tuple[int | None, Batch]]:
-    """Return this process's batches by their numbers among all. Processes that are kept in step
-    have equally many: one that would have fewer computes a batch, number None, for nothing.
+    """Return this process's batches with their numbers among all. With `in_step` all processes have
+    equally many: an extra batch, number None, is computed and discarded.
     """
     mine: list[tuple[int | None, Batch]] = [
         (number, parts[number]) for number in range(processes.index, len(parts), processes.size)
@@ -207,17 +205,17 @@ def share(
 def together(
     processes: ProcessGroup, act: Callable[[], T], model: PreTrainedModel | None = None
 ) -> T:
-    """Return what `act` gives here if it succeeds on every process; else raise on all of them.
+    """Return `act()` if it succeeds on every process; else raise on all of them.
 
     Args:
-        processes: that act.
-        act: exchanges nothing.
-        model: that it computes. If its base is sharded, this exchanges layers, and an error between
-            them is raised at once: the others cannot be met there.
+        processes: those that call this function.
+        act: function without communication.
+        model: the model that `act` runs, if any. If its base is sharded, an error is raised at
+            once, since the other processes wait for layers.
 
     Raises:
-        torch.OutOfMemoryError: of this process or another one, after which all may begin again.
-        ProcessError: another process met another error.
+        torch.OutOfMemoryError: out of memory on any process; all may start again.
+        ProcessError: another process raised another error.
     """
     if processes.size == 1:
         return act()
@@ -229,7 +227,7 @@ def together(
         sharded = model is not None and is_sharded(model)
         if sharded and is_out_of_memory(error):
             raise NoMemoryError(
-                f"calibration: out of memory within a sharded base ({first_line(error)[:200]});"
+                f"calibration: out of memory with a sharded base ({first_line(error)[:200]}):"
                 " lower --batch_size or --max_length, or convert fewer --layers"
             ) from error
         if sharded and not isinstance(error, NumericalError):
@@ -249,59 +247,59 @@ def tokens_of(samples: Iterable[Sample]) -> int:
 
 
 def of_all(processes: ProcessGroup, own: Mapping[int, T]) -> dict[int, T]:
-    """Return what every process has by layer, in order of depth."""
+    """Return the values of all processes by layer, in order of depth."""
     return dict(sorted(item for theirs in processes.gather(own) for item in theirs.items()))
 
 
 def on_device_or_host(
     compute: Callable[[torch.device], T], device: torch.device, console: Console
 ) -> T:
-    """Return what `compute` gives with its matrices on a device; if there is no memory for them, or
-    they cannot be factorised there, say so in one line and compute with matrices on the host.
+    """Return `compute(device)`; if its matrices do not fit or cannot be factorised there, print a
+    line and compute with matrices on the host.
     """
     try:
         return compute(device)
     except (RuntimeError, MemoryError) as error:
-        # LAPACK and cuSOLVER give up on different matrices
+        # LAPACK and cuSOLVER fail on different matrices
         failed = is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError)
         if device == HOST or not failed:
             raise
         reason = first_line(error)[:160]
-    free_memory(device)  # not in the handler, in which the error keeps the tensors
-    say(console, f"calibration: {reason}; computed again with its matrices on the host")
+    free_memory(device)  # only here: inside the handler the error keeps the tensors alive
+    say(console, f"calibration: {reason}; trying again with its matrices on the host")
     return compute(HOST)
 
 
 def check_calibration(config: NPTConfig) -> None:
-    """Refuse settings of a calibrated start that cannot work, before anything is loaded."""
+    """Check the settings of a closed-form start before anything is loaded; see `check_form`."""
     if config.init == "calibrated":
         check_form(config)
 
 
 def check_form(config: NPTConfig) -> None:
-    """Refuse forms that do not contain the start."""
+    """Raise NotSupportedError for a form of adapters that cannot represent the start."""
     if STREAM not in config.targets:
         raise NotSupportedError(
-            f"--init calibrated gives the target stream its start, but --targets is"
-            f" {','.join(config.targets)}; add stream, or use --init random"
+            f"--init calibrated needs the target stream, but --targets is"
+            f" {','.join(config.targets)}: add stream or pass --init random"
         )
     if config.residual == "keep":
         raise NotSupportedError(
-            "adapters with --residual keep start equal to their base, which no calibration can"
-            " improve; use --init random"
+            "--init calibrated has no effect with --residual keep, where adapters start equal to"
+            " their base: pass --init random"
         )
     if config.mult_form == "half_sigmoid":
         raise NotSupportedError(
-            "--init calibrated starts from multipliers of 1, and those of --mult_form half_sigmoid"
-            " are 0.75 at M = 0; use another form, or --init random"
+            "--init calibrated starts from multipliers of 1, but --mult_form half_sigmoid has 0.75"
+            " at M = 0: pass another --mult_form or --init random"
         )
 
 
 def start_tensors(
     model: PreTrainedModel, config: NPTConfig, cuts: dict[int, Cut], ranks: dict[int, int]
 ) -> dict[str, Tensor]:
-    """Return the start by the names of the adapters' parameters, from each layer's cut and rank; B
-    is divided by alpha, which the forward multiplies it with. A layer without a cut is all zeros.
+    """Return the start by parameter name from each layer's cut and rank; zeros without a cut. B is
+    divided by alpha, because the forward multiplies by it.
     """
     device = next(iter(adapter_parameters(model).values())).device
     shapes = adapter_shapes(model, config)
@@ -310,27 +308,26 @@ def start_tensors(
         code, back = cut.code[: ranks[index]], cut.back[:, : ranks[index]] / config.additive_scale
         if not bool(torch.isfinite(code).all() & torch.isfinite(back).all()):
             raise NumericalError(
-                f"calibration: the directions of layer {index} came out non-finite; nothing was"
-                " changed, start with --init random"
+                f"calibration: the directions of layer {index} are non-finite, so the adapters are"
+                " unchanged; pass --init random"
             )
         code, back = balanced(code, back)
         for name, tensor in zip(SOLVED, (code, back), strict=True):
-            # in the layout that all processes have, who sum them
+            # copied, so that all processes sum the same memory layout
             tensors[f"model.layers.{index}.npt.{name}"].copy_(tensor)
     return tensors
 
 
 def balanced(code: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same adapter in numbers that training can change evenly.
+    """Scale A and B so that training changes both evenly, without changing the student.
 
-    A row of A [R, D] times c and the column of B [D, R] that reads it over c give the same student
-    for any c. For a code of unit variance, entries of A are a few hundredths and those of B a few
-    units, while AdamW moves every entry by the learning rate: A is thrown away before B has begun.
-    So c makes the root mean squares of both equal; it is a power of two, by which fp32 multiplies
-    exactly.
+    A row of A [R, D] times c and the column of B [D, R] that reads it over c give the same student.
+    For a code of unit variance, entries of A are a few hundredths and entries of B a few units, but
+    AdamW moves every entry by the learning rate: A would be overwritten before B moves. So c makes
+    their root mean squares equal. It is a power of two, so that fp32 products with it are exact.
     """
     sizes = back.square().mean(dim=0).sqrt() / code.square().mean(dim=1).sqrt()
     factor = torch.exp2(torch.round(torch.log2(sizes) / 2))
-    # a row that nothing reads, or that reads nothing
+    # 1 for a row that is zero or that nothing reads
     factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, 1.0)
     return code * factor.unsqueeze(1), back / factor

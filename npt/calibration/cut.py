@@ -1,14 +1,14 @@
-"""The closed form of one layer: attention cut to the R directions that predictions read most.
+"""The closed form of one layer: attention cut to the R directions that the predictions read most.
 
 With C = E a a' / r^2 and S = E s s' r^2 (see `Sensitivity`), an error e of the attention output
-costs e'S e / 2 in KL(teacher, student), to second order. Among all a' = P A a of rank R the mean
-cost is least if the rows of A span v' C^(-1/2), v the top R eigenvectors of C^(1/2) S C^(1/2), and
-P = C A'(A C A')^(-1), the least-squares way back: P = C^(1/2) [v ...]. What is left out costs half
-of the other eigenvalues, so an eigenvalue is the worth of its direction, in nats, and comparable
-between layers. A P = 1: at R = D the layer is its teacher.
+costs e'S e / 2 in KL(teacher, student), to second order. Among all a' = P A a of rank R, the mean
+cost is least if the rows of A span v' C^(-1/2), with v the top R eigenvectors of C^(1/2) S C^(1/2),
+and P = C A'(A C A')^(-1) = C^(1/2) [v ...] is the least-squares inverse. The other directions then
+cost half the sum of their eigenvalues. So an eigenvalue is the worth of its direction in nats, and
+can be compared between layers. A P = 1: at R = D the layer equals its teacher.
 
-That is canonical reduced-rank regression of a on itself (Izenman, "Reduced-rank regression for the
-multivariate linear model", 1975) with the Fisher information as the weight.
+This is canonical reduced-rank regression of a on itself (Izenman, "Reduced-rank regression for the
+multivariate linear model", 1975), weighted by the Fisher information.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1e-5
-"""Eigenvalues of a covariance below this share of its largest one are taken for it. Attention
-outputs all but vanish in some directions; a code that had unit variance there would be made of
-rounding, and fitted to noise."""
+"""Lower bound of a covariance's eigenvalues, as a share of the largest. Attention outputs almost
+vanish in some directions; a code of unit variance there would consist of rounding errors."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """All directions of one layer, the worthiest first.
+    """All directions of one layer, sorted by worth, largest first.
 
     Attributes:
-        worth: [D], of each, in nats.
-        code: A at R = D, [D, D] fp32, as rows.
-        back: P at R = D, [D, D] fp32, as columns.
-        lost: [D + 1], the share of |a / r|^2 that a cut to so many directions loses.
+        worth: [D], worth of each direction in nats.
+        code: A at R = D, [D, D] fp32, one direction per row.
+        back: P at R = D, [D, D] fp32, one direction per column.
+        lost: [D + 1], share of |a / r|^2 that a cut to R directions loses, by R.
     """
 
     worth: list[float]
@@ -44,7 +43,7 @@ class Cut:
 
     @classmethod
     def of(cls, covariance: Tensor, sensitivity: Tensor) -> Cut:
-        """Return that of C and S, [D, D] fp64."""
+        """Compute the cut from C and S, [D, D] fp64."""
         values, vectors = torch.linalg.eigh(covariance)
         values = values.clamp_min(SMALLEST * float(values[-1]))
         root = (vectors * values.sqrt()) @ vectors.T
@@ -62,17 +61,21 @@ class Cut:
         )
 
     def to(self, device: torch.device) -> Cut:
-        """Return the same with its directions on a device."""
+        """Return the cut with its directions on a device."""
         return replace(self, code=self.code.to(device), back=self.back.to(device))
 
     def cost(self, rank: int) -> float:
-        """Return the nats that a cut to so many directions costs, by itself and to second order."""
+        """Return the cost in KL, nats, of a cut to `rank` directions of this layer alone, to second
+        order.
+        """
         return 0.5 * sum(self.worth[rank:])
 
 
 def spend(budget: int, worth: Mapping[int, Sequence[float]]) -> dict[int, int]:
-    """Return ranks by layer: one each, then always one more for the layer whose next direction is
-    worth most, the lowest of equal ones. worth: of each direction by layer, largest first.
+    """Distribute a total rank over layers, and return the rank of each.
+
+    Each layer gets one. Then the layer whose next direction is worth most gets one more, and so on;
+    of equal layers, the lowest comes first. worth: by layer, of each direction, largest first.
     """
     ranks = dict.fromkeys(worth, 1)
     queue = [(-values[1], index) for index, values in worth.items() if len(values) > 1]

@@ -1,4 +1,4 @@
-"""The report of a calibration: figures per layer and their table."""
+"""The result of a calibration: figures per layer, and a table of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """One layer, on the tokens of the calibration.
+    """Figures of one layer on the calibration tokens.
 
     Attributes:
         rank: R.
-        nmse: ||a - a'||^2 / ||a||^2, the share of the attention output that is cut off, of tokens
-            in units of their size.
-        kl: what that costs in KL(teacher, student), nats per token, to second order and by itself.
+        nmse: ||a - a'||^2 / ||a||^2 of rows a / r: the share of the attention output that is lost.
+        kl: its cost in KL(teacher, student), nats per token, of this layer alone, to second order.
     """
 
     rank: int
@@ -28,7 +27,13 @@ class LayerCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Result of `calibrate`: `layers` by index."""
+    """Result of `calibrate`.
+
+    Attributes:
+        layers: figures by layer index.
+        tokens: number of tokens used.
+        seconds: duration.
+    """
 
     layers: Mapping[int, LayerCalibration]
     tokens: int
@@ -36,11 +41,11 @@ class Calibration:
 
     @property
     def nmse(self) -> dict[int, float]:
-        """The share of each layer's attention output that is cut off."""
+        """The share of each layer's attention output that is lost."""
         return {index: layer.nmse for index, layer in self.layers.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """For `run.json` and `events.jsonl`."""
+        """Return the entry for `run.json` and `events.jsonl`."""
         return {
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
@@ -50,9 +55,9 @@ class Calibration:
 
 def print_calibration(calibration: Calibration, console: Console) -> None:
     """Print a table with a row per layer."""
-    title = f"Attention cut to R directions; {calibration.tokens:,} tokens"
+    title = f"Attention cut to R directions (closed-form start, {calibration.tokens:,} tokens)"
     table = Table(title=title, title_justify="left")
-    for heading in ("layer", "rank R", "attention cut off", "its cost, nats"):
+    for heading in ("layer", "rank R", "attention lost", "KL cost, nats"):
         table.add_column(heading, justify="right")
     for index, layer in calibration.layers.items():
         table.add_row(str(index), str(layer.rank), f"{layer.nmse:.2%}", f"{layer.kl:.5f}")

@@ -1,6 +1,4 @@
-"""The text of a calibration. Tokens of one text resemble each other, its attention outputs most of
-all, so they are drawn from all over the beginning of the data.
-"""
+"""The text of a calibration, drawn from a longer stretch of data, since one text is too uniform."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from npt.data.source import Record
 from npt.errors import DataError
 
 READ_AHEAD = 8
-"""Times the tokens asked for that are read, if there are so many, to draw them from."""
+"""Samples are drawn from the first READ_AHEAD times as many tokens, if the data have so many."""
 
 
 def read_samples(
@@ -27,8 +25,9 @@ def read_samples(
     vocab_size: int,
     seed: int = 0,
 ) -> list[Sample]:
-    """Return samples of `tokens` tokens in all, the last one cut, without ids that no model has,
-    drawn from the data's beginning, READ_AHEAD times as much of it.
+    """Draw samples with `tokens` tokens in total from the beginning of the data; cut the last one.
+
+    Samples with ids outside the vocabulary are left out. Raises DataError for fewer than two.
     """
     items = iter(data)
     first = next(items, None)
@@ -49,8 +48,8 @@ def read_samples(
             break
     if len(chosen) < 2:
         raise DataError(
-            f"calibration needs two samples of text, and the data gave {len(chosen)}; give it more,"
-            " or start at random (--init random)"
+            f"calibration needs two samples of text, but the data yield {len(chosen)}: add data or"
+            " pass --init random"
         )
     return chosen
 

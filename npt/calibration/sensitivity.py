@@ -1,4 +1,4 @@
-"""Sensitivity of the teacher's predictions to each layer: one backward pass over the tokens."""
+"""Sensitivity of the teacher's predictions to each layer, from one backward pass."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import NumericalError
 
 LARGEST = 2.0
-"""Sizes of tokens above so many medians of their batch are taken for it in S."""
+"""Upper bound of a token's size r in S, in medians of its batch."""
 
 
 class Sensitivity:
-    """Means over tokens for one layer, [D, D] fp64, of rows in units of their token's size r, the
+    """Second moments over tokens for one layer, [D, D] fp64, in units of each token's size r, the
     root mean square of h + a.
 
-    S is a block of the Fisher information: half of e'S e / r^2 is the KL that an error e of a
-    costs, to second order.
+    S is a block of the Fisher information: e'S e / (2 r^2) is the KL that an error e of a costs, to
+    second order.
 
-    All that reads h + a divides by r first, so gradients go with 1 / r. Some tokens, the first of a
-    text above all, have a hundred times the r of others (Sun et al., "Massive activations in large
-    language models", 2024). With plain means an error there counts as if it were one of the others;
-    but as all others attend to such a token, its gradients do not fall with 1 / r, and in units of
-    r it would make S alone. So r counts LARGEST medians at most in S.
+    All that reads h + a first divides it by r, so gradients are proportional to 1 / r. Some tokens,
+    above all the first of a text, have a hundred times the r of others (Sun et al., "Massive
+    activations in large language models", 2024). Plain means would weight their errors like those
+    of other tokens. But all later tokens attend to them, so their gradients do not shrink with
+    1 / r, and in units of r they would dominate S. So S bounds r by LARGEST medians.
 
     Attributes:
         covariance: C = E a a' / r^2.
-        to_attention: S = E s s' r^2, s the gradient at a of the log-likelihood, summed over the
-            tokens, of what is drawn from the teacher's own predictions.
+        to_attention: S = E s s' r^2, with s the gradient at a of the log-likelihood, summed over
+            tokens, of tokens drawn from the teacher's own predictions.
     """
 
     def __init__(self, width: int, device: torch.device):
@@ -53,23 +53,21 @@ class Sensitivity:
         )
 
     def add(self, stream: Tensor, attention: Tensor, to_attention: Tensor) -> None:
-        """Add rows [N, D] of h + a, a and s to what are sums until `average` is called."""
+        """Add rows [N, D] of h + a, a and s to the sums, which `average` turns into means."""
         size = stream.to(torch.float32).square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
         usual = torch.minimum(size, LARGEST * size.median())
         self.covariance += _moved(_gram(attention / size), self.covariance.device)
         self.to_attention += _moved(_gram(to_attention * usual), self.to_attention.device)
 
     def cut(self, device: torch.device) -> Cut:
-        """Return the cut of the layer, factorised on a device and kept where the matrices are."""
+        """Return the layer's cut, factorised on `device` and stored where the matrices are."""
         matrices = self.covariance, self.to_attention
         return Cut.of(*(m.to(device) for m in matrices)).to(self.covariance.device)
 
     def average(self, processes: ProcessGroup, tokens: int) -> None:
-        """Turn this process's sums into means over the tokens of all processes, in place: a copy
-        would double the largest thing in memory.
-        """
+        """Turn the sums into means over the tokens of all processes, in place to save memory."""
         for total in (self.covariance, self.to_attention):
-            if processes.size > 1:  # matrices on the host go through the GPU, as NCCL sums
+            if processes.size > 1:  # NCCL sums only on the GPU
                 total.copy_(processes.sum_(total.to(processes.device)))
             total /= tokens
 
@@ -80,19 +78,19 @@ def measure(
     seed: int,
     sums: Mapping[int, Sensitivity],
 ) -> None:
-    """Add batches to the sums of every converted layer, by its index; the model does not change.
+    """Add batches to the sums of every converted layer. The model does not change.
 
-    Over a sharded base a fault is raised after the last batch: the other processes need this one
-    for every pass through a layer.
+    With a sharded base, a fault is raised only after the last batch, because the other processes
+    need this one for every pass through a layer.
 
     Args:
         model: with adapters attached.
-        numbered: batches and their numbers; None for one that is computed and left out.
-        seed: with a batch's number, of the draws from the predictions.
-        sums: of each layer.
+        numbered: batches and their numbers; None for a batch whose result is discarded.
+        seed: seeds the draws from the predictions, together with a batch's number.
+        sums: sums by layer index.
 
     Raises:
-        NumericalError: a non-finite activation or gradient.
+        NumericalError: an activation or gradient is non-finite.
     """
     converted, layers = npt_layers(model), decoder_layers(model)
     device = next(model.parameters()).device
@@ -103,7 +101,7 @@ def measure(
     def check(name: str, rows: Tensor, command: str = "find its cause with npt trace") -> bool:
         finite = bool(torch.isfinite(rows).all())
         if not finite:
-            message = f"calibration: the {name} not finite; {command}, nothing was changed"
+            message = f"calibration: the {name} not finite; {command}. The adapters are unchanged"
             faults.append(NumericalError(message))
             if not to_the_end:
                 raise faults[0]
@@ -147,8 +145,8 @@ def measure(
 
 
 def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> ExitStack:
-    """Hook a layer's attention output and the stream after it, h + a, whose gradient is that of a
-    with h held still.
+    """Hook a layer's attention output a and the stream h + a, whose gradient is that of a at
+    constant h.
     """
 
     def attention(module: Any, inputs: Any, output: Any) -> None:
@@ -171,8 +169,7 @@ def _score(
     check: Callable[[str, Tensor, str], bool],
 ) -> Tensor:
     """Return the gradient at the final states [N, D] of the log-likelihood of one token per row,
-    drawn from its prediction; zeros if logits are not finite. Logits exist for a chunk of rows at a
-    time only.
+    drawn from its prediction; zeros if logits are not finite. Works in chunks of rows.
     """
     parts = []
     with cast_once(model.lm_head), torch.enable_grad():
@@ -191,10 +188,10 @@ def _score(
 def _gram(rows: Tensor) -> Tensor:
     """Return X'X of rows X, computed in full fp32 whatever --matmul_precision is.
 
-    With unit roundoff u = 2^-24, a product of n rows is off by at most n u |X|'|X|, and in practice
-    by about sqrt(n) u: 3e-6 of the diagonal for n = 2,048, below the share of the largest
-    eigenvalue (`cut.SMALLEST`, 1e-5) at which eigenvalues are cut off. TF32 rounds
-    the rows themselves to 2^-11, 5e-4, far above it: whitened directions would be noise.
+    With unit roundoff u = 2^-24, the error of a product over n rows is at most n u |X|'|X|, and in
+    practice about sqrt(n) u: 3e-6 of the diagonal for n = 2,048, below the bound of eigenvalues
+    (`cut.SMALLEST`, 1e-5). TF32 rounds the rows themselves to 2^-11 = 5e-4, far above that bound:
+    whitened directions would be noise.
     """
     rows = rows.to(torch.float32)
     with fp32_products("highest"):
@@ -202,7 +199,7 @@ def _gram(rows: Tensor) -> Tensor:
 
 
 def _moved(gram: Tensor, device: torch.device) -> Tensor:
-    """Move from a GPU to the host through pinned memory: pageable takes several times as long."""
+    """Move a matrix to a device; to the host through pinned memory, several times as fast."""
     if gram.device.type == "cuda" and device.type == "cpu":
         return torch.empty(gram.shape, dtype=gram.dtype, pin_memory=True).copy_(gram)
     return gram.to(device)

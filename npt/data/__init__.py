@@ -1,7 +1,7 @@
-"""Data: from files, hub and built-in text to batches, resumable at any sample.
+"""Data: from files, the hub and built-in text to batches, resumable at any sample.
 
-A record passes source and readers (read), encoding (tokens, cut to samples), samples (in order,
-mixed, prepared ahead) and batch. docs/extend/data-reader.md shows how to add a reader.
+Records pass source and readers (read), encoding (tokenise, cut into samples), samples (order, mix,
+prefetch) and batch (collate). docs/extend/data-reader.md shows how to add a reader.
 """
 
 from importlib import import_module

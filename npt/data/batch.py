@@ -1,4 +1,4 @@
-"""A sample, and a batch of samples: padded token ids, and which of them are real."""
+"""A sample, and a batch of samples: padded token ids with their masks and labels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""The label of a token that is no target."""
+"""The label of a token that is not a target."""
 
 PAD_ID = 0
-"""The id at padded positions. Padding is masked, so the choice changes nothing, and every base has
-a row for it: a tokenizer's own pad id may be one that was added without resizing the embedding."""
+"""The id at padded positions, which are masked. A tokenizer's pad id may lie outside the embedding.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Sample:
     """One row of a batch.
 
     Attributes:
-        id: the record, and the token it starts at.
-        input_ids: its tokens.
-        labels: of each token; None if all are targets.
-        lengths: of the documents packed into it; None for one.
-        undated: what a conversation says, whose tokens may be others on another day.
+        id: the record, and the index of its first token in the record.
+        input_ids: token ids.
+        labels: label of each token; None if all tokens are targets.
+        lengths: lengths of the documents packed into it; None for one document.
+        undated: the messages of a conversation, whose tokens may depend on the date.
     """
 
     id: str
@@ -40,13 +40,13 @@ class Sample:
 
     @property
     def heldout(self) -> bool:
-        """One sample in twenty, by a hash: the same on every machine and day."""
+        """Whether the sample is held out: one in twenty is, by a hash of its content."""
         ids = ",".join(map(str, self.input_ids))
         return is_heldout(ids if self.undated is None else self.undated)
 
 
 def is_heldout(name: str, one_in: int = 20) -> bool:
-    """Return whether training never sees what has this name or text, by a hash of it."""
+    """Return whether the hash of a name or text says to hold it out from training."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:4], "big") % one_in == 0
 
@@ -56,15 +56,13 @@ class Batch:
     """One micro-batch. Losses read the rows at `valid_index` and never see padding.
 
     Attributes:
-        input_ids: [B, T] int64, as the next three.
-        attention_mask: 1 on valid tokens.
-        position_ids: number of valid tokens before, from 0 in every packed document; at padding of
-            no meaning.
-        labels: -100 at padding, on prompts and at the first token of a packed document (the loss
-            shifts them).
-        sample_ids: one a row.
-        documents: [B, T] int64, the number of each token's document, if a row has several.
-        offset: samples drawn before these; with their ids it seeds the random numbers of training.
+        input_ids: [B, T] int64, like the next three.
+        attention_mask: 1 on valid tokens, 0 on padding.
+        position_ids: position of each token in its document; arbitrary at padding.
+        labels: -100 at padding, on prompts and at a packed document's first token; not shifted.
+        sample_ids: one per row.
+        documents: [B, T] int64, number of each token's document, if a row has several; else None.
+        offset: samples drawn before these. With their ids it seeds the random numbers of training.
     """
 
     input_ids: Tensor
@@ -82,7 +80,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Valid tokens N."""
+        """Number N of valid tokens."""
         return len(self.valid_index)
 
     @property
@@ -96,24 +94,24 @@ class Batch:
 
     @cached_property
     def valid_index(self) -> Tensor:
-        """[N] int64, the valid tokens in [B * T]."""
+        """[N] int64, positions of the valid tokens in [B * T]."""
         return self.attention_mask.flatten().nonzero().squeeze(-1)
 
     @cached_property
     def scored_index(self) -> Tensor:
-        """[S] int64, positions in [B * T] whose next token is of the same document and labelled."""
+        """[S] int64, positions in [B * T] whose next token has a label and the same document."""
         return target_index(self.labels, self.attention_mask, self.position_ids)
 
     def to(self, device: torch.device) -> Batch:
         return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """Return the same in pinned memory, from which `to` copies without waiting. Needs a GPU."""
+        """Return the batch in pinned memory, from which `to` copies without waiting (on a GPU)."""
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Return this batch with every tensor changed. The indices are made here, on the host, and
-        not of the changed tensors, so that no device is asked for a count."""
+        """Return this batch with every tensor changed. The host computes the indices first, so that
+        nothing waits for a device."""
         rows: dict[str, Any] = {name: change(tensor) for name, tensor in self.row_tensors.items()}
         changed = replace(self, **rows)
         for index in ("valid_index", "scored_index"):
@@ -122,7 +120,7 @@ class Batch:
 
 
 ROW_TENSORS = ("input_ids", "attention_mask", "position_ids", "labels", "documents")
-"""Fields of a batch that are tensors [B, T]; the last one may be None."""
+"""Fields of a batch that are tensors [B, T]. The last may be None."""
 
 
 def collate(
@@ -132,9 +130,7 @@ def collate(
     side: str = "right",
     length: int | None = None,
 ) -> Batch:
-    """Pad non-empty samples on the right or left to the longest, or to a greater `length`; any
-    `pad_id` does.
-    """
+    """Pad non-empty samples on one `side` to the longest of them, or to a greater `length`."""
     width = length or max(len(s.input_ids) for s in samples)
     ids = torch.full((len(samples), width), pad_id)
     labels = torch.full_like(ids, IGNORE_INDEX)
@@ -169,8 +165,8 @@ def batch_from_tensors(
 def target_index(
     labels: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, *, ahead: int = 1
 ) -> Tensor:
-    """Return positions [S] in [B * T] that have a labelled target `ahead` tokens later, both valid
-    and of one document. All tensors are [B, T]; positions default to those of valid tokens.
+    """Return positions [S] in [B * T] with a label `ahead` tokens later, both of them valid and in
+    one document. All tensors are [B, T]. `position_ids` default to those of one document a row.
     """
     positions = attention_mask.cumsum(dim=-1) if position_ids is None else position_ids
     valid = attention_mask.bool()
@@ -188,8 +184,8 @@ def batches(samples: Iterable[Sample], batch_size: int) -> Iterator[Batch]:
 
 
 def find_fault(batch: Batch, vocab_size: int) -> str | None:
-    """Return the first fault of a batch on the host, located, or None: an id or a label outside
-    [0, V), a mask of other values than 0 and 1, a row without a valid token.
+    """Return the first fault of a batch on the host, with its location, or None: an id or label
+    outside [0, V), a mask value other than 0 and 1, or a row without a valid token.
     """
     ids, mask = batch.input_ids, batch.attention_mask
     if ids.ndim != 2 or ids.shape != mask.shape or ids.numel() == 0:

@@ -1,10 +1,10 @@
 """Conversations through a tokenizer's chat template: `messages`, or a prompt that is a list.
 
-The last answer whose `weight` is not 0 is the completion, everything before it the prompt.
+The last answer whose `weight` is not 0 is the completion. Everything before it is the prompt.
 
-Templates may write today's date (Llama 3.2, SmolLM3 and Granite do), so that the tokens of the same
-record are others tomorrow. Here a tokenizer's date is fixed: when it writes first, or to that of a
-run or a file that is continued.
+Some templates (Llama 3.2, SmolLM3, Granite) write today's date, so a record's tokens would change
+from day to day. Here a tokenizer's date is fixed at its first use, or to the date that a run or
+file recorded.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from npt.data.encoding import Skipped, check_characters
 from npt.data.source import Record
 from npt.errors import DataError, first_line
 
-WEIGHT = "weight"  # key of a message: 0 if it is not to be trained
+WEIGHT = "weight"  # key of a message; 0 excludes it from training
 
 NO_ANSWER = frozenset({"system", "developer", "user", "tool"})
-"""Roles whose messages are no answers."""
+"""Roles whose messages are not answers."""
 
 _DATE = "_npt_date"
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-"""A call of transformers' function for templates, which writes the time of now."""
+"""A template's call of transformers' function that writes the current time."""
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -52,15 +52,19 @@ def date_of(tokenizer: Any) -> str:
 
 
 def fix_date(tokenizer: Any, date: str) -> None:
-    """Let the tokenizer's template write this date from now on."""
+    """Make the tokenizer's template write this date from now on."""
     setattr(tokenizer, _DATE, date)
 
 
 def read_conversation(
     name: str, tokenizer: Any, record: Record, column: str, answer_column: str | None
 ) -> tuple[str, str, str]:
-    """Return the text before the last answer to train and that answer, by the chat template, and
-    the messages as JSON, which does not depend on the day. Skipped if there is nothing to train.
+    """Return the text before the last answer to train, that answer, and the messages as JSON, which
+    does not depend on the date.
+
+    Raises:
+        Skipped: there is nothing to train.
+        DataError: a message is malformed, or the template is missing or refuses the messages.
     """
     prompt: list[Any] = list(record[column])
     answer = None
@@ -74,7 +78,7 @@ def read_conversation(
     for where, messages in ((column, prompt), (answer_column or column, answer)):
         if messages is None or not all(map(_is_message, messages)):
             wanted = '{"role": "user", "content": ...}'
-            raise DataError(f"record {name}: {where!r} is no list of messages like {wanted}")
+            raise DataError(f"record {name}: {where!r} is not a list of messages like {wanted}")
     assert answer is not None
     _check_answer(prompt, answer)
     if not has_template(tokenizer):
@@ -86,13 +90,13 @@ def read_conversation(
     try:
         start = render(tokenizer, prompt, to_answer=True)
         whole = render(tokenizer, [*prompt, *answer], to_answer=False)
-    except Exception as error:  # templates raise what their authors wrote into them
-        message = f"the chat template refuses it: {first_line(error)[:200]}; mend the record"
+    except Exception as error:  # a template may raise any error
+        message = f"the chat template refuses it: {first_line(error)[:200]}; correct the record"
         raise DataError(f"record {name}: {message}") from error
     if not whole.startswith(start):
         raise DataError(
-            f"record {name}: the chat template writes the prompt differently with an answer after"
-            " it, so the answer's tokens cannot be told; use prompt and completion texts"
+            f"record {name}: the chat template changes the prompt when an answer follows, so the"
+            " answer's tokens cannot be identified; use prompt and completion texts"
         )
     check_characters(name, "conversation", whole)
     return start, whole[len(start) :], json.dumps([prompt, answer], sort_keys=True, default=str)
@@ -110,7 +114,7 @@ def _last_answer(messages: list[Any]) -> int:
 
 
 def _is_message(entry: Any) -> bool:
-    """Return whether an entry is a message: one that calls functions may lack a content."""
+    """Return whether an entry is a message. One with tool calls may lack a content."""
     written = isinstance(entry, Mapping) and ("content" in entry or bool(entry.get("tool_calls")))
     return written and "role" in entry
 
@@ -123,12 +127,11 @@ def _check_answer(prompt: list[Any], answer: list[Any]) -> None:
     if last["role"] in NO_ANSWER or silent:
         raise Skipped("empty completion")
     if not prompt:
-        raise Skipped("answer to nothing")  # which no template writes
+        raise Skipped("answer to nothing")  # no template supports it
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as a template should see it: without its weight, and without keys that are
-    null because other messages of its table have them."""
+    """Return a message for the template, without its weight and the nulls of a merged table."""
     return {
         key: value
         for key, value in message.items()

@@ -2,16 +2,16 @@
 
     {"text": ...}                                            every token is a target
     {"prompt": ..., "completion": ...}                       or columns of other names
-    {"messages": [{"role": "user", "content": ...}, ...]}    by the tokenizer's chat template
-    {"input_ids": [...]}                                     perhaps with labels and a mask
+    {"messages": [{"role": "user", "content": ...}, ...]}    uses the chat template
+    {"input_ids": [...]}                                     optionally with labels and a mask
 
-A prompt may be a list of messages. Ids are prompt, completion and end token; labels are -100 on the
-prompt, whose last token predicts the completion's first. The two are tokenised separately, as in
-generation.
+A prompt may be a list of messages. A sample's ids are prompt, completion and end token. Labels are
+-100 on the prompt; its last token predicts the completion's first. Prompt and completion are
+tokenised separately, as in generation.
 
-A text longer than `max_length` becomes several samples; only a single token left over is dropped. A
-prompt with its completion is always one: what does not fit is cut from the prompt's start, then
-from the completion's end.
+A text longer than `max_length` becomes several samples; a single token left over is dropped. A
+prompt with its completion is always one sample. If it is too long, it loses tokens from the
+prompt's start, then from the completion's end.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ IDS = ("input_ids", "labels", "attention_mask")
 
 @dataclass
 class RecordCounts:
-    """Counts of what became of the records, over every pass.
+    """Counts of records and samples over all passes.
 
     Attributes:
-        records: read.
-        samples: made of them.
+        records: records read.
+        samples: samples made from them.
         tokens: of the samples.
-        cut_prompts: samples whose prompt lost tokens to `max_length`.
-        cut_completions: samples whose completion did.
-        skipped: records, or windows of given ids, by reason.
+        cut_prompts: prompts that lost tokens to `max_length`.
+        cut_completions: completions that lost tokens to `max_length`.
+        skipped: skipped records, or windows of a text, by reason.
     """
 
     records: int = 0
@@ -59,7 +59,7 @@ class RecordCounts:
 
 
 def lost(counts: RecordCounts) -> str:
-    """Return what was cut or left out, in words; empty if nothing was."""
+    """Return what was cut or skipped, in words; empty if nothing was."""
     cut = {"prompts": counts.cut_prompts, "completions": counts.cut_completions}
     parts = [f"{count:,} {what} cut to --max_length" for what, count in cut.items() if count]
     parts += [f"{count:,} skipped ({why})" for why, count in sorted(counts.skipped.items())]
@@ -67,7 +67,7 @@ def lost(counts: RecordCounts) -> str:
 
 
 def no_sample(counts: RecordCounts) -> DataError:
-    """Return the error of data that gave nothing but `counts`."""
+    """Return the error for data without a sample, from its `counts`."""
     held = f"{counts.samples:,} held out" if counts.samples else ""
     reasons = ", ".join(filter(None, (held, lost(counts))))
     of = f" of {counts.records:,} records ({reasons})" if reasons else " of the data"
@@ -78,19 +78,18 @@ def no_sample(counts: RecordCounts) -> DataError:
 
 
 class Skipped(Exception):
-    """The reason why nothing of a record can be trained. It is counted, and no error."""
+    """The reason why a record yields no sample. It is counted and is not an error."""
 
 
 class Encoder:
-    """Makes samples of records, with one tokenizer and one set of columns, and counts them."""
+    """Turns records into samples, with one tokenizer and one set of columns, and counts both."""
 
     def __init__(self, tokenizer: Any, config: DataConfig, counts: RecordCounts | None = None):
         self.tokenizer, self._config = tokenizer, config
         self.counts = RecordCounts() if counts is None else counts
 
     def samples(self, number: int, record: Record) -> list[Sample]:
-        """Return the samples of a record that has this number in the data; none if it is empty. A
-        record with nothing to train on in it is a DataError."""
+        """Return a record's samples, none if it is empty; raise DataError if it lacks a column."""
         samples: list[Sample] = []
         try:
             samples = self._read(number, record)
@@ -133,8 +132,8 @@ class Encoder:
         prompt = text_of(name, record, column, "--prompt_column")
         if answer is None:
             raise DataError(
-                f"record {name}: {column!r} is no list of messages; name the answer's field with"
-                " --completion_column"
+                f"record {name}: {column!r} is not a list of messages; set --completion_column to"
+                " the answer's column"
             )
         completion = text_of(name, record, answer, "--completion_column")
         front = [*self._opening, *self._tokens(prompt)]
@@ -142,12 +141,12 @@ class Encoder:
 
     def _completion(self, prompt: str, completion: str) -> list[int]:
         ids = self._following(prompt, completion)
-        if not ids or not completion.strip():  # a text of spaces is a text, such a completion none
+        if not ids or not completion.strip():  # blank completions are empty, blank texts are not
             raise Skipped("empty completion")
         return ids
 
     def _following(self, before: str | None, text: str) -> list[int]:
-        """Return the tokens of a text that follows `before` (None: another text)."""
+        """Return the tokens of a text that follows `before` (None: any text)."""
         if self._begins_with_space:
             return continuation_tokens(self.tokenizer, before, text)
         return self._tokens(text)
@@ -169,7 +168,7 @@ class Encoder:
         return opening_tokens(self.tokenizer)
 
     def _windows(self, name: str, ids: list[int], labels: list[int] | None = None) -> list[Sample]:
-        """Cut a text, or given ids, to windows that do not overlap."""
+        """Cut the ids of a text into windows that do not overlap."""
         samples: list[Sample] = []
         for start in range(0, max(1, len(ids) - 1), self._config.max_length):
             window = slice(start, start + self._config.max_length)
@@ -185,8 +184,7 @@ class Encoder:
     def _fitted(
         self, name: str, prompt: list[int], completion: list[int], undated: str | None = None
     ) -> Sample:
-        """Keep the whole completion if it fits after one token of prompt, and as much of the
-        prompt's end as then fits."""
+        """Keep the completion, if it fits after one token of prompt, and then the prompt's end."""
         length = self._config.max_length
         answer = completion[: length - min(len(prompt), 1)]  # nothing predicts a row's first token
         start = max(0, len(prompt) + len(answer) - length)
@@ -200,15 +198,13 @@ class Encoder:
 
 
 def filled(record: Record) -> Record:
-    """Return a record's columns that are not null, as merged tables have those of other forms; all
-    of them if it has a name at most besides.
-    """
+    """Return a record without the nulls of merged tables, unless only its id would be left."""
     columns = {column: value for column, value in record.items() if value is not None}
     return columns if columns.keys() - {"id", PIECE} else record
 
 
 def prompt_column(record: Record, config: DataConfig) -> str | None:
-    """Return the column of a record's prompt or conversation; None of a text."""
+    """Return the column of a record's prompt or conversation; None for a text."""
     if config.prompt_column is not None or config.text_column in record:
         return config.prompt_column
     if PROMPT in record and COMPLETION in record:
@@ -217,10 +213,10 @@ def prompt_column(record: Record, config: DataConfig) -> str | None:
 
 
 def text_of(name: str, record: Record, column: str, flags: str) -> str:
-    """Return the text in a column, whole; else raise with what the record has."""
+    """Return the text in a column, or raise DataError with the columns that the record has."""
     text = record.get(column)
     if not isinstance(text, str):
-        # `id` is what readers call a record by
+        # readers add `id`
         have = ", ".join(sorted(map(str, record.keys() - {"id", PIECE}))) or "nothing"
         what = "has no" if column not in record else f"has {kind_of(text)} as"
         raise DataError(f"record {name} {what} {column!r} (it has: {have}); set {flags}")
@@ -229,12 +225,12 @@ def text_of(name: str, record: Record, column: str, flags: str) -> str:
 
 
 def check_characters(name: str, what: str, text: str) -> None:
-    """Refuse half a character, which JSON allows and no tokenizer takes."""
+    """Raise DataError for a lone surrogate, which JSON allows but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         where = f"character {error.start} ({error.reason})"
-        raise DataError(f"record {name}: {what} is broken at {where}; mend it there") from error
+        raise DataError(f"record {name}: {what} is damaged at {where}; correct it") from error
 
 
 def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
@@ -244,14 +240,14 @@ def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
     for key, values in columns.items():
         if len(values) != len(ids):
             raise DataError(
-                f"record {name} has {len(ids)} input_ids but {key} of {len(values)}; the two"
-                " belong together"
+                f"record {name} has {len(ids)} input_ids, but {key} has length {len(values)}; they"
+                " must be equally long"
             )
     mask = columns.get("attention_mask", [1] * len(ids))
     if other := set(mask) - {0, 1}:
         raise DataError(
             f"record {name} has {min(other)} in its attention_mask, expected 0 (padding) or 1 (a"
-            " token); give packed documents as records of their own"
+            " token); make each packed document a record of its own"
         )
     return list(compress(ids, mask)), labels and list(compress(labels, mask))
 
@@ -266,5 +262,5 @@ def _integers(name: str, key: str, values: Any) -> list[int]:
         return array("q", values).tolist()
     except (TypeError, OverflowError) as error:
         raise DataError(
-            f"record {name} has {key} that are no list of 64-bit integers: {str(values)[:60]}"
+            f"record {name} has {key} that are not a list of 64-bit integers: {str(values)[:60]}"
         ) from error

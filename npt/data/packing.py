@@ -1,7 +1,7 @@
-"""Packing: short documents share a row, so that little of a batch is padding.
+"""Packing: put several short documents into one row, to reduce padding.
 
-Attention stays inside a document and positions restart with each (`Batch.documents`), so a token's
-state is the same as in a row of its own. A packed document's first token is no target.
+Attention stays within a document and positions restart at each (`Batch.documents`), so a token's
+state is the same as in an unpacked row. A packed document's first token is not a target.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from npt.data.batch import IGNORE_INDEX, Sample
 
 
 def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:
-    """Join samples to rows of at most `max_length` tokens, which none exceeds: best fit, longest
-    first. The rows depend on the samples alone."""
+    """Join samples into rows of at most `max_length` tokens, which none exceeds: best fit, longest
+    first."""
     assert all(0 < len(s.input_ids) <= max_length for s in samples)
     rows: list[list[Sample]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted

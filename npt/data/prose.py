@@ -1,10 +1,10 @@
-"""English prose of this machine's Python, which nothing downloads: `--dataset_name builtin-prose`.
+"""`--dataset_name builtin-prose`: English prose from this machine's Python, without a download.
 
-Its documents are the topics of `help()` (`pydoc_data/topics.py`, the language reference) and, for
-each module of the standard library, its long docstrings: in Python 3.11 some 380,000 tokens. Other
-versions have other texts, so compare figures between runs on one version only. A document is whole
-in one split, which a hash of its name decides; files that `builtin` holds out are held out here
-too. The embedded model was trained on `builtin`, which has most of these texts between its code.
+The documents are the topics of `help()` (`pydoc_data/topics.py`, the language reference) and the
+long docstrings of each module of the standard library, about 380,000 tokens in Python 3.11. Texts
+differ between Python versions, so compare figures within one. A hash of its name assigns a document
+to a split; files that `builtin` holds out are held out here too. The embedded model was trained on
+`builtin`, whose code contains most of these texts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from npt.errors import DataError
 TOPICS = "pydoc_data/topics.py"
 HELDOUT_ONE_IN = 10
 LONG, LEAST, REPEATED = 200, 500, 80
-"""Characters at least of a docstring that is taken (a module's own always is), of a document, and
-of a paragraph that occurs in one topic only."""
+"""Fewest characters of a docstring (a module's own is always used), of a document, and of a
+paragraph that may occur in only one topic."""
 
 _LISTING = re.compile(r"^\s*(?:>>> |\+[-=]{3}|\|)", re.MULTILINE)
 _Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -35,7 +35,7 @@ def read_prose(name: str, config: DataConfig) -> Iterator[Record]:
 
 
 def prose(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the documents of one split: topics, then modules, each by name."""
+    """Yield (name, text) of the documents of one split: topics, then modules, sorted by name."""
     root = library() if root is None else root
 
     def chosen(name: str) -> bool:
@@ -50,14 +50,14 @@ def prose(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
 
 
 def _topics(path: Path) -> dict[str, str]:
-    """Return the topics of `help()`, by name. A long paragraph is kept in the shortest text that
-    has it (chapters repeat their sections), so that no split holds one of another."""
+    """Return the topics of `help()` by name. Chapters repeat their sections: a long paragraph stays
+    only in the shortest topic that has it, so that no two splits share one."""
     try:
         assignment = path.read_text(encoding="utf-8").partition("topics = ")[2]
         topics: dict[str, str] = ast.literal_eval(assignment)
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(
-            f"{path} holds no topics: this Python comes without them; pass --dataset_name FILE"
+            f"this Python comes without the topics of help() ({path}); pass --dataset_name FILE"
             " instead of builtin-prose"
         ) from error
     shortened, seen = dict[str, str](), set[str]()
@@ -69,7 +69,7 @@ def _topics(path: Path) -> dict[str, str]:
 
 
 def _docstrings(source: str) -> str:
-    """Return a module's docstring and the long ones inside it, in their order; "" of a template."""
+    """Return a module's docstring and the long ones in it, in order; "" if it does not parse."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -82,6 +82,6 @@ def _docstrings(source: str) -> str:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Return a text's paragraphs without interpreter sessions and tables."""
+    """Return the paragraphs of a text that hold no interpreter session or table."""
     paragraphs = re.split(r"\n[ \t]*\n", text.strip("\n"))
     return [p for p in paragraphs if p.strip() and not _LISTING.search(p)]

@@ -1,8 +1,8 @@
 """Readers: text, JSON, CSV and Parquet files, the hub, and the built-in text.
 
-The built-in text is the source of this machine's Python standard library without its tests: some
-12 MB that nothing downloads. A hash of its path decides whether a file is held out, alike on every
-machine; the embedded model has never seen those files.
+The built-in text is the source code of this machine's Python standard library without its tests,
+about 12 MB. A hash of a file's path decides whether the file is held out, so the split is the same
+on every machine. The embedded model was not trained on the held-out files.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from npt.data.source import PIECE, READERS, FileError, Record
 from npt.errors import DataError, first_line, kind_of
 
 TEXT_PIECE = 1 << 16
-"""Characters of a record of a text file; a longer file is cut at line ends into one document."""
+"""Characters per record of a text file. A longer file is read in pieces that form one document."""
 
 _EXCLUDED = {"test", "tests", "idle_test", "__pycache__", "_vendor", "ensurepip"}
 _EXCLUDED |= {"site-packages", "dist-packages"}
 
-csv.field_size_limit(2**31 - 1)  # 128 KiB otherwise, in every reader of the process
+csv.field_size_limit(2**31 - 1)  # the default is 128 KiB, for every reader of the process
 
 
 Entries = Iterator[Record | FileError]
-"""Records, and the faults of those that cannot be read: a reader goes on after one."""
+"""Records, and a FileError in place of each record that cannot be read."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def _opened(path: Path, mode: str = "r", **options: Any) -> Iterator[IO[Any]]:
 
 
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> FileError:
-    return FileError(path, f": not UTF-8 ({error.reason}); convert the file first", line)
+    return FileError(path, f": not UTF-8 ({error.reason}); convert the file to UTF-8", line)
 
 
 def read_json_lines(path: Path, config: DataConfig) -> Entries:
@@ -65,7 +65,7 @@ def read_json_lines(path: Path, config: DataConfig) -> Entries:
 def _json_record(path: Path, line: int, raw: bytes) -> Record | FileError:
     try:
         text = raw.decode("utf-8-sig" if line == 1 else "utf-8")
-        # a line that ends too early is broken at its end, not after it
+        # so that a truncated line is reported at its end, not at the next line
         record = json.loads(text.rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
         return _not_utf8(path, line, error)
@@ -79,9 +79,7 @@ def _json_record(path: Path, line: int, raw: bytes) -> Record | FileError:
 
 
 def read_csv(path: Path, config: DataConfig) -> Entries:
-    """Yield the rows of a CSV file (RFC 4180) by the header's names; fields are text, and a row of
-    few fields lacks the last columns.
-    """
+    """Yield the rows of a CSV file (RFC 4180), all fields as text; short rows lack last columns."""
     with _opened(path, encoding="utf-8-sig", newline="") as file:
         rows, names, line = csv.reader(file, strict=True), list[str](), 1
         try:
@@ -90,8 +88,8 @@ def read_csv(path: Path, config: DataConfig) -> Entries:
                     names = row
                 elif len(row) > len(names):
                     message = (
-                        f": {len(row)} fields, but the header names {len(names)}; put a field that"
-                        ' holds commas between "'
+                        f": {len(row)} fields, but the header names {len(names)}; put double quotes"
+                        " around fields that contain commas"
                     )
                     yield FileError(path, message, line)
                 elif row:
@@ -99,11 +97,11 @@ def read_csv(path: Path, config: DataConfig) -> Entries:
                     yield {"id": f"{path.name}:{line}", **named}
                 line = rows.line_num + 1
         except csv.Error as error:
-            yield FileError(path, f": not CSV ({error}); mend it there", line)
+            yield FileError(path, f": not CSV ({error}); correct the file", line)
 
 
 def read_text(path: Path, config: DataConfig) -> Entries:
-    """Yield a text file as records of about TEXT_PIECE characters."""
+    """Yield a text file as records of about TEXT_PIECE characters, cut at line ends."""
 
     def next_piece() -> str:
         text = str(file.read(TEXT_PIECE))
@@ -128,8 +126,8 @@ def read_json(path: Path, config: DataConfig) -> Entries:
             entries = json.load(file)
     except (json.JSONDecodeError, RecursionError) as error:
         message = (
-            f": not JSON ({getattr(error, 'msg', error)}); mend it there, or name the file .jsonl"
-            " if each of its lines is an object"
+            f": not JSON ({getattr(error, 'msg', error)}); correct the file, or rename it to .jsonl"
+            " if each line is an object"
         )
         where = (getattr(error, key, None) for key in ("lineno", "colno"))
         raise FileError(path, message, *where) from error
@@ -144,12 +142,12 @@ def read_json(path: Path, config: DataConfig) -> Entries:
 
 def read_parquet(path: Path, config: DataConfig) -> Iterable[Record]:
     """Return the rows of a Parquet file, memory-mapped unless they are streamed."""
-    # its log repeats what is raised here
+    # this logger repeats the error that is raised here
     logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
 
     def fault(error: Exception) -> DataError:
         what = first_line(error.__cause__ or error)[:300]
-        return FileError(path, f" cannot be read as Parquet: {what}; mend the file")
+        return FileError(path, f" is damaged or not Parquet: {what}; restore it from the original")
 
     files = glob.escape(str(path))
     return _loaded("parquet", config, fault, data_files=files, split="train")
@@ -168,7 +166,7 @@ def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
 
 
 Fault = Callable[[Exception], DataError]
-"""`datasets` raises errors of dozens of classes."""
+"""Turns an error of `datasets`, which has dozens of classes, into a DataError."""
 
 
 def _loaded(path: str, config: DataConfig, fault: Fault, **options: Any) -> Iterable[Record]:
@@ -182,7 +180,7 @@ def _loaded(path: str, config: DataConfig, fault: Fault, **options: Any) -> Iter
 
 
 class _Streamed:
-    """A stream of `datasets`, whose errors on the way become faults of ours."""
+    """A stream of `datasets` whose errors become DataErrors."""
 
     def __init__(self, records: Any, fault: Fault):
         self._records, self._fault = records, fault
@@ -194,7 +192,7 @@ class _Streamed:
             raise self._fault(error) from error
 
     def skip(self, count: int) -> _Streamed:
-        """Return the records after the first `count`, without reading those."""
+        """Return the records after the first `count`, which are not read."""
         return _Streamed(self._records.skip(count), self._fault)
 
 
@@ -215,18 +213,19 @@ def builtin_files(split: str, root: Path | None = None) -> Iterator[tuple[str, s
     first = next(files, None)
     if first is None:
         raise DataError(
-            f"no Python source below {root}; pass --dataset_name FILE instead of the built-in text"
+            f"there is no Python source in {root}; pass --dataset_name FILE instead of the built-in"
+            " text"
         )
     yield first
     yield from files
 
 
 def source_files(root: Path, chosen: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
-    """Yield (relative POSIX path, text) of the library's files of which `chosen(path)` is true,
-    without its tests and without packages that are installed there, in path order."""
+    """Yield (relative POSIX path, text) of the library's chosen files, in path order, without tests
+    and installed packages."""
     paths = []
     for folder, folders, names in os.walk(root):
-        # packages installed there may be many times the library
+        # installed packages may be many times as large as the library
         folders[:] = [name for name in folders if name not in _EXCLUDED]
         below = Path(folder).relative_to(root)
         paths += [(below / name).as_posix() for name in names if name.endswith(".py")]
@@ -234,6 +233,6 @@ def source_files(root: Path, chosen: Callable[[str], bool]) -> Iterator[tuple[st
         try:
             text = (root / relative).read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
-            continue  # a handful of the library's files are in other encodings
+            continue  # a few files of the library are in other encodings
         if text.strip():
             yield relative, text

@@ -1,7 +1,7 @@
-"""The samples of a run: in a seeded order, mixed with replayed ones, resumable at any of them.
+"""The samples of a run: in a seeded order, mixed with replayed ones, resumable at any sample.
 
-The order of an epoch depends on data, settings, seed and epoch alone, and is part of every saved
-position: it must never change. What is prepared ahead is never part of a checkpoint.
+The order of an epoch depends only on data, settings, seed and epoch. Saved positions rely on it, so
+it must never change. Prefetched batches are not part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from npt.data.packing import pack
 from npt.data.source import Record, is_sequence
 from npt.errors import DataError
 
-SHUFFLE_BLOCK = 1024  # samples, at least, among which an epoch is shuffled
-AHEAD = 8  # batches prepared before they are asked for
+SHUFFLE_BLOCK = 1024  # an epoch is shuffled in blocks of at least so many samples
+AHEAD = 8  # batches to prefetch
 _RECORDS_AT_ONCE = 32
-_ROUNDS = 8  # with four, of ten things one came first measurably more often than others
+_ROUNDS = 8  # four are too few: some of ten items came first measurably more often
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
 
@@ -40,8 +40,8 @@ def cut(
     config: DataConfig,
     counts: RecordCounts | None = None,
 ) -> Iterator[Sample]:
-    """Tokenise records and cut them to samples, in order and lazily, counting each in `counts`. A
-    record with nothing to train on in it is a DataError, by its id or number.
+    """Tokenise records and cut them into samples, lazily and in order; count them in `counts`. A
+    record without its text is a DataError with its id or number.
     """
     encoder = Encoder(tokenizer, config, counts)
     for number, record in enumerate(records):
@@ -49,7 +49,7 @@ def cut(
 
 
 def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
-    """Yield samples whose ids and targets all lie in [0, V)."""
+    """Yield the samples whose ids and targets all lie in [0, V)."""
     for sample in samples:
         targets = (label for label in sample.labels or () if label != IGNORE_INDEX)
         ids = (*sample.input_ids, *targets)
@@ -58,10 +58,10 @@ def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
 
 
 def permutation(n: int, key: str, start: int = 0) -> Iterator[int]:
-    """Yield a seeded permutation of range(n) from position `start` on, computed, not stored.
+    """Yield a seeded permutation of range(n) from position `start` on, without storing it.
 
-    A balanced Feistel network over the next power of four; its cycles are walked until a value
-    below n comes out (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+    A balanced Feistel network permutes the next power of four, repeatedly until a value is below n
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
     """
     half = max(1, ((max(n, 2) - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -79,12 +79,12 @@ def permutation(n: int, key: str, start: int = 0) -> Iterator[int]:
 
 
 def uniform(key: int, counter: int) -> float:
-    """Return a number in [0, 1) that depends on both arguments alone."""
+    """Return a number in [0, 1) that depends only on the arguments."""
     return (_mixed(_mixed(key) ^ counter) >> 11) / 2**53
 
 
 def _mixed(value: int) -> int:
-    """Hash a 64-bit integer: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Hash a 64-bit integer with the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & (2**64 - 1)
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & (2**64 - 1)
@@ -92,8 +92,14 @@ def _mixed(value: int) -> int:
 
 
 class SourcePlace(NamedTuple):
-    """A place in a source: after `taken` samples of the block that begins at a record of an epoch;
-    `before` samples of the epoch are in earlier blocks."""
+    """A position in one source.
+
+    Attributes:
+        epoch: from 0.
+        record: first record of the current block.
+        before: samples of the epoch in earlier blocks.
+        taken: samples already taken from the block.
+    """
 
     epoch: int = 0
     record: int = 0
@@ -105,18 +111,15 @@ START = SourcePlace()
 
 
 class Samples:
-    """The training samples of a source: epoch after epoch, in an order that the seed fixes.
+    """The training samples of a source, epoch after epoch, in an order determined by the seed.
 
-    A sequence of records is visited in an order drawn once, a stream as it comes. Their samples are
-    shuffled (and packed) anew every epoch within blocks of SHUFFLE_BLOCK or a few more, so no more
-    than a block is read ahead or kept. `num_samples` is counted before packing. A sequence that no
-    sample comes out of is a DataError.
-
-    Args:
-        hold_out: leave out held-out samples.
+    A sequence of records is visited in one random order, a stream in its own. In every epoch the
+    samples are shuffled (and packed) again, within blocks of SHUFFLE_BLOCK or a few more, so that
+    at most one block is kept in memory. `num_samples` counts samples before packing. A sequence
+    without a sample is a DataError. With `hold_out`, held-out samples are left out.
 
     Attributes:
-        sized: the records are a sequence.
+        sized: whether the records are a sequence.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class Samples:
         self._encoder = Encoder(tokenizer, config)
         self._counted: int | None = None
         self.sized = is_sequence(records)
-        if self.sized:  # a record at the beginning that is broken is refused before a run
+        if self.sized:  # refuse faulty first records before the run
             begun = list(self._cut(itertools.islice(self._numbered(), _RECORDS_AT_ONCE)))
             self.count_anew()
             if not begun and next(self._cut(self._numbered()), None) is None:
@@ -144,12 +147,11 @@ class Samples:
         return self._encoder.counts
 
     def count_anew(self) -> None:
-        """Forget the counts of records that were read to look ahead."""
+        """Reset the counts after a look ahead."""
         self._encoder.counts = RecordCounts()
 
     def count(self) -> int | None:
-        """Return the number of samples of an epoch; None for a stream. The records are tokenised
-        for it once."""
+        """Return the number of samples of an epoch, None for a stream; tokenises the records."""
         if self._counted is None and self.sized:
             samples: Iterator[Any] = self._cut(self._numbered())
             samples = itertools.islice(samples, self._config.num_samples)
@@ -158,15 +160,15 @@ class Samples:
         return self._counted
 
     def epoch(self, number: int) -> Iterator[Sample]:
-        """Yield the samples of an epoch, from 0."""
+        """Yield the samples of an epoch, counted from 0."""
         return (sample for sample, _ in self.walk(SourcePlace(number)))
 
     def walk(
         self, start: SourcePlace = START, end: float | None = None
     ) -> Iterator[tuple[Sample, SourcePlace]]:
-        """Yield samples from a place on, each with the place after it.
+        """Yield samples from a position on, each with the position after it.
 
-        Ends at epoch `end` (default: after one; math.inf for never), or after an empty epoch.
+        Stop at epoch `end` (default: after one epoch; math.inf: never) or after an empty epoch.
         """
         end = start.epoch + 1 if end is None else end
         while start.epoch < end:
@@ -197,7 +199,7 @@ class Samples:
             before, taken = before + len(block), 0
 
     def _cut(self, records: Iterable[tuple[int, Record]]) -> Iterator[Sample]:
-        """Yield the samples of numbered records, without held-out ones."""
+        """Yield the samples of numbered records, without held-out ones if `hold_out` is set."""
         for number, record in records:
             for sample in self._encoder.samples(number, record):
                 if not (self._hold_out and sample.heldout):
@@ -208,7 +210,7 @@ class Samples:
         if self.sized:
             order = permutation(len(records), f"{self._seed}/documents", start)
             return ((number, records[number]) for number in order)
-        # a hub stream passes over records without handing them out
+        # a hub stream can skip records without decoding them
         if start and hasattr(records, "skip"):
             return enumerate(records.skip(start), start)
         return itertools.islice(enumerate(records), start, None)
@@ -216,12 +218,12 @@ class Samples:
 
 @dataclass(frozen=True)
 class Position:
-    """A position in the data.
+    """A position in the data of a run.
 
     Attributes:
-        place: in the first source.
-        replay: in the source that is mixed in.
-        drawn: samples so far, of both sources.
+        place: position in the training source.
+        replay: position in the replayed source.
+        drawn: samples so far from both sources.
         begun: samples of the first epoch before the run's start.
     """
 
@@ -244,14 +246,12 @@ class Position:
 
 
 class Loader:
-    """Batches from a position on, epoch after epoch; a batch never crosses the end of one.
+    """Batches from a position on, epoch after epoch. No batch spans two epochs.
 
     Attributes:
-        samples: of the first source, `epochs` times over: math.inf for as long as they can be read
-            again.
-        replay: of a source that is mixed in, over and over: `share` of all samples, drawn by the
-            seed and a sample's number.
-        pin: put the batches into pinned memory, for a GPU to copy from.
+        samples: training samples, read `epochs` times (math.inf: without end).
+        replay: samples mixed in, repeated without end; they are `share` of all samples.
+        pin: put batches into pinned memory, for copies to a GPU.
     """
 
     def __init__(
@@ -269,8 +269,8 @@ class Loader:
         self._share, self._seed = share, seed
 
     def count(self, limit: int = sys.maxsize, begun: int = 0) -> int | None:
-        """Count the batches of `epochs` without the first `begun` samples, no further than `limit`;
-        None for a stream."""
+        """Return the number of batches without the first `begun` samples, at most `limit`; None for
+        a stream."""
         size = self.samples.count()
         if size is None:
             return None
@@ -290,7 +290,7 @@ class Loader:
         return self.replay is not None and uniform(self._seed, drawn) < self._share
 
     def batches(self, start: Position = Position()) -> Iterator[tuple[Batch, Position]]:
-        """Yield the batches from a position on, each with the position after it."""
+        """Yield batches from a position on, each with the position after it."""
         for _, steps in itertools.groupby(self._mixed(start), lambda step: step[1].place.epoch):
             while group := list(itertools.islice(steps, self._batch_size)):
                 position = group[-1][1]
@@ -312,7 +312,7 @@ class Loader:
                     raise DataError(f"replay data: {error}") from error
                 if other is None:
                     raise DataError(
-                        "replay data: no sample came out of it; check its name and its columns"
+                        "replay data: no sample came from it; check --replay_dataset and columns"
                     )
                 position = replace(position, drawn=position.drawn + 1, replay=after)
                 yield other, position
@@ -321,10 +321,10 @@ class Loader:
 
 
 class Window(NamedTuple):
-    """K micro-batches of every process, fewer at the end of the data, and the position after them.
+    """The micro-batches of all processes for one optimizer step, and the position after them.
 
-    Every process has all of them, and computes number i, i + P, ... as process i of P: where a
-    sample is, and so the position after the window, depends on the tokens of all before it.
+    There are K per process, fewer at the end of the data. Every process reads all of them, since a
+    sample's position depends on all tokens before it. Process i of P computes numbers i, i + P, ...
     """
 
     batches: list[Batch]
@@ -334,9 +334,9 @@ class Window(NamedTuple):
 def windows(
     batches: Iterator[tuple[Batch, Position]], size: int, stop: Callable[[], Any] = bool
 ) -> Generator[Window]:
-    """Yield windows of `size` batches until `stop()`; closing ends the thread that prepares them.
+    """Yield windows of `size` batches until `stop()`. Closing ends the thread that prefetches them.
 
-    Windows continue from one epoch into the next; the last one of all may be shorter.
+    A window may span two epochs. Only the last window may be shorter.
     """
     with contextlib.closing(prefetched(batches, stop=stop)) as ahead:
         while group := list(itertools.islice(ahead, size)):
@@ -346,8 +346,9 @@ def windows(
 def prefetched(
     items: Iterator[T], depth: int = AHEAD, stop: Callable[[], Any] = bool
 ) -> Generator[T]:
-    """Yield items that a thread makes up to `depth` ahead, errors included, until `stop()`, which
-    is asked while waiting. Closing ends the thread, unless it hangs in its source.
+    """Yield items that a thread produces up to `depth` ahead, and raise its errors in turn.
+
+    Ends when `stop()` is true, also while waiting. Closing ends the thread unless its source hangs.
     """
     ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
     closed = threading.Event()
@@ -362,7 +363,7 @@ def prefetched(
         try:
             while not closed.is_set():
                 put(next(items))
-        except BaseException as error:  # StopIteration included; raised in the item's turn
+        except BaseException as error:  # StopIteration too; raised in turn by the consumer
             put(None, error)
 
     thread = threading.Thread(target=work, name="npt-data", daemon=True)

@@ -1,4 +1,4 @@
-"""Data sets by name, and the registry of readers (its table is in npt/data/__init__.py)."""
+"""Data sets by name, and the registry of readers (filled in npt/data/__init__.py)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from npt.extras import require
 
 BUILTIN, PROSE, HUB = "builtin", "builtin-prose", "the hub"
 OWN_HELDOUT = (BUILTIN, PROSE)
-"""Built-in texts: what evaluations read is a split of their own."""
+"""Built-in texts, which have a held-out split for evaluation."""
 
 Record = Mapping[str, Any]
-"""A text, a prompt and its completion, a conversation, or token ids."""
+"""A text, a prompt with its completion, a conversation, or token ids."""
 
 PIECE = "npt:piece"
-"""The column of a piece of a longer text: whether it is the first, and the last one."""
+"""The column of a piece of a longer text: whether it is the first, and whether it is the last."""
 
 
 class FileError(DataError):
-    """A file, or a record of it, that cannot be read: `problem` follows the file, line and column
-    (from 1) in the message. A reader raises it, or yields it in the record's place and goes on.
+    """A file or record that cannot be read. A reader raises it, or yields it in place of the record
+    and continues. `problem` follows the file, line and column (from 1) in the message.
     """
 
     def __init__(
@@ -41,7 +41,12 @@ Read = Callable[[Any, DataConfig], Iterable[Record | FileError]]
 
 
 class Reader(NamedTuple):
-    """A reader of one kind of data, and the package that it needs."""
+    """A reader of one kind of data.
+
+    Attributes:
+        read: function (path or name, config) -> records.
+        needs: optional package that it needs (npt/extras.py).
+    """
 
     read: Read
     needs: str | None = None
@@ -51,16 +56,16 @@ READERS: dict[str, Reader] = {}
 
 
 def register_reader(kind: str, read: Read, *, needs: str | None = None) -> None:
-    """Add a kind of data: the suffix of files (".tsv"), or a name for --dataset_name.
+    """Register a reader for a file suffix (".tsv") or for a name passed to --dataset_name.
 
-    `read(path or name, config)` gives the records. With `config.streaming` it is called again for
-    every pass, else once, and records that are no sequence are kept in memory. `needs` is an
-    optional package of npt/extras.py."""
+    `read(path or name, config)` returns the records. With `config.streaming` it is called for every
+    pass; otherwise it is called once, and records that are not a sequence are kept in memory.
+    `needs` is an optional package of npt/extras.py."""
     READERS[kind] = Reader(read, needs)
 
 
 class Repeatable:
-    """Records that are read again from their source at every pass."""
+    """Records that every pass reads from their source again."""
 
     def __init__(self, start: Callable[[], Iterable[Record]]):
         self._start = start
@@ -70,25 +75,25 @@ class Repeatable:
 
 
 def is_sequence(records: Any) -> bool:
-    """Return whether records have a length and numbers: a list, a `datasets` object."""
+    """Return whether records have a length and can be indexed, as a list or `datasets` object."""
     return hasattr(records, "__len__") and hasattr(records, "__getitem__")
 
 
 def is_local(name: str) -> bool:
-    """Return whether a data set's name means files here: a path, a glob, or a known suffix."""
+    """Return whether a data set's name is a local path, a glob or has a known suffix."""
     path, is_glob = os.path.expanduser(name), any(c in name for c in "*?[")
     is_path = Path(path).suffix in READERS or os.path.isabs(path) or os.path.exists(path)
     return name not in READERS and (is_path or is_glob)
 
 
 def reader_of(name: str | Path) -> Reader:
-    """Return the reader of a file, or of a name that is no file's: the hub's, if none has it."""
+    """Return the reader of a file or a registered name; for any other name the hub's."""
     return READERS[name.suffix] if isinstance(name, Path) else READERS.get(name, READERS[HUB])
 
 
 def local_files(name: str) -> list[Path]:
-    """Return the files of a path, a folder (hidden ones left out) or a glob, sorted; none of them
-    empty or of an unknown kind."""
+    """Return the files of a path, a folder (without hidden files) or a glob, sorted. No file, an
+    empty one or an unknown kind is a DataError."""
     path = Path(os.path.expanduser(name))
     suffixes = ", ".join(kind for kind in READERS if kind.startswith("."))
     try:
@@ -102,22 +107,22 @@ def local_files(name: str) -> list[Path]:
             files = sorted(p for p in matches if p.is_file())
         if not files:
             raise DataError(
-                f"there is no file at {path} ({suffixes}); check --dataset_name ('builtin' is the"
-                " text that needs no file)"
+                f"there is no file at {path} ({suffixes}); check --dataset_name ('builtin' needs no"
+                " file)"
             )
         for file in files:
             if file.suffix not in READERS or not file.is_file():
-                raise DataError(f"{file} is not a {suffixes} file; convert it to one of them")
+                raise DataError(f"{file} is not a {suffixes} file; convert it to one of these")
             if file.stat().st_size == 0:
-                raise DataError(f"{file} is empty; leave it out")
+                raise DataError(f"{file} is empty; remove it from --dataset_name")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; check --dataset_name") from error
     return files
 
 
 def check_source(config: DataConfig) -> None:
-    """Refuse, before a large base is loaded, what can be refused without reading: files, split and
-    configuration (DataError), or a package that is not installed (ConfigError)."""
+    """Check files, split and configuration before a large base is loaded. Raise DataError, or
+    ConfigError if a package is not installed."""
     name, split, part = config.dataset_name, config.dataset_split, config.dataset_config
     local = is_local(name)
     for one in local_files(name) if local else (name,):
@@ -125,16 +130,20 @@ def check_source(config: DataConfig) -> None:
         if needs is not None:
             require(needs, str(one) if local else f"the data set {name!r} of the hub")
     if (local or name in READERS) and part is not None:
-        raise DataError(f"--dataset_config {part} is for hub data sets; {name} has none")
+        raise DataError(
+            f"--dataset_config {part} has no effect on {name}, which is not on the hub; remove it"
+        )
     if name in OWN_HELDOUT and split not in ("train", "heldout"):
         raise DataError(f"the built-in text has no split {split!r}; choose from train, heldout")
     if local and split != "train":
-        raise DataError(f"--dataset_split {split} is for hub data sets; a local file is one split")
+        raise DataError(
+            f"--dataset_split {split} has no effect on local files, which are one split; remove it"
+        )
 
 
 def open_source(config: DataConfig) -> Iterable[Record]:
-    """Return the records of a data set: a sequence, or if streamed something that is read again at
-    every pass. What cannot be read is a DataError, now or when it is reached."""
+    """Return the records of a data set: a sequence, or with `config.streaming` an iterable that
+    every pass reads again. Faults raise DataError, now or in iteration."""
     check_source(config)
     name = config.dataset_name
     if is_local(name):
@@ -153,13 +162,13 @@ def open_source(config: DataConfig) -> Iterable[Record]:
 
 
 def read_stream(files: Iterable[Path], config: DataConfig) -> Iterator[Record]:
-    """Yield the records of files in order, keeping none; a fault among them is raised."""
+    """Yield the records of files in order, without keeping them; raise the first fault."""
     for file in files:
         yield from sound(reader_of(file).read(file, config))
 
 
 def sound(records: Iterable[Record | FileError]) -> Iterator[Record]:
-    """Yield the records of a reader up to the first fault, which is raised."""
+    """Yield the records of a reader; raise the first fault."""
     for record in records:
         if isinstance(record, FileError):
             raise record
@@ -167,7 +176,7 @@ def sound(records: Iterable[Record | FileError]) -> Iterator[Record]:
 
 
 def read_sequence(files: Sequence[Path], config: DataConfig) -> Sequence[Record]:
-    """Return the records of files as one sequence, readable in any order and by several threads."""
+    """Return the records of files as one sequence, for any order and several threads."""
     parts: list[Any] = []
     for file in files:
         records = reader_of(file).read(file, config)
@@ -181,7 +190,7 @@ def read_sequence(files: Sequence[Path], config: DataConfig) -> Sequence[Record]
 
 
 def own_heldout(config: DataConfig) -> Iterable[Record] | None:
-    """Return the held-out records that a source has of its own: only built-in texts have any."""
+    """Return a source's own held-out records: only built-in texts have any."""
     if config.dataset_name not in OWN_HELDOUT:
         return None
     return open_source(replace(config, dataset_split="heldout", streaming=True))

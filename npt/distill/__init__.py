@@ -1,1 +1,1 @@
-"""Teacher-student distillation: losses, strategies."""
+"""Teacher-student distillation: losses and strategies."""

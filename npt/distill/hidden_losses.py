@@ -1,21 +1,21 @@
-"""Losses of hidden states: how far a converted layer's output o is from the teacher's t.
+"""Losses on hidden states: the distance of a converted layer's output o from the teacher's t.
 
-Pure functions of the valid tokens' rows, [N, D] each, that return one value per token, [N]. A
-strategy sums them, and the window divides once. Per token:
+They are pure functions of the valid tokens' rows, [N, D] each, and return one value per token, [N].
+A strategy sums them; the window divides once. Per token:
 
     nmse         ||o - t||^2 / ||t||^2
-                 1 for o = 0. Small everywhere if a layer adds little to a large state
+                 1 for o = 0. Small in every layer that adds little to a large state.
     nmse_update  ||o - t||^2 / ||t - h||^2
-                 1 for o = h. Asks for the same share of a layer's own work at every depth; a token
-                 to which the layer adds next to nothing drowns the others
+                 1 for o = h. Measures the error against the layer's own contribution, at every
+                 depth. A token to which the layer adds almost nothing dominates the sum.
     direction    mean over D of (o/||o|| - t/||t||)^2
-                 0 to 4/D. Blind to the length of o: it sees the angle alone
+                 Between 0 and 4/D. Depends on the angle alone, not on the length of o.
 
-`direction` is the unit-vector MSE that NPT was first trained with, here for comparison: a student
-can bring it to 0 with states of any length, which the next layer then mixes at the wrong ratio.
+`direction` is the unit-vector MSE of the original NPT, kept for comparison. It can reach 0 with
+states of any length, which the next layer then adds to in the wrong proportion.
 
-All compute in fp32 (in fp64 if a row is), and no gradient reaches the teacher. A divisor that
-overflows gives NaN, so that the micro-batch is refused instead of reported as agreement.
+All losses compute in fp32 (fp64 for fp64 rows) and pass no gradient to the teacher. If a divisor
+overflows, the result is NaN: the micro-batch is refused rather than counted as agreement.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from torch import Tensor
 from npt.config import LOSSES
 
 SQUARED_NORM_FLOOR = 1e-12
-"""A smaller squared norm counts as this if it divides: a state of zeros must give a finite loss.
-Real states of a Llama have squared norms above 1e-3."""
+"""Lower bound of a divisor, so that a state of zeros has a finite loss. Real ones exceed 1e-3."""
 
 
 def at_least_fp32(values: Tensor) -> Tensor:
-    """Return fp64 as it is, everything else in fp32."""
+    """Return fp64 values unchanged and all others in fp32."""
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
 
@@ -56,7 +55,7 @@ HIDDEN_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "nmse_update": nmse_per_token,
     "direction": lambda o, t, h: direction(o, t),
 }
-"""The losses that `--loss` names: [N] of o, t, and h (None unless the loss reads it)."""
+"""Losses by their `--loss` name: (o, t, h) -> [N]. h is None unless the loss reads it."""
 
 READS_INPUT = {"nmse_update"}
 """Losses that read h, the teacher's input to the layer."""
@@ -65,16 +64,16 @@ READS_INPUT = {"nmse_update"}
 def register_loss(
     name: str, per_token: Callable[..., Tensor], *, reads_input: bool = False
 ) -> None:
-    """Add a loss, which `--loss` and `TrainConfig` then accept.
+    """Register a loss under a name that `--loss` and `TrainConfig` then accept.
 
     Args:
-        name: of the loss; one that exists is a ValueError.
-        per_token: [N] from o and t, [N, D] each, and from h [N, D] if it reads the input. No
-            gradient may reach t or h.
-        reads_input: give it h, the teacher's input to the layer.
+        name: a new one; ValueError if it is taken.
+        per_token: function of o and t, [N, D] each, and of h [N, D] if it reads the input, that
+            returns [N]. It must pass no gradient to t or h.
+        reads_input: pass h, the teacher's input to the layer.
     """
     if name in HIDDEN_LOSSES:
-        raise ValueError(f"the loss {name!r} exists; choose another name")
+        raise ValueError(f"the loss {name!r} already exists: choose another name")
     HIDDEN_LOSSES[name] = per_token if reads_input else lambda o, t, h: per_token(o, t)
     LOSSES.append(name)
     if reads_input:
@@ -88,5 +87,5 @@ def _unit(states: Tensor) -> Tensor:
 
 
 def _or_nan(energy: Tensor) -> Tensor:
-    """Return finite numbers as they are, and NaN for Inf: Inf - Inf."""
+    """Return finite values unchanged, and NaN (Inf - Inf) in place of Inf."""
     return energy + (energy - energy)

@@ -1,10 +1,9 @@
 """The strategies `local` and `propagated`, whose gradients stay inside each converted layer.
 
-A strategy is a function of (model, batch, config, teacher) that runs forward and backward, adds the
-gradient of the *summed* loss to the adapters' `.grad` and returns the sums. It divides by nothing
-and steps nothing. The teacher is the student's own base with its adapters off, or a model that is
-not quantised, which runs on a stream of its own: its masks and rotary positions are those of its
-own configuration.
+A strategy is a function of (model, batch, config, teacher). It runs forward and backward, adds the
+gradient of the *summed* loss to the adapters' `.grad`, and returns the sums. It neither divides nor
+steps. The teacher is the student's own base with its adapters disabled, or a separate model with
+its own stream.
 """
 
 from __future__ import annotations
@@ -27,22 +26,20 @@ from npt.data.batch import Batch
 from npt.distill.hidden_losses import HIDDEN_LOSSES, nmse_per_token
 
 REPORTED = ("loss", "nmse", "reg", "logit", "scored")
-"""The sums that a report begins with."""
+"""The first sums of a report, in order."""
 
 
 class BatchSums(NamedTuple):
-    """Sums over the valid tokens of one micro-batch: device tensors without graph.
+    """Sums over the valid tokens of one micro-batch, as device tensors without a graph.
 
     Attributes:
-        loss: scalar, what was differentiated.
-        nmse: scalar, mean over converted layers, whatever the loss is; 0 if hidden states are not
-            compared.
-        reg: scalar, unweighted, likewise a mean.
-        logit: scalar, the loss on the logits over the `scored` positions S, unweighted; zero if
-            there is none.
-        layer_nmse: [number of converted layers].
-        tokens: their count N.
-        scored: S.
+        loss: scalar, the loss that was differentiated.
+        nmse: scalar, mean over converted layers, whatever the loss; 0 without hidden states.
+        reg: scalar, mean energy over converted layers, unweighted.
+        logit: scalar, loss on the logits over the scored positions, unweighted; 0 if unused.
+        layer_nmse: [number of converted layers], NMSE of each.
+        tokens: N, number of valid tokens.
+        scored: S, number of scored positions.
     """
 
     loss: Tensor
@@ -61,8 +58,12 @@ class BatchSums(NamedTuple):
 
 
 class LayerSums(NamedTuple):
-    """Sums over the valid tokens of one converted layer: its share of the loss, with its graph, and
-    without one the NMSE and the unweighted energy.
+    """Sums over the valid tokens of one converted layer.
+
+    Attributes:
+        loss: the layer's share of the loss, with its graph.
+        nmse: NMSE, without a graph.
+        reg: unweighted energy, without a graph.
     """
 
     loss: Tensor
@@ -80,10 +81,9 @@ def local(
 ) -> BatchSums:
     """Feed each converted layer the teacher's h; backpropagate its loss at once and free its graph.
 
-    One pass over the layers up to the last converted one, no lm_head. Attention is computed once
-    per layer and shared: the teacher's output needs it, the student's modulation is made of it.
-    Padding never enters an MLP: valid rows are gathered before it and scattered after it. With a
-    `teacher` of its own the student's base shares nothing but h. `own_stream`: see `propagated`.
+    One pass over the layers suffices, up to the last converted one, without lm_head. Teacher and
+    student share each layer's attention; a separate `teacher` shares only h. An MLP only receives
+    the rows of valid tokens. `own_stream`: see `propagated`.
     """
     layers, converted = decoder_layers(model), npt_layers(model)
     guide_layers = layers if teacher is None else decoder_layers(teacher)
@@ -91,12 +91,12 @@ def local(
     with torch.no_grad(), adapters_disabled(model):
         stream, guide, first = begin(model, teacher, batch)
         for index, layer in enumerate(layers[first : converted[-1][0] + 1], first):
-            # a hook of others may let the embeddings ask for a gradient
+            # another library's hook may make the embeddings require a gradient
             taught = guide.hidden.detach()
             if not own_stream:
                 taught = taught.to(stream.hidden.dtype)
                 stream = replace(stream, hidden=taught)
-            # one attention for both; a layer that hooks may change is run for the teacher as it is
+            # share attention, unless hooks may change a value: then the teacher needs a plain call
             shared = isinstance(layer, NPTLayer) and not own_stream and teacher is None
             shared = shared and not may_change(layer)
             if not shared:
@@ -120,15 +120,15 @@ def local(
                     stream = replace(stream, hidden=states.detach())
                 del states, energy, output, h
             sums.append(of_layer._replace(loss=of_layer.loss.detach()))
-            del taught, target, of_layer  # before the next layer's work
+            del taught, target, of_layer  # free them before the next layer
     return batch_sums(config, batch, sums)
 
 
 def _learn_and_teach(
     layer: NPTLayer, stream: Stream, config: TrainConfig, count: int
 ) -> tuple[LayerSums, Tensor]:
-    """Do forward and backward of one of `count` converted layers on the teacher's stream; return
-    its sums, and the teacher's output [N, D], which is made of the same attention.
+    """Run forward and backward of one of `count` converted layers on the teacher's stream; return
+    its sums and the teacher's output [N, D].
     """
     attention = attention_output(layer, stream.hidden, **stream.context_of(layer))
     h, attention = stream.rows(stream.hidden), stream.rows(attention)
@@ -146,10 +146,9 @@ def propagated(
     config: TrainConfig,
     teacher: PreTrainedModel | None = None,
 ) -> BatchSums:
-    """Feed each converted layer the student's own h, and teach it the teacher's output there.
+    """Feed each converted layer the student's own h, with the teacher's output as its target.
 
-    So a layer learns to make good what the converted layers below it got wrong, at the memory of
-    one layer's graph.
+    A layer thus learns to correct the errors of the layers below. Memory holds one layer's graph.
     """
     return local(model, batch, config, teacher, own_stream=True)
 
@@ -157,9 +156,8 @@ def propagated(
 def begin(
     model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch
 ) -> tuple[Stream, Stream, int]:
-    """Return the streams of student and teacher before the first layer at which they part, with its
-    index: the first converted one, up to which both run once, or 0 for a `teacher` that is a model
-    of its own.
+    """Return the streams of student and teacher before the first layer at which they differ, and
+    its index: the first converted one, or 0 with a separate `teacher`.
     """
     stream = open_stream(model, batch)
     if teacher is not None:
@@ -172,10 +170,10 @@ def begin(
 def student_states(
     layer: NPTLayer, stream: Stream, hidden: Tensor, *, graph: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the student's states after a layer [B, T, D] and the energy of its modulation [N],
-    from the student's h [B, T, D] and its stream.
+    """Return the student's states after a converted layer [B, T, D] and the energy [N].
 
-    `graph`: gradients go through the attention into h, else no further than the adapter.
+    hidden: the student's h, [B, T, D]. graph: let gradients flow through attention into h; if False
+    they end at the adapter.
     """
     hidden, context = hidden if graph else hidden.detach(), stream.context_of(layer)
 
@@ -207,10 +205,10 @@ def layer_sums(
     hidden: Tensor | None,
     energy: Tensor,
 ) -> LayerSums:
-    """Return the sums of one of `count` converted layers, which share the loss evenly.
+    """Return the sums of one of `count` converted layers, which have equal shares in the loss.
 
-    `student`, `target` and `hidden` are o, t and the teacher's h, [N, D]; without a target the loss
-    is the energy [N] alone.
+    `student`, `target` and `hidden` are o, t and the teacher's h, [N, D]. Without a target, only
+    the energy [N] enters the loss.
     """
     if target is None:
         distance = nmse = energy.new_zeros(())

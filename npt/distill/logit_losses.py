@@ -1,17 +1,17 @@
-"""Losses of next-token distributions, from logits or from the states that lm_head makes them of.
+"""Losses on next-token distributions, from logits or from the inputs of lm_head.
 
 With p the teacher's and q the student's distribution, per token in nats:
 
     forward KL       sum p (log p - log q)
-                     q must cover all that p does
+                     penalises q for missing parts of p
     reverse KL       sum q (log q - log p)
-                     q may leave parts of p out, and must not invent any
-    cross-entropy    -log q(target); the teacher has no part in it
+                     penalises q for adding to p; q may omit parts of p
+    cross-entropy    -log q(target), without the teacher
 
-All are pure, return one value per token, compute from log-softmax in fp32 (in fp64 if the logits
-are) and pass no gradient to the teacher. A logit of -inf, as on padded vocabulary entries, is a
-probability of 0; if one side alone has it a KL is infinite and the micro-batch is refused. A value
-that is finite has a finite gradient.
+All are pure functions that return one value per token. They compute from log-softmax in fp32 (fp64
+for fp64 logits) and pass no gradient to the teacher. A logit of -inf, as on padded vocabulary
+entries, is a probability of 0. If only one side has it, a KL may be infinite, and the micro-batch
+is refused. A finite value has a finite gradient.
 
 Shapes: N tokens, D hidden, V vocabulary.
 """
@@ -32,26 +32,26 @@ from npt.config import TrainConfig
 from npt.distill.hidden_losses import at_least_fp32
 
 LOGIT_CHUNK = 1 << 26
-"""Logits that an evaluation computes at a time (256 MiB in fp32), so that [N, V] never exists."""
+"""Number of logits that an evaluation computes at a time (256 MiB in fp32), never all [N, V]."""
 
 CHUNK, CUDA_CHUNK = 1 << 24, 1 << 25
-"""Logits of a chunk in training, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32, of which
-backward has some seven alive at once. At V 128k a chunk has 256 rows, enough to keep a card busy
-that computes 120 operations (TF32 on an H100) in the time that it reads a byte of weights.
+"""Number of logits in a training chunk, off and on CUDA: 64 MiB and 128 MiB in fp32. Backward holds
+about seven such tensors. With V = 128k a CUDA chunk has 256 rows, enough to keep busy a GPU that
+computes 120 operations per byte of weights read (TF32 on an H100).
 """
 
 TILE = 128
-"""Rows that a kernel of a card multiplies at a time; a last tile costs as much as a full one."""
+"""Rows that a GPU kernel multiplies at a time. A partial tile costs as much as a full one."""
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 """(student's logits [N, V], teacher's logits [N, V] or targets [N]) -> [N]."""
 
 
 def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return sum_v p (log p - log q), in nats, with 0 log 0 = 0: [N, V] twice -> [N].
+    """Return sum_v p (log p - log q) [N] in nats from [N, V] each, with 0 log 0 = 0.
 
-    Infinite if q is 0 and p is not. The difference is put to 0 *before* the product: after it
-    `where` would keep 0 * Inf out of the value and not out of the gradient.
+    Infinite if q is 0 where p is not. The difference is zeroed *before* the product: zeroed after
+    it, 0 * Inf would still reach the gradient.
     """
     p = log_p.exp()
     return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(dim=-1)
@@ -68,7 +68,7 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return -log q(target) from logits [N, V] and the tokens [N] that they are to predict."""
+    """Return -log q(target) [N] from logits [N, V] and target tokens [N]."""
     return F.cross_entropy(at_least_fp32(logits), targets, reduction="none")
 
 
@@ -81,20 +81,20 @@ def through_head(
     *,
     teacher_head: nn.Module | None = None,
 ) -> Tensor:
-    """Return the summed loss of the logits that `head` makes of states, chunk by chunk.
+    """Return the sum of a loss on the logits that `head` computes from states, chunk by chunk.
 
-    The gradient of a sum needs no later factor but one, so with a frozen head it is taken on the
-    way and no logit is computed a second time; a head that is trained itself is computed again in
-    backward. A head stored in 16 bit is cast to fp32 once for all chunks.
+    With a frozen head, forward already computes the gradient, so that no logit is computed twice.
+    With a trainable head, backward recomputes the logits. A head stored in 16 bits is cast to fp32
+    once for all chunks.
 
     Args:
         head: lm_head.
-        loss: of a chunk's logits.
+        loss: loss of a chunk's logits.
         student: [N, D], the student's last hidden state (after the final norm).
-        teacher: [N, D], the teacher's; or targets, [N] int64, which no head is applied to. No
-            gradient reaches it.
+        teacher: [N, D], the teacher's last hidden state; or targets, [N] int64. It gets no
+            gradient.
         vocab_size: V, which sets the chunk length.
-        teacher_head: the teacher's lm_head, if it has one of its own.
+        teacher_head: the teacher's lm_head, if it has its own.
     """
     of_states = teacher.is_floating_point()
     guide = head if teacher_head is None or not of_states else teacher_head
@@ -116,14 +116,14 @@ def through_head(
 
 
 def chunk_rows(device: torch.device, vocab_size: int) -> int:
-    """Return how many tokens' logits are computed at a time on a device."""
+    """Return the number of tokens whose logits are computed at a time on a device."""
     on_cuda = device.type == "cuda"
     rows = max(1, (CUDA_CHUNK if on_cuda else CHUNK) // vocab_size)
     return rows - rows % TILE if on_cuda and rows > TILE else rows
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The sum of a function over chunks of rows, with its gradient for the first argument."""
+    """Sum of a function over chunks of rows, with a gradient for the first argument."""
 
     @staticmethod
     def forward(
@@ -136,7 +136,7 @@ class _ChunkedSum(torch.autograd.Function):
             here = slice(start, start + rows)
             part = student[here].detach().requires_grad_(wanted)
             with torch.set_grad_enabled(wanted):
-                # a view: torch's counter of operations cannot hook a leaf in here
+                # a view, since torch's FLOP counter cannot hook a leaf here
                 value = chunk_sum(part.view_as(part), teacher[here])
             if grad is not None:
                 (grad[here],) = torch.autograd.grad(value, part)
@@ -152,7 +152,7 @@ class _ChunkedSum(torch.autograd.Function):
 
 
 def row_loss(config: TrainConfig) -> RowLoss:
-    """Return the loss that `config.logit_loss` names."""
+    """Return the loss of `config.logit_loss`."""
     losses = {"kl": forward_kl, "reverse_kl": reverse_kl, "cross_entropy": token_cross_entropy}
     return losses[config.logit_loss]
 

@@ -10,13 +10,13 @@
         for outcome in guard.step():                    # of this window, or of earlier ones
             ...
 
-A base may draw random numbers (dropout, noise). For each micro-batch torch's generators are seeded
-by the run's seed, the place of its samples in the data and their ids, and restored afterwards: it
-draws the same numbers whatever was refused before, on any process, after a resume, and in a replay.
+A base may draw random numbers (dropout, noise). Torch's generators are seeded for each micro-batch
+from the run's seed and its samples' positions and ids, then restored. So it draws the same numbers
+in any process, after refusals or a resume, and in a replay.
 
-A micro-batch that memory does not hold at once is computed in parts, each padded to its own longest
-sample. Their gradients and their sums are added as those of one backward, so to the window they are
-one micro-batch, and only the order of a sum changes.
+A micro-batch that does not fit into memory is computed in parts, each padded to its own longest
+sample. Their gradients and sums add up to those of one micro-batch; only the order of summation
+changes.
 """
 
 from __future__ import annotations
@@ -53,14 +53,17 @@ ADAM_BETAS = (0.9, 0.999)
 def student_guard(
     model: PreTrainedModel, config: TrainConfig, rates: Sequence[float], **settings: Any
 ) -> Guard:
-    """Return a guard that steps a student's adapters by AdamW.
+    """Return a guard that steps a student's adapters with AdamW.
 
     Args:
-        model: with adapters attached; ConfigError if one is frozen.
-        config: of the run.
-        rates: learning rate of each applied step; the last one stays.
-        settings: more of `Guard`; this process shares its windows with none unless `processes`
-            says, and refusals in a row end nothing unless `max_refused` does.
+        model: with adapters attached.
+        config: settings of the run.
+        rates: learning rate of each applied step; the last one also for further steps.
+        settings: further arguments of `Guard`. By default the windows belong to this process alone
+            (`processes`), and refusals do not stop training (`max_refused`).
+
+    Raises:
+        ConfigError: a tensor of an adapter is frozen.
     """
     parameters = adapter_parameters(model)
     check_unfrozen(parameters)
@@ -82,29 +85,29 @@ def student_guard(
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse frozen adapters, which an optimizer would move by its weight decay alone."""
+    """Raise ConfigError for frozen adapters, which weight decay alone would move."""
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     if frozen:
         raise ConfigError(
             f"{frozen[0]} is frozen (requires_grad is False, {len(frozen)} of {len(parameters)}"
-            " tensors), and a run trains every tensor of its adapters; call requires_grad_(True)"
-            " on it first"
+            " tensors), but a run trains all tensors of its adapters: call requires_grad_(True) on"
+            " it first"
         )
 
 
 def nowhere(_samples: int, _now: int, _message: str) -> None:
-    """Report a lack of memory to nobody."""
+    """Ignore an OOM report."""
 
 
 class MicroBatchSplitter:
-    """Splits micro-batches into parts of at most `samples` rows, fewer once memory has run out.
+    """Splits micro-batches into parts of at most `samples` rows, fewer after an OOM.
 
     Args:
-        samples: at once.
-        report: called after every halving: samples at once before it and now, and why.
+        samples: most samples to compute at once.
+        report: called after every halving: (samples before, samples now, message of the error).
 
     Attributes:
-        shrunk_to: samples that `shrink` has come down to; None if it was never called.
+        shrunk_to: number of samples that `shrink` last set; None if it was never called.
     """
 
     def __init__(self, samples: int, report: Callable[[int, int, str], None] = nowhere) -> None:
@@ -112,24 +115,24 @@ class MicroBatchSplitter:
         self.shrunk_to: int | None = None
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """Return the batch in parts of `samples` rows, or itself if it has no more."""
+        """Return the batch in parts of at most `samples` rows."""
         count, size = len(batch.input_ids), self.samples
         if count <= size:
             return [batch]
         return [_rows(batch, slice(start, start + size)) for start in range(0, count, size)]
 
     def shrink(self, batch: Batch, message: str) -> None:
-        """Halve the parts of a batch after memory ran out, as `message` says.
+        """Halve the size of the parts after an OOM with this message.
 
         Raises:
-            NoMemoryError: it was one sample.
+            NoMemoryError: a part was one sample already.
         """
         at_once, length = min(len(batch.input_ids), self.samples), batch.input_ids.shape[1]
         if at_once == 1:
             raise NoMemoryError(
-                f"out of memory with one sample of {length} tokens at once ({message}); lower"
-                " --max_length or --adapter_rank, convert fewer --layers, or take --strategy local"
-                " (or end_to_end with --gradient_checkpointing) and --use_quantization"
+                f"out of memory with one sample of {length} tokens at once ({message}): lower"
+                " --max_length or --adapter_rank, convert fewer --layers, add --use_quantization,"
+                " or pass --strategy local (or end_to_end with --gradient_checkpointing)"
             )
         self.samples = self.shrunk_to = (at_once + 1) // 2
         self.report(at_once, self.samples, message)
@@ -142,7 +145,7 @@ def forward_backward(
     config: TrainConfig,
     splitter: MicroBatchSplitter | None = None,
 ) -> BatchSums:
-    """Do what `summed` does, outside of a guard: with the random numbers of the micro-batch."""
+    """Seed the micro-batch's random numbers, then do what `summed` does. Use it outside a guard."""
     with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
         return summed(model, strategy, batch, config, splitter)
 
@@ -157,9 +160,9 @@ def summed(
 ) -> BatchSums:
     """Add the gradients of a micro-batch's summed loss to `.grad`; return its sums.
 
-    Autocast is off. `splitter` gives the parts that are computed one after the other; if memory
-    runs out, all begins again from empty gradients in smaller ones, which draw the same random
-    numbers. `observe` gives a context around each part.
+    Autocast is disabled. `splitter` splits the micro-batch into parts. After an OOM, the whole
+    micro-batch starts again with zero gradients, smaller parts and the same random numbers.
+    `observe` returns a context to enter around each part.
     """
     device = next(model.parameters()).device
     draws: AbstractContextManager[None] = nullcontext()
@@ -174,10 +177,10 @@ def summed(
             return BatchSums(*[reduce(add, parts) for parts in zip(*sums, strict=True)])
         except (RuntimeError, MemoryError) as error:
             message = oom_message(error)
-            # one that stopped inside a layer of a shared base would be out of step
+            # a process that stopped inside a layer of a sharded base would be out of step
             if message is None or splitter is None or is_sharded(model):
                 raise
-        free_memory(device)  # after the handler, in which the error keeps the graph alive
+        free_memory(device)  # only here: inside the handler the error keeps the graph alive
         splitter.shrink(batch, message)
         for parameter in adapter_parameters(model).values():
             if parameter.grad is not None:
@@ -186,16 +189,16 @@ def summed(
 
 
 def oom_message(error: RuntimeError | MemoryError) -> str | None:
-    """Return the first line of an error if memory ran out; None for any other error."""
+    """Return the first line of an out-of-memory error; None for any other error."""
     return first_line(error)[:200] if is_out_of_memory(error) else None
 
 
 def free_memory(device: torch.device) -> None:
-    """Free what a caught error has held; call it after the handler, in which the error is alive."""
+    """Free what a caught error held. Call it after the handler, which keeps the error alive."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    wait_for(device)  # raises what is pending, at which bitsandbytes ends the process
+    wait_for(device)  # raise pending errors here: bitsandbytes would end the process
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:
@@ -208,5 +211,5 @@ def _rows(batch: Batch, rows: slice) -> Batch:
     if "documents" in tensors and not bool(tensors["documents"].any()):
         tensors["documents"] = None
     part = replace(batch, **tensors, sample_ids=batch.sample_ids[rows])
-    # so that it is on its way to the device while the host continues
+    # pinned, so that the copy to the GPU does not block
     return part.pinned() if batch.input_ids.is_pinned() else part

@@ -1,5 +1,5 @@
-"""The strategies by name, and `end_to_end`: the student on its own stream, with gradients through
-the whole of it, from hidden states and, optionally, from the logits.
+"""The strategies by name, and `end_to_end`: the student runs on its own stream, with gradients
+through all its layers, from losses on hidden states and, optionally, on the logits.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ def end_to_end(
     config: TrainConfig,
     teacher: PreTrainedModel | None = None,
 ) -> BatchSums:
-    """Run the student on its own stream; a loss per converted layer, optionally on the logits.
+    """Run the student on its own stream, with a loss per converted layer and optionally one on the
+    logits.
 
-    Without a loss on the logits nothing is computed after the last converted layer; without one on
-    hidden states none of the teacher's is kept, and if the text is the only target the teacher is
-    not run. The loss on the logits is summed over the S scored positions and divided, as the rest
-    is, by the valid tokens. With `config.gradient_checkpointing` the graph keeps of each layer its
-    input and the teacher's output, and the rest is computed again in backward: to the same bits.
+    Without a loss on the logits, computation ends at the last converted layer. Without a loss on
+    hidden states, the teacher's are not kept; with cross-entropy alone, the teacher does not run.
+    The loss on the logits is summed over the S scored positions; like the rest, it is later divided
+    by the valid tokens. With `config.gradient_checkpointing` the graph keeps only each layer's
+    input and the teacher's output, and backward recomputes the rest, to the same bits.
     """
     layers, converted = decoder_layers(model), npt_layers(model)
     guide_model = model if teacher is None else teacher
@@ -97,12 +98,12 @@ STRATEGIES: dict[str, Callable[..., BatchSums]] = {
 
 
 def register_strategy(name: str, strategy: Callable[..., BatchSums]) -> None:
-    """Add a strategy, which `--strategy` and `TrainConfig` then accept.
+    """Register a strategy under a name that `--strategy` and `TrainConfig` then accept.
 
-    It takes (model, batch, config, teacher), as `npt.distill.local.local`.
+    It takes (model, batch, config, teacher), as `npt.distill.local.local`. ValueError: name taken.
     """
     if name in STRATEGIES:
-        raise ValueError(f"the strategy {name!r} exists; choose another name")
+        raise ValueError(f"the strategy {name!r} already exists: choose another name")
     STRATEGIES[name] = strategy
     STRATEGY_NAMES.append(name)
 
@@ -113,7 +114,7 @@ def drive(
     config: TrainConfig,
     teacher: PreTrainedModel | None = None,
 ) -> BatchSums:
-    """Run the strategy that `config` names; without a `teacher` the student's own base teaches."""
+    """Run the strategy that `config` names. The default teacher is the student's own base."""
     return STRATEGIES[config.strategy](model, batch, config, teacher)
 
 
@@ -126,8 +127,10 @@ def _converted(
     target: Tensor | None,
     taught_input: Tensor | None,
 ) -> tuple[Tensor, LayerSums]:
-    """Return the student's states after one of `count` converted layers, and the layer's sums, from
-    the student's h, the teacher's output and the teacher's h: all [B, T, D].
+    """Return the student's states after one of `count` converted layers, and the layer's sums.
+
+    `hidden`, `target` and `taught_input` are the student's h, the teacher's output and the
+    teacher's h, [B, T, D].
     """
     hidden, energy = student_states(layer, stream, hidden)
     t, h = (None if states is None else stream.rows(states) for states in (target, taught_input))
@@ -141,8 +144,9 @@ def _logit_loss(
     teacher: PreTrainedModel,
     guide: Stream,
 ) -> Tensor:
-    """Return the loss on the logits, summed over the scored positions, from the streams after the
-    last layer; the teacher's is read only if `_teacher_has_logits`.
+    """Return the loss on the logits, summed over the scored positions.
+
+    Both streams are those after the last layer; `guide` is read only if `_teacher_has_logits`.
     """
     batch = stream.batch
     if _teacher_has_logits(config):
@@ -165,5 +169,5 @@ def _scored_states(model: PreTrainedModel, stream: Stream) -> Tensor:
 
 
 def _teacher_has_logits(config: TrainConfig) -> bool:
-    """Return whether the loss on the logits, if there is one, reads the teacher's last states."""
+    """Return whether a loss on the logits is used and reads the teacher's last states."""
     return config.logit_kl_weight > 0 and config.logit_loss != "cross_entropy"

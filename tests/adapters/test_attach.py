@@ -175,20 +175,20 @@ class TestAttach:
             (
                 lambda: Phi3ForCausalLM(Phi3Config(**SMALL, pad_token_id=0)),
                 (
-                    r"layer 0 is a Phi3DecoderLayer and has no mlp\.gate_proj, mlp\.up_proj,"
-                    r" mlp\.act_fn; it cannot be converted"
+                    r"layer 0 is a Phi3DecoderLayer without mlp\.gate_proj, mlp\.up_proj,"
+                    r" mlp\.act_fn, which NPT does not support"
                 ),
             ),
             (
                 lambda: GraniteForCausalLM(GraniteConfig(**SMALL)),
                 (
-                    "layer 0 is a GraniteDecoderLayer, which may put its parts together"
-                    " differently; only LlamaDecoderLayer, MistralDecoder"
+                    "layer 0 is a GraniteDecoderLayer, which may combine its parts in"
+                    " another way; NPT supports only LlamaDecoderLayer, MistralDecoder"
                 ),
             ),
             (
                 lambda: LlamaForSequenceClassification(LlamaConfig(**SMALL)),
-                "LlamaForSequenceClassification has no lm_head; load it for causal",
+                "LlamaForSequenceClassification has no lm_head: load it with npt.load_base",
             ),
         ],
     )

@@ -178,7 +178,10 @@ class TestRefused:
         ("what", "message"),
         [
             *(({"alpha": alpha}, "--alpha is") for alpha in (0.0, -0.5, 1.01, float("nan"))),
-            ({"targets": ("sideways",)}, "--targets is sideways; the adapter modulates down, gate"),
+            (
+                {"targets": ("sideways",)},
+                "--targets is sideways, but the adapter modulates down, gate",
+            ),
             ({"targets": ()}, "--targets is none"),
         ],
     )
@@ -193,7 +196,7 @@ class TestRefused:
             ((1, "gate"), (ONES, ONES / 0), "layer 1, gate: .* not finite"),
             ((1, "gate"), (ZEROS, ZEROS), "not above 0"),
             ((1, "gate"), (ONES[:64], ZEROS[:64]), r"float32 \[64\], the model needs .* \[128\]"),
-            ((9, "gate"), (ONES, ZEROS), "'gate' of layer 9; the model has layers 0 to 3"),
+            ((9, "gate"), (ONES, ZEROS), "'gate' of layer 9, but the model has layers 0 to 3"),
         ],
     )
     def test_rows_that_would_poison_or_do_not_fit_change_nothing(
@@ -209,7 +212,7 @@ class TestRefused:
     def test_taking_back_more_than_there_are(self, load_model):
         model = student(load_model)
         for count in (1, -1):
-            with pytest.raises(ConfigError, match=f"{count} updates are to be taken back"):
+            with pytest.raises(ConfigError, match=f"cannot undo {count} updates"):
                 npt.unconsolidate(model, count)
 
 
@@ -233,14 +236,14 @@ def in_rows(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path
 
 SOME = "updates.0.layers.1.gate.scale"
 DAMAGE = {
-    "no updates": (in_history(lambda r: r.pop("updates")), "has the update None; expected"),
+    "no updates": (in_history(lambda r: r.pop("updates")), "the update None lacks"),
     "a place that leads elsewhere": (
         in_history(lambda r: r["updates"][0]["places"].append([1, "../up"])),
-        "has the update {'places'",
+        "the update {'places'",
     ),
     "a place twice": (
         in_history(lambda r: r["updates"][0]["places"].append([1, "gate"])),
-        "has the update {'places'.*each once",
+        "the update {'places'.*distinct places",
     ),
     "a layer too many": (
         in_history(lambda r: r["updates"][0]["places"].append([77, "up"])),
@@ -260,12 +263,9 @@ DAMAGE = {
     ),
     "a value is NaN": (
         in_rows(lambda t: t[SOME].fill_(float("nan"))),
-        "update 0 cannot be used: layer 1, gate: .*not finite",
+        "update 0 is invalid: layer 1, gate: .*not finite",
     ),
-    "a scale is 0": (
-        in_rows(lambda t: t[SOME].fill_(0.0)),
-        "update 0 cannot be used: .*not above 0",
-    ),
+    "a scale is 0": (in_rows(lambda t: t[SOME].fill_(0.0)), "update 0 is invalid: .*not above 0"),
 }
 
 
@@ -309,7 +309,7 @@ class TestFiles:
         folder = npt.save_adapter(made, tmp_path / "adapter")
         before = logits(made)
         with pytest.raises(
-            ModelError, match=r"has consolidated updates already; call npt\.unconsolidate"
+            ModelError, match=r"already has consolidated updates: call npt\.unconsolidate"
         ):
             npt.load_adapter(made, folder)
         assert torch.equal(logits(made), before)

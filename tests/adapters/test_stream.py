@@ -133,8 +133,8 @@ def test_an_attention_that_would_mix_documents_is_refused(model, monkeypatch):
     with pytest.raises(
         ModelError,
         match=(
-            "under attn_implementation flash_attention_2; load the base with --attn_implementation"
-            " sdpa, eager"
+            "with attn_implementation flash_attention_2: load the base with --attn_implementation"
+            " sdpa or eager"
         ),
     ):
         open_stream(model, packed("right"))

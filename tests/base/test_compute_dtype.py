@@ -132,8 +132,7 @@ def test_outputs_and_gradients_are_fp32s_to_bf16s_rounding(load_model, batch) ->
 
 def test_where_it_means_nothing_it_is_refused(load_model) -> None:
     with pytest.raises(
-        ConfigError,
-        match=r"compute_dtype is bf16, which is for 4-bit products, but .* is not quantised",
+        ConfigError, match=r"compute_dtype bf16 has no effect on .*, which is not quantised"
     ):
         load_model(None, compute_dtype="bf16")
     with pytest.raises(ConfigError, match="compute_dtype is 'fp16'; choose from fp32, bf16"):

@@ -90,7 +90,7 @@ def test_fp16_under_quantisation_gives_one_warning_and_fp32(load_model, batch):
     caught = [one for one in caught if one.category is not FutureWarning]
     assert len(caught) == 1
     assert str(caught[0].message).startswith(
-        "--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in fp32"
+        "--use_fp16 has no effect on a 4-bit base, which computes in fp32"
     )
     assert torch.equal(model(batch.input_ids).logits, load_model("nf4")(batch.input_ids).logits)
 
@@ -112,7 +112,7 @@ class TestPackedCheckpoint:
         assert torch.equal(model(batch.input_ids).logits, original(batch.input_ids).logits)
 
     def test_is_refused_when_another_code_is_asked_for(self, packed):
-        with pytest.raises(ModelError, match="is stored as nf4 but fp4 was asked for"):
+        with pytest.raises(ModelError, match="is stored as nf4, not fp4"):
             npt.load_base(str(packed), quantization="fp4", device="cpu")
 
 

@@ -65,11 +65,11 @@ class TestAudit:
         ("spoil", "message"),
         [
             ({"compute_dtype": torch.float16}, "float16 forward, float32 backward"),
-            ({"compute_dtype": None}, "that of the first input"),
-            ({"compute_type_is_set": False}, "that of the first input"),
+            ({"compute_dtype": None}, "the dtype of its first input"),
+            ({"compute_type_is_set": False}, "the dtype of its first input"),
             ({"support_avx512bf16_for_cpu": True}, r"bfloat16 \(CPU repacking\)"),
             ({"weight.quant_state.dtype": torch.bfloat16}, "float32 forward, bfloat16 backward"),
-            ({"weight.quant_state": None}, "not quantised yet"),
+            ({"weight.quant_state": None}, "an unknown dtype until it is quantised"),
         ],
     )
     def test_names_the_one_4bit_layer_that_would_compute_otherwise(self, model, spoil, message):
@@ -78,7 +78,7 @@ class TestAudit:
         owner, _, last = f".{name}".rpartition(".")
         part = model.get_submodule(NAME)
         setattr(attrgetter(owner[1:])(part) if owner else part, last, value)
-        message = rf"expected float32, but {NAME} computes in {message}; load"
+        message = rf"expected float32, but {NAME} computes in {message}: load"
         with pytest.raises(PrecisionError, match=message):
             audit_precision(model)
 

@@ -73,7 +73,7 @@ def test_other_layers_are_refused_and_left_as_they_are():
     layer = nn.Conv1d(4, 4, 1)
     with pytest.raises(
         ModelError,
-        match="a Conv1d takes no scale and bias by row; only Linear4bit, UpcastLinear, Linear do",
+        match="a Conv1d does not support scale and bias by row; Linear4bit, UpcastLinear, Lin",
     ):
         set_rows(layer, some_rows(4))
     assert type(layer) is nn.Conv1d and not hasattr(layer, "row_scale")

@@ -277,7 +277,7 @@ def test_a_failure_in_the_last_layer_leaves_the_first_as_it_was(
         return cut
 
     monkeypatch.setattr(module.Cut, "of", of)
-    with pytest.raises(NumericalError, match="directions of layer 3 came out non-finite"):
+    with pytest.raises(NumericalError, match="directions of layer 3 are non-finite"):
         calibrate(model, tokenizer)
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
 
@@ -290,14 +290,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[NPTError], str]] =
         DataError,
         "needs two samples",
     ),
-    "one sample": ({}, {"data": samples(1)}, DataError, "the data gave 1"),
+    "one sample": ({}, {"data": samples(1)}, DataError, "the data yield 1"),
     "too little for the rank": ({"rank": 64}, {"data": samples(8)}, DataError, "rank 64 needs 256"),
     "no tokens": ({}, {"tokens": 0}, ConfigError, "--calibration_tokens is 0"),
     "a form that does not start at 1": (
         {"mult_form": "half_sigmoid"},
         {},
         NotSupportedError,
-        "--mult_form half_sigmoid are 0.75",
+        "--mult_form half_sigmoid has 0.75",
     ),
     "no stream": (
         {"targets": ("gate", "up", "down")},
@@ -309,7 +309,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[NPTError], str]] =
         {"residual": "keep"},
         {},
         NotSupportedError,
-        "--residual keep start equal to their base",
+        "--residual keep, where adapters start equal to",
     ),
 }
 

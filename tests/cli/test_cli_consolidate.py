@@ -98,7 +98,7 @@ def test_updates_stack_from_folder_to_folder(call, tmp_path, load_model):
     ("flags", "status", "message"),
     [
         (("--text", ""), 2, "--text is '', of which no token can be predicted"),
-        (("--text", "abc", "--token", "4"), 2, "token 4 was asked for, the text has 4 tokens"),
+        (("--text", "abc", "--token", "4"), 2, "there is no token 4: the text has 4 tokens"),
         (("--text", "abc", "--alpha", "0"), 2, "--alpha is 0.0; it must lie above 0"),
         (("--text", "abc", "--eval_samples", "1"), 2, "1 sample of held-out text is too few"),
     ],

@@ -46,7 +46,7 @@ def test_a_run_on_a_file_names_its_origin_and_resumes(file, tmp_path, capsys) ->
     run = flags(f"pretrain {RUN} --output_dir", tmp_path / "run", *where)
     assert main(run) == 0
     out = capsys.readouterr().out
-    assert "a.gguf was quantised to Q8_0: that is loaded, not the original" in out
+    assert "a.gguf was quantised to Q8_0; its weights are loaded, not the" in out
     assert main([*run, "--resume", str(tmp_path / "run"), "--max_steps", "2"]) == 0
 
 

@@ -43,4 +43,4 @@ def test_shows_what_comes_next_and_how_far_it_moved(adapter, capsys):
 def test_a_token_that_is_not_there_is_refused_in_one_line(adapter, capsys, flag):
     assert call(adapter, f"{flag} 99") == 2
     err = capsys.readouterr().err
-    assert "token 99 was asked for, the text has" in err and "Traceback" not in err
+    assert "there is no token 99: the text has" in err and "Traceback" not in err

@@ -268,17 +268,17 @@ class TestGivenIds:
     @pytest.mark.parametrize(
         ("more", "message"),
         [
-            ({"labels": [5, 6]}, "3 input_ids but labels of 2; the two belong together"),
-            ({"attention_mask": [1]}, "3 input_ids but attention_mask of 1; the two"),
+            ({"labels": [5, 6]}, "3 input_ids, but labels has length 2; they must be equally"),
+            ({"attention_mask": [1]}, "3 input_ids, but attention_mask has length 1"),
             (
                 {"attention_mask": [1, 2, 2]},
                 r"2 in its attention_mask, expected 0 \(padding\) or 1",
             ),
-            ({"labels": [5, 6, 1.5]}, "labels that are no list of 64-bit integers"),
-            ({"labels": "abc"}, "labels that are no list of 64-bit integers"),
-            ({"labels": [True, False, True]}, "labels that are no list of 64-bit integers"),
-            ({"labels": b"abc"}, "labels that are no list of 64-bit integers"),
-            ({"labels": {5: 1, 6: 1, 7: 1}}, "labels that are no list of 64-bit integers"),
+            ({"labels": [5, 6, 1.5]}, "labels that are not a list of 64-bit integers"),
+            ({"labels": "abc"}, "labels that are not a list of 64-bit integers"),
+            ({"labels": [True, False, True]}, "labels that are not a list of 64-bit integers"),
+            ({"labels": b"abc"}, "labels that are not a list of 64-bit integers"),
+            ({"labels": {5: 1, 6: 1, 7: 1}}, "labels that are not a list of 64-bit integers"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, tokenizer, more, message):
@@ -324,8 +324,7 @@ class TestColumns:
 
     def test_a_prompt_that_is_text_needs_its_answers_column(self, tokenizer):
         with pytest.raises(
-            DataError,
-            match=r"'q' is no list of messages; name the answer's field with --completion_column",
+            DataError, match=r"'q' is not a list of messages; set --completion_column"
         ):
             list(cut([{"q": "x", "a": "y"}], tokenizer, config(prompt_column="q")))
 
@@ -333,7 +332,7 @@ class TestColumns:
         "record", [{"text": "ab\ud800c"}, pair("ab\ud800c", "x"), pair("x", "ab\ud800c")]
     )
     def test_half_a_character_is_refused_with_its_place(self, record):
-        with pytest.raises(DataError, match=r"record 0: '\w+' is broken at character 2 \(surr"):
+        with pytest.raises(DataError, match=r"record 0: '\w+' is damaged at character 2 \(surr"):
             list(cut([record], special(), config()))
 
 
@@ -408,7 +407,7 @@ class TestConversations:
         ["text", [1], [{"role": "user"}], [{"content": "a"}], [{"from": "human", "said": "a"}]],
     )
     def test_what_is_no_list_of_messages_is_refused(self, tokenizer, messages):
-        with pytest.raises(DataError, match=r"record 0: 'm' is no list of messages"):
+        with pytest.raises(DataError, match=r"record 0: 'm' is not a list of messages"):
             list(cut([{"m": messages}], tokenizer, config(prompt_column="m")))
 
     @pytest.mark.parametrize(
@@ -416,12 +415,12 @@ class TestConversations:
         [
             (
                 "{{ raise_exception('roles must alternate') }}",
-                "the chat template refuses it: roles must alternate; mend the record",
+                "the chat template refuses it: roles must alternate; correct the record",
             ),
             ("{{ messages[0]['content'] + 1 }}", "the chat template refuses it: "),
             (
                 "{% for m in messages %}{{ loop.length }}{{ m['content'] }}{% endfor %}",
-                "the chat template writes the prompt differently with an answer after it",
+                "the chat template changes the prompt when an answer follows",
             ),
         ],
     )

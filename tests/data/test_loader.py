@@ -247,7 +247,7 @@ class TestReplay:
         assert len(set(map(tuple, rounds))) > 1
 
     def test_nothing_to_replay_is_an_error_and_no_endless_search(self, tokenizer):
-        with pytest.raises(DataError, match="replay data: no sample came out of it"):
+        with pytest.raises(DataError, match="replay data: no sample came from it"):
             list(
                 make_loader(
                     tokenizer, records(20), Stream([{"text": ""}]), replay_share=0.5

@@ -118,7 +118,7 @@ def test_the_order_is_seeded_and_a_stream_gives_the_same_prompts(tokenizer):
         ),
         ({"id": "mine", "prompt": 3}, {}, r"record mine has an int as 'prompt'"),
         ("text", {}, r"record 7 is a str"),
-        ({"prompt": [1, 2]}, {}, r"'prompt' is no list of messages"),
+        ({"prompt": [1, 2]}, {}, r"'prompt' is not a list of messages"),
     ],
 )
 def test_a_record_without_a_prompt_is_named(tokenizer, record, columns, told):

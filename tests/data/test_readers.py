@@ -244,7 +244,7 @@ class TestBroken:
             (
                 "json",
                 '{"text": "a"}\n{"text": "b"}\n',
-                ", line 2, column 1: not JSON (Extra data); mend",
+                ", line 2, column 1: not JSON (Extra data); correct the file",
             ),
             ("json", '"text"', " holds a str"),
             ("json", '[{"text": "a"}, ["b"]]', ", entry 1: a list, not an object"),
@@ -252,12 +252,12 @@ class TestBroken:
             (
                 "csv",
                 "text,n\na,1\nb,2,3\n",
-                ", line 3: 3 fields, but the header names 2; put a field",
+                ", line 3: 3 fields, but the header names 2; put double quotes",
             ),
             (
                 "csv",
                 'text\n"a\nb"\n"open\nc\n',
-                ", line 4: not CSV (unexpected end of data); mend it",
+                ", line 4: not CSV (unexpected end of data); correct the file",
             ),
             ("csv", 'text\n"a" b\n', ", line 2: not CSV ("),
         ],
@@ -271,7 +271,7 @@ class TestBroken:
         path = tmp_path / "data.parquet"
         path.write_text("text that is none")
         assert both_refuse(path).startswith(
-            " cannot be read as Parquet: Parquet magic bytes not found"
+            " is damaged or not Parquet: Parquet magic bytes not found"
         )
         assert not caplog.records  # said once
 
@@ -280,7 +280,7 @@ class TestBroken:
         content = bytearray(path.read_bytes())
         content[100 : len(content) // 2] = bytes(len(content) // 2 - 100)
         path.write_bytes(content)
-        assert both_refuse(path).startswith(" cannot be read as Parquet: ")
+        assert both_refuse(path).startswith(" is damaged or not Parquet: ")
 
     @pytest.mark.parametrize(
         "name", ["missing.txt", "missing.csv", "no/such/*.jsonl", "x" * 5000 + ".txt", "nul\0.txt"]
@@ -297,7 +297,7 @@ class TestBroken:
             match=r"notes\.md is not a \.txt, \.jsonl, \.json, \.csv, \.parquet file; convert it",
         ):
             local_files(str(tmp_path / "notes.md"))
-        with pytest.raises(DataError, match=r"empty\.jsonl is empty; leave it out"):
+        with pytest.raises(DataError, match=r"empty\.jsonl is empty; remove it"):
             local_files(str(tmp_path))
         with pytest.raises(DataError, match=r"there is no file at .*folder\.txt"):
             (tmp_path / "folder.txt").mkdir()

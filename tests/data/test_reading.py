@@ -95,7 +95,7 @@ def test_many_broken_lines_are_counted_and_twenty_are_named(tmp_path):
         ("a.csv", b'text,b\n"1\n1",2\n\nx,y,z\n', 5, None, "3 fields, but the header names 2"),
         ("a.csv", b'text,b\n1,2\n3,"x\n1,3\n', 3, None, "not CSV (unexpected end of data)"),
         ("a.csv", b"text\nab\xff\n", 2, None, "not UTF-8 (invalid start byte)"),
-        ("a.parquet", b"PAR1xxx", None, None, "cannot be read as "),
+        ("a.parquet", b"PAR1xxx", None, None, "is damaged or not Parquet"),
     ],
 )
 def test_faults_of_other_files_are_located_as_far_as_possible(

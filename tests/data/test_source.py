@@ -68,7 +68,7 @@ class TestFiles:
         ],
     )
     def test_what_only_the_hub_has_is_refused(self, lines, streaming, settings, flag):
-        with pytest.raises(DataError, match=f"{flag} is for hub data sets"):
+        with pytest.raises(DataError, match=f"{flag} has no effect on"):
             records(lines, streaming=streaming, **settings)
 
 

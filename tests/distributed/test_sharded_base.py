@@ -65,7 +65,7 @@ def test_what_a_sharded_base_cannot_do_is_refused(base: str) -> None:
         )
         assert (
             errors["detach"]
-            == "layer 1 has become a FSDPNPTLlamaDecoderLayer and cannot be given back; load the"
+            == "layer 1 has become a FSDPNPTLlamaDecoderLayer and cannot be restored: load the"
             " base again"
         )
 

@@ -64,5 +64,5 @@ def test_bf16_before_ampere_is_warned_of(monkeypatch, arguments) -> None:
 def test_tf32_before_ampere_is_warned_of() -> None:
     with simulated_cuda(capability=(7, 5)), fp32_products("highest"):
         model = torch.nn.Linear(2, 2, device="cuda")
-        with pytest.warns(UserWarning, match=r"7.5\) has no TF32.*drop --matmul_precision high"):
+        with pytest.warns(UserWarning, match=r"7.5\) has no TF32.*remove --matmul_precision high"):
             set_matmul_precision("high", model)

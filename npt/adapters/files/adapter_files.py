@@ -1,7 +1,6 @@
 """Adapters on disk, in PEFT's layout: `adapter_config.json`, `adapter_model.safetensors`, a card.
 
-Loading checks names, shapes, dtypes and finiteness of every tensor, and that the folder was trained
-on this base, before it changes anything.
+Loading first checks the base and every tensor's name, shape, dtype and finiteness.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 CARD_NAME = "README.md"
 FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME)
-PREFIX = "base_model.model."  # PEFT's prefix of every key
-# settings that folders of earlier versions do not have
+PREFIX = "base_model.model."  # PEFT puts it before every key
+# settings that adapters of earlier versions lack
 _LATER = {"ranks", "mult_form"}
-# settings of a random start, which only folders of earlier versions have
+# settings of a random start, which only adapters of earlier versions have
 _RETIRED = {"init_std_a", "init_std_b", "init_a", "init_std_m"}
 
 
@@ -67,15 +66,13 @@ def save_adapter(
 
     Args:
         model: with adapters attached.
-        folder: made anew; one that holds an NPT adapter and nothing else is replaced, anything else
-            is refused.
+        folder: a new or an empty one, or one that holds only an NPT adapter, which is replaced.
         base_name: recorded as PEFT's `base_model_name_or_path`; default the model's own.
-        base: `npt.base_identity(model)` if known already, since it reads the whole base.
+        base: `npt.base_identity(model)`, if known: computing it reads the whole base.
         fidelity: content of a run's `fidelity.json`, for the model card.
 
     Raises:
-        AdapterFileError: a tensor is not finite (a poisoned adapter is never saved), or the folder
-            holds other things.
+        AdapterFileError: a tensor is not fp32 or not finite, or the folder holds other files.
         ModelError: no adapters are attached.
     """
     attached_config(model)
@@ -89,9 +86,9 @@ def save_adapter(
 
 
 def check_savable(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Refuse adapters that are not fp32 or not finite."""
+    """Raise AdapterFileError for tensors that are not fp32 or not finite."""
     wrong = {name: t.dtype for name, t in tensors.items() if t.dtype != torch.float32}
-    faults = [f"{name} is {dtype}, and an adapter is fp32" for name, dtype in wrong.items()]
+    faults = [f"{name} is {dtype}, but adapters are fp32" for name, dtype in wrong.items()]
     if (bad := non_finite(tensors)) is not None:
         faults.append(f"{bad} is not finite")
     if faults:
@@ -107,10 +104,9 @@ def write_adapter(
     fidelity: Mapping[str, Any] | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write the files of an adapter into a folder that is being made.
+    """Write the files of an adapter to a temporary folder, unchecked.
 
-    Args as of `save_adapter`; tensors: by the name of their parameter, of any value; default the
-    model's own.
+    Args as for `save_adapter`. tensors: by parameter name; default the model's own.
     """
     record = {
         "peft_type": "NPT",
@@ -135,13 +131,13 @@ def write_adapter(
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter found by a name, once: a run may save another one meanwhile.
+    """A saved adapter. It is looked up only once, since a run may save a newer one meanwhile.
 
     Attributes:
-        name: as asked for.
-        folder: its own.
-        config: of the adapters.
-        record: the content of `adapter_config.json`.
+        name: as passed by the user.
+        folder: that holds its files.
+        config: form and size.
+        record: content of `adapter_config.json`.
     """
 
     name: str
@@ -154,16 +150,16 @@ class StoredAdapter:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The arguments that the base was loaded with; None if the record does not say."""
+        """The arguments that the base was loaded with; None if the record lacks them."""
         return Recipe.of_record(self.record)
 
 
 Named = str | Path | StoredAdapter
-"""A folder, USER/NAME on the hub, or an adapter that was found already."""
+"""A folder, USER/NAME on the hub, or the result of `find_adapter`."""
 
 
 def find_adapter(name: Named, revision: str | None = None) -> StoredAdapter:
-    """Return the adapter of a name (as for `npt.from_pretrained`); no tensor is read."""
+    """Find an adapter by its name (see `npt.from_pretrained`), without reading its tensors."""
     if isinstance(name, StoredAdapter):
         return name
     folder = adapter_folder(name, FILES, revision)
@@ -178,24 +174,23 @@ def load_adapter(
     check_base: bool = True,
     revision: str | None = None,
 ) -> NPTConfig:
-    """Attach the adapters saved in `folder`, and consolidate the updates saved with them. A refused
-    folder does not change the model.
+    """Attach the adapters saved in `folder`, and consolidate the updates saved with them.
+
+    If a check fails, the model is unchanged.
 
     Args:
-        model: the base, without adapters or with adapters of the same configuration, which are
-            overwritten.
+        model: the base. Adapters that it has must have the same configuration; they are replaced.
         folder: as for `npt.from_pretrained`, or the result of `find_adapter`.
-        base: `npt.base_identity(model)` if known already; it must be the recorded one.
-        check_base: False loads the adapter onto any base that its shapes fit.
+        base: `npt.base_identity(model)`, if known.
+        check_base: False accepts any base with matching shapes.
         revision: branch, tag or commit on the hub.
 
     Raises:
-        AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not
-            fp32 or not finite, or the base differs.
-        HubError: the hub cannot be reached, or has no such repository.
-        ModelError: the model has updates already.
+        AdapterFileError: a file is missing or damaged, or the adapter does not fit the base.
+        HubError: the hub cannot be reached or has no such repository.
+        ModelError: the model has consolidated updates already.
     """
-    stored = find_adapter(folder, revision)  # before the whole base is read
+    stored = find_adapter(folder, revision)  # fails before base_identity reads the whole base
     config, tensors = read_adapter(model, stored, base=base, check_base=check_base)
     updates = read_consolidated(model, stored.folder)
     if not is_attached(model):
@@ -215,35 +210,31 @@ def from_pretrained(
     revision: str | None = None,
     check_base: bool = True,
 ) -> tuple[Any, Any]:
-    """Load a saved adapter with the base that it was trained on, quantised and computing as it did
-    in training.
+    """Load a saved adapter and its base, with the quantisation and precision of training.
 
     Args:
-        adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last), a
-            checkpoint, or USER/NAME on the hub.
-        base_name: of the base, if not the name that the adapter knows.
-        device: as for `npt.load_base`.
-        attn_implementation: likewise.
-        revision: of the adapter on the hub.
-        check_base: False takes any base that the adapter's shapes fit.
+        adapter: a folder written by `npt.save_adapter`, a run folder (its best student, else its
+            last), a checkpoint, or USER/NAME on the hub.
+        base_name: name or path of the base, if not the one recorded with the adapter.
+        device, attn_implementation: as for `npt.load_base`.
+        revision: the adapter's branch, tag or commit on the hub.
+        check_base: False accepts any base with matching shapes.
 
     Returns:
-        (model, tokenizer): the student in evaluation mode; `npt.adapters_disabled(model)` makes it
-        its teacher.
+        (model, tokenizer): the student in evaluation mode. Inside `npt.adapters_disabled(model)` it
+        computes as its teacher.
 
     Raises:
-        AdapterFileError: as `npt.load_adapter`, or the adapter does not say how its base was
-            loaded.
+        AdapterFileError, HubError: as `npt.load_adapter`, or the adapter does not record how its
+            base was loaded.
         ModelError: as `npt.load_base`.
-        HubError: the hub cannot be reached, or has no such repository.
     """
     stored = find_adapter(adapter, revision)
     recipe, name = stored.recipe, base_name or stored.record.get("base_model_name_or_path")
     if recipe is None or not isinstance(name, str):
         raise AdapterFileError(
-            f"{stored.folder} does not say how its base was loaded: an earlier version saved it, or"
-            " npt.load_base cannot load one like it; load the base as it was and give it to"
-            f" npt.load_adapter(model, {str(stored.folder)!r})"
+            f"{stored.folder} does not record how its base was loaded: load the base as in training"
+            f" and call npt.load_adapter(model, {str(stored.folder)!r})"
         )
     model, tokenizer = load_base(
         name, device=device, attn_implementation=attn_implementation, **recipe.arguments
@@ -259,10 +250,10 @@ def read_adapter(
     base: BaseIdentity | None = None,
     check_base: bool = True,
 ) -> tuple[NPTConfig, dict[str, torch.Tensor]]:
-    """Return the configuration saved in `folder` and the tensors by the name of their parameter,
-    on the host, once all is found to fit the model, which is not changed.
+    """Check an adapter against a model without changing the model. Args as for `load_adapter`.
 
-    Args as of `load_adapter`.
+    Returns:
+        The configuration, and the tensors on the host by parameter name.
     """
     stored = find_adapter(folder)
     folder, config, record = stored.folder, stored.config, stored.record
@@ -271,9 +262,9 @@ def read_adapter(
         if difference is not None:
             name = shown(record.get("base_model_name_or_path"))
             raise AdapterFileError(
-                f"{folder} was trained on another base ({name}): {difference}; load the same model"
-                " with the same quantisation, or pass --adapter with --any_base (check_base=False)"
-                " to use it on this one all the same"
+                f"{folder} was trained on another base ({name}): {difference}; load that base with"
+                " the same quantisation, or add --any_base (check_base=False) to use the adapter"
+                " on this one"
             )
     if is_attached(model) and attached_config(model) != config:
         raise AdapterFileError(
@@ -289,19 +280,17 @@ def read_adapter(
     on_disk = read_tensors(path, wanted, AdapterFileError)
     tensors = {name: on_disk[PREFIX + name] for name in shapes}
     if (bad := non_finite(tensors)) is not None:
-        raise AdapterFileError(f"{path}: {bad} holds a non-finite value; the adapter is refused")
+        raise AdapterFileError(f"{path}: {bad} holds a non-finite value; load another checkpoint")
     return config, tensors
 
 
 def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
-    """Return how the base of a saved adapter differs from this one; None if it does not."""
+    """Return how the base of a saved adapter differs from `base`, or None if it does not."""
     return base.mismatch(find_adapter(folder).record)
 
 
 def adapter_hash(model: PreTrainedModel) -> str:
-    """Return a sha256 over the attached adapters' tensors and configuration and over consolidated
-    updates: two students of one base with the same hash are the same.
-    """
+    """Return a sha256 of the adapters and consolidated updates: equal for equal students."""
     digest = hashlib.sha256(json.dumps(asdict(attached_config(model)), sort_keys=True).encode())
 
     def add(name: str, *tensors: torch.Tensor) -> None:
@@ -319,35 +308,36 @@ def adapter_hash(model: PreTrainedModel) -> str:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuse to save over anything but an NPT adapter alone in its folder."""
+    """Raise AdapterFileError if a folder holds anything but an NPT adapter."""
     if not folder.exists():
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
     if other := sorted(names - set(FILES)):
         raise AdapterFileError(
-            f"{folder} holds something other than an NPT adapter ({other[0]}); choose another"
-            " folder"
+            f"{folder} contains other files than an NPT adapter ({other[0]}): choose another folder"
         )
     if names:
-        _read_config(folder)  # or it is another library's
+        _read_config(folder)  # refuses another library's adapter
 
 
 def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
     path = folder / CONFIG_NAME
-    require_file(path, "name a folder that npt.save_adapter wrote", AdapterFileError)
+    require_file(path, "pass a folder that npt.save_adapter wrote", AdapterFileError)
     record = read_json(path, AdapterFileError)
     settings = record.get("npt")
     if not isinstance(settings, dict):
         raise AdapterFileError(
-            f"{path} has no entry 'npt'; it is not an NPT adapter's configuration"
+            f"{path} has no entry 'npt', so the folder holds no NPT adapter: pass one that"
+            " npt.save_adapter wrote"
         )
     settings = {name: value for name, value in settings.items() if name not in _RETIRED}
     odd = sorted((set(settings) | _LATER) ^ {f.name for f in fields(NPTConfig)})
     if odd:
         raise AdapterFileError(
-            f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}"
+            f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}; load it"
+            " with the version of npt that saved it"
         )
     try:
         return NPTConfig(**settings), record
     except (ConfigError, TypeError) as error:
-        raise AdapterFileError(f"{path} has a setting that cannot work: {error}") from error
+        raise AdapterFileError(f"{path} has an invalid setting: {error}") from error

@@ -1,4 +1,4 @@
-"""The model cards of an adapter and of an exported folder."""
+"""Model cards, for a saved adapter and for an exported folder."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from npt.base.recipe import Recipe
 
 _FIGURES = {
     "perplexity": ("perplexity", ".3f", 1, ""),
-    "perplexity_ratio": ("ratio to teacher", ".4f", 1, ""),
+    "perplexity_ratio": ("ratio to teacher's", ".4f", 1, ""),
     "kl": ("KL, nats", ".4f", 1, ""),
     "top1": ("top-1", ".1f", 100, "%"),
     "acceptance": ("acceptance", ".1f", 100, "%"),
 }
-"""Heading, format, factor and unit of each figure of `fidelity.json` that a card has."""
+"""Heading, format, factor and unit of each figure of `fidelity.json` that a card shows."""
 
 _LABELS = {
     "floor": "floor: attention dropped",
-    "initial": "before training",
+    "initial": "student before training",
     "student": "student",
     "teacher": "teacher",
 }
 
 
 def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -> str:
-    """Return the model card of a saved adapter from its `adapter_config.json` and the run's
-    `fidelity.json`, with code for its folder.
-    """
+    """Return a saved adapter's model card from `adapter_config.json` and `fidelity.json`."""
     name, recipe = record["base_model_name_or_path"], Recipe.of_record(record)
     rows = {"base": name, "base hash": record["base_hash"]}
     for key, value in record["npt"].items():
         rows[key] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-    load = 'model, tokenizer = npt.from_pretrained(".")'
+    load, how = 'model, tokenizer = npt.from_pretrained(".")', "Load the student, base included:"
     if recipe is None:
+        how = "Load the base as it was loaded for training, then the adapter:"
         base = "model, tokenizer = npt.load_base(BASE, quantization=...)"
         load = f'{base}\nnpt.load_adapter(model, ".")'
     return f"""---
@@ -45,22 +44,27 @@ tags: [npt, distillation, adapter]
 
 # NPT adapter
 
-Per-token modulation of the MLP by attention, distilled from the base model itself.
+In the layers below, a low-rank code of each token's attention output modulates that token's MLP.
+The adapter was distilled from its base, whose weights stay frozen.
 
-{_table(("setting", "value"), rows.items())}
-{_fidelity(fidelity or {})}
-Load it with
+## Use
+
+{how}
 
 ```python
 import npt
 
 {load}
 ```
+{_fidelity(fidelity or {})}
+## Settings
+
+{_table(("setting", "value"), rows.items())}
 """
 
 
 def _base_line(name: str) -> str:
-    """Return the entry that a hub reads; a folder's name would be a repository's there."""
+    """Return the `base_model` entry, or nothing for a folder, which is no name on the hub."""
     return f"base_model: {name}\n" if is_hub_id(name) and not Path(name).exists() else ""
 
 
@@ -72,14 +76,16 @@ def _table(headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _fidelity(fidelity: Mapping[str, Any]) -> str:
-    """Return the known rows of `fidelity.json` under a heading, nothing if there is none."""
+    """Return the section on fidelity, or nothing without figures."""
     rows = [
         [label, *(_figure(figures, key) for key in _FIGURES)]
         for name, label in _LABELS.items()
         if isinstance(figures := fidelity.get(name), Mapping)
     ]
-    headings = ["held-out text", *(heading for heading, *_ in _FIGURES.values())]
-    return f"\n## Fidelity to the teacher\n\n{_table(headings, rows)}\n" if rows else ""
+    headings = ["model", *(heading for heading, *_ in _FIGURES.values())]
+    text = "Measured on held-out text, ± one standard error. The teacher is the base itself."
+    table = _table(headings, rows)
+    return f"\n## Fidelity to the teacher\n\n{text}\n\n{table}\n" if rows else ""
 
 
 def _figure(figures: Mapping[str, Any], key: str) -> str:
@@ -92,11 +98,12 @@ def _figure(figures: Mapping[str, Any], key: str) -> str:
 
 
 def export_card(settings: Mapping[str, Any], base: str) -> str:
-    """Return the card of an exported folder from its `config.json` and its base's name."""
-    form, needs, stored = settings["npt"], "torch and transformers", "is not quantised"
+    """Return an exported folder's card from its `config.json` and the name of its base."""
+    form, needs, stored = settings["npt"], "torch and transformers", "not quantised"
     if "quantization_config" in settings:
         needs = "torch, transformers, accelerate and bitsandbytes"
-        stored = f"is in 4 bit ({settings['quantization_config']['bnb_4bit_quant_type']})"
+        kind = settings["quantization_config"]["bnb_4bit_quant_type"]
+        stored = f"quantised to 4 bits ({kind})"
     name = base if _base_line(base) else Path(base).name
     return f"""---
 {_base_line(base)}library_name: transformers
@@ -106,18 +113,23 @@ tags: [npt, distillation]
 
 # NPT student of {name}
 
-In the layers {", ".join(form["ranks"])} attention acts by modulating the MLP of its token:
-{", ".join(form["targets"])} (`modeling_npt.py` has the formula). Distilled from the base itself,
-whose weights it has unchanged. The base {stored} and computes in {settings["dtype"]},
-both as in training; the modulation is in fp32.
+A language model distilled from {name}, with its weights unchanged. In layers
+{", ".join(form["ranks"])}, a low-rank code of each token's attention output modulates that token's
+MLP. The targets of the modulation are {", ".join(form["targets"])}; `modeling_npt.py` states the
+formula.
 
-It needs {needs}. `trust_remote_code=True` runs the two Python files of this
-folder: read them first.
+As in training, the base is {stored} and computes in {settings["dtype"]}. The modulation computes
+in float32.
+
+## Use
+
+Install {needs}. `trust_remote_code=True` runs the two Python files in
+this folder: read them first.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder = "."  # where this card lies, or USER/NAME on a hub
+folder = "."  # this card's folder, or USER/NAME on the hub
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer("Once upon a time", return_tensors="pt").to(model.device)

@@ -1,4 +1,4 @@
-"""Consolidated updates on disk, in an adapter's folder: tensors and their history in JSON."""
+"""Consolidated updates in an adapter's folder: their tensors, and their history in JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS_NAME = "consolidated.safetensors"
 
 
 def write_consolidated(model: PreTrainedModel, folder: Path, base: BaseIdentity) -> None:
-    """Add the model's updates to a folder that is being made."""
+    """Write the model's updates to an adapter's folder."""
     history = consolidated(model)
     tensors = {
         name: tensor.contiguous()
@@ -41,11 +41,10 @@ def write_consolidated(model: PreTrainedModel, folder: Path, base: BaseIdentity)
 
 
 def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidation, ...]:
-    """Return the updates saved in `folder`, once all are found to fit the model, which is not
-    changed; of a folder without updates, none.
+    """Return the updates saved in `folder`, if any, checked against the model but not applied.
 
     Raises:
-        AdapterFileError: a file is broken, or an update does not fit.
+        AdapterFileError: a file is damaged, or an update does not fit the model.
         ModelError: the model has updates already.
     """
     path = folder / HISTORY_NAME
@@ -53,8 +52,8 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidati
         return ()
     if consolidated(model):
         raise ModelError(
-            "the model has consolidated updates already; call npt.unconsolidate(model, None)"
-            f" before {folder} is loaded"
+            "the model already has consolidated updates: call npt.unconsolidate(model, None)"
+            f" before loading {folder}"
         )
     entries = read_json(path, AdapterFileError).get("updates")
     history = [_entry(path, entry) for entry in (entries if isinstance(entries, list) else [None])]
@@ -76,12 +75,12 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidati
         try:
             check_update(model, updates[-1])
         except (ConfigError, ModelError) as error:
-            raise AdapterFileError(f"{folder}: update {number} cannot be used: {error}") from error
+            raise AdapterFileError(f"{folder}: update {number} is invalid: {error}") from error
     return tuple(updates)
 
 
 def _entry(path: Path, entry: Any) -> tuple[list[Product], dict[str, Any]]:
-    """Return the products of one update, which become names of tensors, and its record."""
+    """Return the products of one update, which name its tensors, and its record."""
     try:
         record, products = entry["record"], [(index, target) for index, target in entry["places"]]
         fits = isinstance(record, dict) and len(set(products)) == len(products)
@@ -90,8 +89,8 @@ def _entry(path: Path, entry: Any) -> tuple[list[Product], dict[str, Any]]:
     except (KeyError, TypeError, ValueError):
         pass
     raise AdapterFileError(
-        f"{path} has the update {shown(entry)}; expected a record, and places of a layer and a"
-        " target, each once; restore it from the original"
+        f"{path}: the update {shown(entry)} lacks a record or distinct places [layer, target];"
+        " restore the file from the original"
     )
 
 

@@ -1,4 +1,4 @@
-"""A student as a folder of its own, loaded with transformers and without npt."""
+"""Export: write a student to a folder that transformers loads without npt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ _FORM = ("multiplicative", "additive", "mult_form", "mult_bound", "additive_scal
 
 @dataclass(frozen=True)
 class Exported:
-    """A written folder: whether the base is in 4 bit, the files of weights, and their bytes."""
+    """An exported folder.
+
+    Attributes:
+        folder: its path.
+        packed: whether the base is quantised to 4 bits.
+        files: number of weight files.
+        size: bytes of the weight files.
+    """
 
     folder: Path
     packed: bool
@@ -46,23 +53,19 @@ def export(
     device: str | torch.device | None = None,
     revision: str | None = None,
 ) -> Exported:
-    """Write the student of a saved adapter as a folder that
-    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` loads without npt, all or
-    nothing.
+    """Write the student of a saved adapter to a folder, all or nothing. Load it without npt by
+    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 
-    Nothing is rounded: a packed base stays packed, and another one's weights are stored in 16 bit
-    where that holds them. Memory: the student once, and one file of weights (4 GiB) on the host.
+    Nothing is rounded: a 4-bit base stays packed, and other weights are stored in 16 bits only if
+    that is exact. The host needs memory for one weight file (4 GiB) besides the student.
 
     Args:
-        adapter: as for `npt.from_pretrained`.
-        folder: a new one, or an empty one.
-        base_name: as for `npt.from_pretrained`.
-        device: likewise.
-        revision: likewise.
+        adapter, base_name, device, revision: as for `npt.from_pretrained`.
+        folder: a new or an empty folder.
 
     Raises:
         ConfigError: the folder is not empty or cannot be written.
-        ModelError: the adapter has consolidated updates; or as `npt.from_pretrained`.
+        ModelError: the adapter has consolidated updates, or as `npt.from_pretrained`.
         AdapterFileError, HubError: as `npt.from_pretrained`.
     """
     folder = Path(folder)
@@ -73,23 +76,21 @@ def export(
     )
     if consolidated(model):
         raise ModelError(
-            f"{adapter} has consolidated updates, which an exported folder cannot hold; take them"
-            " back with npt.unconsolidate(model, None), save the adapter anew and export that"
+            f"{adapter} has consolidated updates, which export does not support: undo them with"
+            " npt.unconsolidate(model, None), save the adapter again and export that"
         )
     try:
         with new_folder(folder) as temporary:
             files, size = write_export(model, tokenizer, temporary)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"--output {folder} cannot be written: {first_line(error)}; nothing is left of it"
+            f"--output {folder} cannot be written, and nothing was kept: {first_line(error)}"
         ) from error
     return Exported(folder, bool(quantized_linears(model)), files, size)
 
 
 def write_export(model: Any, tokenizer: Any, folder: Path) -> tuple[int, int]:
-    """Write weights, configurations, tokenizer, code and card; return the number of files of
-    weights, and their bytes.
-    """
+    """Write all files of the folder; return the number of weight files and their bytes."""
     files, size = write_shards(_stored(model), folder)
     settings = export_config(model)
     write_json(folder / "config.json", settings)
@@ -97,7 +98,7 @@ def write_export(model: Any, tokenizer: Any, folder: Path) -> tuple[int, int]:
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     kind = model.config.model_type
-    for name in CODE_FILES:  # written for a Llama; families differ in their names alone
+    for name in CODE_FILES:  # written for a Llama; other families differ only in names
         code = (CODE / name).read_text(encoding="utf-8").replace("Llama", FAMILIES[kind].prefix)
         write_text(folder / name, code.replace("llama", kind))
     write_text(folder / "README.md", export_card(settings, str(model.config._name_or_path)))
@@ -105,7 +106,7 @@ def write_export(model: Any, tokenizer: Any, folder: Path) -> tuple[int, int]:
 
 
 def export_config(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the content of `config.json`: the base's, the form of the modulation, the classes."""
+    """Return the content of `config.json`: the base's, with classes and form of the modulation."""
     config, family = attached_config(model), FAMILIES[model.config.model_type].prefix
     left_out = ("quantization_config", "torch_dtype")
     entries = model.config.to_dict().items()
@@ -143,17 +144,17 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all that is stored, one at a time."""
+    """Yield each tensor to store, with its name."""
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     for name, tensor in model.state_dict().items():
         if tied and name == "lm_head.weight":
             continue
-        statistic = ".weight." in name  # of a packed weight
+        statistic = ".weight." in name  # of a 4-bit weight
         yield name, tensor if ".npt." in name or statistic else _smallest(tensor)
 
 
 def _smallest(tensor: Tensor) -> Tensor:
-    """Return a tensor in 16 bit if nothing is lost."""
+    """Return the tensor in 16 bits if that is exact, else as it is."""
     if tensor.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
             half = tensor.to(dtype)

@@ -1,4 +1,4 @@
-"""Adapters from a model hub: their own files are fetched, then read as those of any folder."""
+"""Fetch the files of an adapter from a model hub into a local folder."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name is of the form USER/NAME."""
+    """Return whether a name has the form USER/NAME."""
     return _ID.fullmatch(name) is not None and ".." not in name and "--" not in name
 
 
 def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None = None) -> Path:
-    """Return the folder of a name, fetched from the hub if it is not on disk.
+    """Return the local folder of an adapter; fetch it from the hub if `name` is not on disk.
 
     Args:
-        name: an adapter's folder, a run's (its best adapter, else its last, else that of its last
-            checkpoint), a checkpoint, or USER/NAME.
-        files: names that are fetched; the first must exist.
+        name: an adapter's folder, a run folder (its best adapter, else its last, else that of its
+            last checkpoint), a checkpoint, or USER/NAME.
+        files: names of the files to fetch; the first must exist.
         revision: branch, tag or commit on the hub.
     """
     path = Path(name)
@@ -37,15 +37,15 @@ def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None 
     def fetch() -> str:
         return snapshot_download(str(name), revision=revision, allow_patterns=list(files))
 
-    failure = f"there is no folder {name}, and the hub gives no adapter of this name"
+    failure = f"there is no folder {name}, and the hub returned no adapter of this name"
     return Path(on_hub(failure, fetch))
 
 
 def on_hub(failure: str, call: Callable[[], T]) -> T:
-    """Call huggingface_hub; whatever it raises becomes a HubError of one line."""
+    """Call huggingface_hub; turn whatever it raises into a HubError of one line."""
     try:
         return call()
-    # the network's failures come through several libraries, each with its own classes
+    # errors of the network come from several libraries
     except Exception as error:
         raise HubError(
             f"{failure}: {type(error).__name__}: {first_line(error)[:200]}; check the name, the"

@@ -1,8 +1,4 @@
-"""Publish a saved adapter: put its folder into a repository of a model hub.
-
-It is checked first, as loading would; a poisoned or incomplete adapter is not pushed. The base
-itself is never part of it.
-"""
+"""Publish a saved adapter: check its files and upload them, without the base, to a model hub."""
 
 from __future__ import annotations
 
@@ -35,27 +31,27 @@ def push_to_hub(
     revision: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Put a saved adapter into a repository of the hub, which is made if it does not exist.
+    """Upload a saved adapter to a repository on the hub; create the repository if it is missing.
 
     Args:
-        adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last),
-            or a checkpoint.
+        adapter: a folder written by `npt.save_adapter`, a run folder (its best student, else its
+            last), or a checkpoint.
         repo_id: USER/NAME.
-        private: of a repository that is made; one that exists stays what it is.
-        revision: branch, which must exist; default the main one.
-        token: of the hub; default the one of `hf auth login`.
+        private: make a new repository private. An existing repository keeps its visibility.
+        revision: an existing branch; default the main one.
+        token: access token for the hub; default the one that `hf auth login` stored.
 
     Returns:
-        The address of the commit.
+        The URL of the commit.
 
     Raises:
-        AdapterFileError: the folder holds no adapter that could be loaded.
-        ConfigError: the repository's name is none.
-        HubError: the hub cannot be reached, or refuses.
+        AdapterFileError: the folder holds no adapter, or a damaged or non-finite one.
+        ConfigError: `repo_id` does not have the form USER/NAME.
+        HubError: the hub cannot be reached or refuses the upload.
     """
     if not is_hub_id(repo_id):
         raise ConfigError(
-            f"--repo_id is {repo_id!r}; write USER/NAME in letters, digits, '.', '-' and '_'"
+            f"--repo_id is {repo_id!r}: write USER/NAME with letters, digits, '.', '-' and '_'"
         )
     from huggingface_hub import HfApi
 
@@ -73,14 +69,11 @@ def push_to_hub(
                 revision=revision,
             )
 
-        return str(on_hub(f"{repo_id} is not pushed to", upload).commit_url)
+        return str(on_hub(f"the adapter could not be pushed to {repo_id}", upload).commit_url)
 
 
 def _copy(stored: StoredAdapter, folder: Path, repo_id: str) -> None:
-    """Copy an adapter's files for its repository, without a base's path on this machine.
-
-    Refuse numbers that are missing or not finite; write a card if there is none.
-    """
+    """Check an adapter and copy its files, without local paths of the base and with a card."""
     weights = stored.folder / WEIGHTS_NAME
     headers = read_headers(weights, AdapterFileError)
     bad = non_finite(read_tensors(weights, headers, AdapterFileError))
@@ -103,5 +96,5 @@ def _copy(stored: StoredAdapter, folder: Path, repo_id: str) -> None:
 
 
 def _public(base: str) -> str:
-    """Return a base's name on a hub, or of its folder on this machine that folder's own."""
+    """Return the name of a base without the path of a local folder."""
     return Path(base).name if Path(base).is_absolute() or base.startswith((".", "~")) else base

@@ -1,4 +1,4 @@
-"""Names in a run's folder, for all that writes it, resumes from it or loads from it."""
+"""Names of the folders in a run folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 CHECKPOINTS, BEST, ADAPTER = "checkpoints", "best", "adapter"
-"""`checkpoints/step-00000500/adapter`, `best/adapter`, and `adapter`, the last one."""
+"""Adapters are in `checkpoints/step-00000500/adapter`, `best/adapter` and `adapter` (the last)."""
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
@@ -17,7 +17,7 @@ def step_name(step: int) -> str:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints below `folder`, oldest first, without links."""
+    """Return the complete checkpoints in `folder`, oldest first, without symbolic links."""
     if not folder.is_dir():
         return []
     named = [
@@ -27,6 +27,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def adapter_places(folder: Path) -> list[Path]:
-    """Return the places of an adapter in its own folder, a run's or a checkpoint's, best first."""
+    """Return where to look for an adapter in a run folder, checkpoint or its own, best first."""
     newest = reversed(checkpoints(folder / CHECKPOINTS))
     return [folder, *(each / ADAPTER for each in (folder / BEST, folder, *newest))]

@@ -1,8 +1,8 @@
 """The configuration of a model in a GGUF file, from its metadata.
 
-transformers' own reader drops the scaling of rotary embeddings (Llama 3.1 and later), takes heads
-of 128 for granted in Qwen3 and does not know SmolLM3. Here an entry that is not understood is
-refused: it may change what the model computes.
+transformers' reader drops the scaling of rotary embeddings (Llama 3.1 and later), assumes heads of
+128 for Qwen3 and does not support SmolLM3. This reader refuses entries that it does not know, since
+they may change what the model computes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from npt.base.gguf.file import PLAIN, GGUFFile
 from npt.stored import shown
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
-"""llama.cpp's names, which are transformers' `model_type` too; Mistral's models are `llama`."""
+"""llama.cpp's names, the same as transformers' `model_type`. Mistral's models are `llama`."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor by which llama.cpp divides the frequencies of rotary embeddings."""
 
 ORIGIN = "npt_origin"
-"""Entry of `config.json` that says which file a model was read from."""
+"""Entry of `config.json` that names the file a model was read from."""
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
@@ -36,7 +36,7 @@ _KNOWN = {
     *(f"rope.{key}" for key in (*_ROPE, "scaling.original_context_length")),
     *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
     *("expert_count", "expert_used_count", "tensor_data_layout"),
-    "use_parallel_residual",  # of old files of Qwen2, which llama.cpp does not read
+    "use_parallel_residual",  # in old files of Qwen2; llama.cpp ignores it
 }
 
 _LLAMA3 = {
@@ -44,25 +44,25 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Of all models from Llama 3.1 on."""
+"""The same for all models since Llama 3.1."""
 
 
 def configuration_of(file: GGUFFile) -> PreTrainedConfig:
-    """Return the configuration of the model in a file, its `dtype` fp16, of the size of what is
-    stored; its entry `npt_origin` names the file and what it was quantised to.
+    """Return the configuration of the model in a file, with `dtype` fp16. Its entry `npt_origin`
+    names the file and its quantisation.
     """
     name = file.architecture
     if name not in ARCHITECTURES:
         raise file.refusal(
-            f"is of the architecture {shown(name)}; only {', '.join(ARCHITECTURES)} can be read"
-            " from GGUF"
+            f"has the architecture {shown(name)}; from GGUF NPT supports only"
+            f" {', '.join(ARCHITECTURES)}"
         )
     keys = {f"{name}.{key}" for key in _KNOWN}
     unknown = [key for key in file.keys if key.startswith(f"{name}.") and key not in keys]
     if unknown:
         raise file.refusal(
-            f"has the entry {min(unknown)}, which may change what the model computes and is not"
-            " known; load a folder of the model instead"
+            f"has the unknown entry {min(unknown)}, which may change what the model computes; load"
+            " a folder of the model instead"
         )
     heads, width = _count(file, "attention.head_count"), _count(file, "embedding_length")
     head = _count(file, "attention.key_length", width // heads)
@@ -74,9 +74,9 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
     }.items():
         value = file.get(f"{name}.{key}", type(wanted), wanted)
         if value != wanted:
-            raise file.refusal(f"says {key} {value}; only models with {wanted} can be converted")
+            raise file.refusal(f"has {key} {value}; NPT supports only {wanted}")
     if EMBEDDING not in file.tensors:
-        raise file.refusal(f"lacks the tensor {EMBEDDING}; fetch it again")
+        raise file.refusal(f"lacks the tensor {EMBEDDING}; download it again")
     config: PreTrainedConfig = AutoConfig.for_model(
         name,
         vocab_size=int(file.tensors[EMBEDDING].shape[-1]),
@@ -91,7 +91,7 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
         rope_parameters=_rope(file),
         tie_word_embeddings=HEAD not in file.tensors,
         **_biases(file),
-        # None for one that the file lacks, in place of the class's default
+        # None, not the class's default, for a token that the file lacks
         **{f"{token}_token_id": file.token_id(token) for token in ("bos", "eos", "pad")},
     )
     if ROPE_FACTORS in file.tensors:
@@ -103,30 +103,30 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
 
 
 def describe_origin(config: Any) -> str | None:
-    """Return a line about the GGUF file that a model was read from; None if it was not."""
+    """Return a line about the GGUF file that a model was read from; None for other models."""
     origin = getattr(config, ORIGIN, None)
     if not isinstance(origin, dict):
         return None
     file, kind = origin.get("file"), origin.get("quantization")
     if kind in PLAIN:
         return f"{file} holds {kind}"
-    return f"{file} was quantised to {kind}: that is loaded, not the original"
+    return f"{file} was quantised to {kind}; its weights are loaded, not the original's"
 
 
 def _count(file: GGUFFile, key: str, default: int | None = None) -> int:
     value = file.get(f"{file.architecture}.{key}", int, default)
     if value < 1:
-        raise file.refusal(f"says {key} {value}; it is damaged")
+        raise file.refusal(f"has {key} {value} and is damaged; download it again")
     return value
 
 
 def _decimal(value: float) -> float:
-    """Return the shortest decimal of an fp32 number, which its author wrote: 1e-05."""
+    """Return the shortest decimal of an fp32 number, such as 1e-05."""
     return float(str(np.float32(value)))
 
 
 def _biases(file: GGUFFile) -> dict[str, bool]:
-    """Return the settings for biases, which a family may not have: those of Qwen2 are fixed."""
+    """Return the settings of biases; Qwen2 has none, since its biases are fixed."""
     attention = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
     mlp = {"mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
     return {"qwen2": {}, "qwen3": attention}.get(file.architecture, attention | mlp)
@@ -141,13 +141,15 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
         factor = _decimal(file.get(f"{name}.rope.scaling.factor", float))
         parameters |= {"rope_type": kind, "factor": factor}
     elif kind != "none":
-        raise file.refusal(f"scales rotary embeddings by {shown(kind)}, which is not known")
+        raise file.refusal(
+            f"scales rotary embeddings by {shown(kind)}; NPT supports linear, yarn and Llama 3's"
+        )
     if kind == "yarn":
         length = _count(file, "rope.scaling.original_context_length")
         parameters["original_max_position_embeddings"] = length
     if ROPE_FACTORS in file.tensors:
         if kind != "none":
-            raise file.refusal(f"scales rotary embeddings by {kind} and by {ROPE_FACTORS} as well")
+            raise file.refusal(f"scales rotary embeddings twice, by {kind} and by {ROPE_FACTORS}")
         if (factor := float(_factors(file).max())) != 1:
             parameters |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     return parameters
@@ -161,12 +163,12 @@ def _factors(file: GGUFFile) -> torch.Tensor:
 
 
 def _check_rope(file: GGUFFile, config: PreTrainedConfig) -> None:
-    """Refuse factors of the frequencies that the configuration does not compute."""
+    """Raise ModelError if the file's frequency factors differ from those of the configuration."""
     factors, base = _factors(file), config.rope_parameters["rope_theta"]
     dims = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
     made = (base ** (-dims / config.head_dim) / LlamaRotaryEmbedding(config).inv_freq).float()
     if made.shape != factors.shape or not torch.allclose(made, factors, rtol=1e-4, atol=0.0):
         raise file.refusal(
-            f"scales rotary embeddings by factors in {ROPE_FACTORS} that are not Llama 3's; load a"
+            f"scales rotary embeddings by {ROPE_FACTORS}, whose factors are not Llama 3's; load a"
             " folder of the model instead"
         )

@@ -1,7 +1,6 @@
-"""A GGUF file written anew as a folder of 16-bit weights that transformers loads.
+"""Convert a GGUF file to a folder of 16-bit weights that transformers loads.
 
-One tensor at a time is unpacked, so that a model needs the memory of its largest tensor and of one
-file of weights, not its own size in fp32.
+Tensors are dequantised one at a time. Memory holds the largest tensor and one weight file.
 """
 
 from __future__ import annotations
@@ -24,18 +23,20 @@ from npt.errors import ConfigError, ModelError, first_line
 from npt.files import new_folder
 
 _ROTATED = ("llama", "smollm3")
-"""Architectures whose rows of q and k llama.cpp interleaves within each head."""
+"""Architectures for which llama.cpp interleaves the rows of q and k within each head."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A written folder.
+    """A converted file.
 
     Attributes:
-        quantization: that the file was quantised to.
-        dtype: of the weights: bf16 if the file is BF16, else fp16.
-        parameters: tied ones once.
-        size: of the weights in bytes.
+        file: path of the GGUF file.
+        folder: path of the new folder.
+        quantization: most frequent tensor type of the file.
+        dtype: of the new weights, bf16 if the file is BF16, else fp16.
+        parameters: number of parameters, tied ones once.
+        size: of the new weights, in bytes.
     """
 
     file: str
@@ -47,22 +48,21 @@ class Conversion:
 
     @property
     def quantized(self) -> bool:
-        """The file's weights are quantised, not those that the model was trained with."""
+        """Whether the file is quantised."""
         return self.quantization not in PLAIN
 
 
 def import_base(path: str | Path, folder: str | Path) -> Conversion:
-    """Write the model in a GGUF file to a new or empty folder: configuration, weights in 16 bit,
-    tokenizer.
+    """Convert a GGUF file to a folder with configuration, 16-bit weights and tokenizer.
 
     Args:
-        path: of the GGUF file.
-        folder: written whole or not at all.
+        path: the GGUF file.
+        folder: a new or empty one, written completely or not at all.
 
     Raises:
-        ConfigError: the folder holds something, or `gguf` is not installed.
-        ModelError: no GGUF file, a damaged one, a model of another architecture, numbers that are
-            not finite, or no room. Nothing is left.
+        ConfigError: the folder is not empty, or the package `gguf` is not installed.
+        ModelError: the file is missing, damaged, not finite or of an unsupported architecture, or
+            the disk is full.
     """
     path, folder = Path(path).expanduser(), Path(folder).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -71,7 +71,7 @@ def import_base(path: str | Path, folder: str | Path) -> Conversion:
 
 
 def convert(file: GGUFFile, folder: Path) -> Conversion:
-    """Write the model in a file to `folder`, all or nothing; raises ModelError."""
+    """Write the model in a file to `folder`, all or nothing. Raises ModelError."""
     config, tokenizer = configuration_of(file), tokenizer_of(file)
     weights = _weights(file, config)
     name = "bf16" if file.quantization == "BF16" else "fp16"
@@ -90,15 +90,15 @@ def convert(file: GGUFFile, folder: Path) -> Conversion:
             _, size = write_shards(values, temporary)
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{file.path} cannot be written in 16 bit to {folder}: {first_line(error)}; make room,"
-            " or choose another place (for a base: TMPDIR)"
+            f"{file.path} cannot be converted to {folder}: {first_line(error)}; make room, or"
+            " choose another folder (for a temporary one: TMPDIR)"
         ) from error
     return Conversion(str(file.path), str(folder), file.quantization, name, size // 2, size)
 
 
 def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, torch.Size, int]]:
-    """Return by transformers' names each tensor of the file, its shape, and the number of heads
-    that its rows are interleaved in, or 0; ModelError unless they are exactly the model's.
+    """Return each tensor of the file by transformers' name, with its shape and the number of heads
+    in which its rows are interleaved, or 0. Raise ModelError unless they are exactly the model's.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -109,24 +109,24 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, t
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     weights: dict[str, tuple[Any, torch.Size, int]] = {}
     left = dict(file.tensors)
-    for name, parameter in model.named_parameters():  # a tied one once
+    for name, parameter in model.named_parameters():  # tied ones once
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if theirs is None or theirs not in left:
-            raise file.refusal(f"lacks the tensor {theirs or name}; fetch it again")
+            raise file.refusal(f"lacks the tensor {theirs or name}; download it again")
         stored = left.pop(theirs)
         shape = tuple(reversed(stored.shape.tolist()))
         if shape != tuple(parameter.shape):
             raise file.refusal(
-                f"has {theirs} of shape {list(shape)}, its metadata say {list(parameter.shape)};"
-                " it is damaged"
+                f"has {theirs} of shape {list(shape)}, but its metadata say"
+                f" {list(parameter.shape)}; download it again"
             )
         rotated = heads.get(name.split(".")[-2], 0) if file.architecture in _ROTATED else 0
         weights[name] = stored, parameter.shape, rotated
     extra = sorted(left.keys() - {ROPE_FACTORS})
     if extra:
         raise file.refusal(
-            f"has the tensor {extra[0]} ({len(extra)} such), for which {type(model).__name__} has"
-            " no place; load a folder of the model instead"
+            f"has the tensor {extra[0]} ({len(extra)} such), which {type(model).__name__} does not"
+            " have; load a folder of the model instead"
         )
     return weights
 
@@ -134,23 +134,25 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, t
 def _value(
     file: GGUFFile, stored: Any, shape: torch.Size, heads: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return a tensor in 16 bit, its rows in transformers' order; ModelError unless finite."""
+    """Return a tensor in 16 bits with its rows in transformers' order; raise ModelError unless it
+    is finite.
+    """
     from gguf import dequantize
 
     try:
         unpacked = dequantize(stored.data, stored.tensor_type)
     except NotImplementedError as error:
         raise file.refusal(
-            f"holds {stored.name} in {stored.tensor_type.name}, which gguf cannot unpack; take a"
-            " newer gguf or another file"
+            f"holds {stored.name} in {stored.tensor_type.name}, which gguf cannot dequantise;"
+            " upgrade gguf or load another file"
         ) from error
     value = torch.from_numpy(unpacked.reshape(shape).copy()).to(dtype)
     if not torch.isfinite(value).all():
         raise file.refusal(
-            f"holds numbers in {stored.name} that are not finite in {dtype}; fetch it again or take"
-            " another"
+            f"holds numbers in {stored.name} that are not finite in {dtype}; download it again or"
+            " load another file"
         )
     if not heads:
         return value
-    # from pairs (x, y) next to one another to all x of a head, then all y
+    # from adjacent pairs (x, y) to all x of a head, then all y
     return value.view(heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)

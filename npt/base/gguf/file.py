@@ -1,4 +1,4 @@
-"""A GGUF file, llama.cpp's format: metadata and tensors, read by the package `gguf`."""
+"""A GGUF file (llama.cpp's format): metadata and tensors, read with the package `gguf`."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from npt.errors import ModelError, first_line, kind_of
 from npt.extras import require
 
 PLAIN = ("F32", "F16", "BF16")
-"""Types of numbers that are not quantised."""
+"""Tensor types that are not quantised."""
 
 _TOKENS = {"unk": "unknown", "pad": "padding"}
 
 
 class GGUFFile:
-    """An open GGUF file of a whole language model; nothing of a tensor is read until it is used.
+    """An open GGUF file of a whole language model. A tensor is read when it is used.
 
     Attributes:
         path: of the file.
-        tensors: the reader's, by name.
+        tensors: tensors of `gguf` by name.
     """
 
     def __init__(self, path: Path):
         if not path.is_file():
-            raise ModelError(f"there is no file {str(path)!r}; name a GGUF file")
+            raise ModelError(f"there is no file {str(path)!r}; pass a GGUF file")
         require("gguf", f"{path}, a GGUF file,")
         from gguf import GGUFReader
 
         self.path = path
         try:
             self._reader = GGUFReader(path)
-        except Exception as error:  # numpy and the reader meet the end of a file in many ways
+        except Exception as error:  # numpy and gguf raise many errors at the end of a file
             raise self.refusal(
                 f"is no GGUF file, or damaged, or newer than this version of gguf"
-                f" ({first_line(error)[:80]}); fetch it again"
+                f" ({first_line(error)[:80]}); download it again"
             ) from error
         self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in self._reader.tensors}
         kind, parts = self.get("general.type", str, "model"), self.get("split.count", int, 1)
         if kind != "model" or not self.tensors or self._reader.byte_order != "I":
-            raise self.refusal("holds no model with weights for this machine; name another file")
+            raise self.refusal("holds no model with weights for this machine; pass another file")
         if parts > 1:
             raise self.refusal(
-                f"is one of {parts} parts; join them with llama-gguf-split --merge, and name the"
-                " whole"
+                f"is one of {parts} parts; join them with llama-gguf-split --merge and pass the"
+                " result"
             )
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return an entry of the metadata, of this kind, or the default."""
+        """Return an entry of the metadata, checked for its type, or the default."""
         field = self._reader.get_field(key)
         if field is None:
             if default is None:
-                raise self.refusal(f"lacks the entry {key}; convert the model anew")
+                raise self.refusal(f"lacks the entry {key}; convert the model again")
             return default
         value = field.contents()
         if kind is float and type(value) is int:
@@ -72,7 +72,7 @@ class GGUFFile:
         return ModelError(f"{self.path} {why}")
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of a special token, as transformers names it: bos, eos, unk, pad, ..."""
+        """Return the id of a special token by transformers' name: bos, eos, unk, pad, ..."""
         key = f"tokenizer.ggml.{_TOKENS.get(name, name)}_token_id"
         return self.get(key, int) if key in self.keys else None
 
@@ -82,7 +82,7 @@ class GGUFFile:
 
     @property
     def quantization(self) -> str:
-        """The type of most of the file's numbers, such as Q4_K; F16 if it was not quantised."""
+        """The type of most of the file's numbers, such as Q4_K, or F16 if not quantised."""
         counts = Counter[str]()
         for tensor in self.tensors.values():
             counts[tensor.tensor_type.name] += int(tensor.n_elements)

@@ -1,9 +1,9 @@
-"""The tokenizer in a GGUF file: vocabulary, merges and template, made into a fast tokenizer.
+"""Build a fast tokenizer from the vocabulary, merges and template in a GGUF file.
 
-A file names the pattern that splits a text before its merges apply (`tokenizer.ggml.pre`) and does
-not hold it. transformers' reader ignores the name, or knows other names from version to version, so
-text would silently be cut unlike in the model's training. Known patterns are listed here, as the
-models' own tokenizers have them, and an unknown one is refused.
+A file only names the pattern that splits a text before merges apply (`tokenizer.ggml.pre`).
+transformers' reader ignores the name or knows different names in different versions, so text would
+silently be split unlike in training. Here the patterns are taken from the models' own tokenizers,
+and an unknown name is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from npt.base.gguf.file import GGUFFile
 from npt.errors import ModelError, first_line
 from npt.stored import shown
 
-# llama.cpp's types of tokens; those that are matched as they are spelt, and whether each is special
+# llama.cpp's types of tokens; for those matched literally, whether they are special
 _NORMAL = 1
 _SPELT = {2: True, 3: True, 4: False}  # unknown, control, defined by a user
 
@@ -64,9 +64,9 @@ _SPLITTINGS: dict[str, tuple[Any, set[str]]] = {
     "deepseek-r1-qwen": (_pieces(_WORDS % r"\p{N}"), set()),
     "tekken": (_pieces(_CASES), {"whole", "bos"}),
 }
-"""By `tokenizer.ggml.pre`: how a text is cut into pieces, and what else holds. `whole`: a piece in
-the vocabulary is a token, whatever its merges say. `composed`: accents are joined with their
-letters first. `bos`: BOS begins a text unless the file says otherwise."""
+"""By `tokenizer.ggml.pre`: how to split a text into pieces, and options. `whole`: a piece in the
+vocabulary is a token, whatever the merges say. `composed`: first join accents and letters. `bos`: a
+text begins with BOS unless the file says otherwise."""
 
 
 def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
@@ -74,14 +74,14 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
     kind = file.get("tokenizer.ggml.model", str, "none")
     if kind not in ("gpt2", "llama"):
         raise file.refusal(
-            f"has a tokenizer of the kind {shown(kind)}, known are gpt2 and llama; load a folder of"
-            " the model instead"
+            f"has a tokenizer of the kind {shown(kind)}; NPT supports gpt2 and llama. Load a folder"
+            " of the model instead"
         )
     tokens = file.get("tokenizer.ggml.tokens", list)
     types = file.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if not len(vocabulary) == len(tokens) <= file.tensors["token_embd.weight"].shape[-1]:
-        raise file.refusal("has tokens twice, or more of them than embeddings; it is damaged")
+        raise file.refusal("has duplicate tokens or more tokens than embeddings; download it again")
     try:
         make = _byte_level if kind == "gpt2" else _sentencepiece
         backend, bos = make(file, vocabulary, types)
@@ -97,8 +97,8 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
         backend.post_processor = _ends(file, special, vocabulary, bos)
     except ModelError:
         raise
-    except Exception as error:  # of Rust's own class, if its merges do not fit
-        raise file.refusal(f"has a tokenizer that cannot be made: {first_line(error)}") from error
+    except Exception as error:  # e.g. from Rust, if merges do not fit
+        raise file.refusal(f"has a damaged tokenizer: {first_line(error)}") from error
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
@@ -108,18 +108,18 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
 
 
 def end_ids(file: GGUFFile) -> list[int]:
-    """Return the ids of the tokens that end an answer: of a text, a turn and a message."""
+    """Return the ids of the tokens that end a text, a turn or a message."""
     ids = (file.token_id(name) for name in ("eos", "eot", "eom"))
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
 def _byte_level(file: GGUFFile, vocabulary: dict[str, int], _: list[int]) -> tuple[Tokenizer, bool]:
-    """Return a byte-level tokenizer, and whether its kind begins a text with BOS."""
+    """Return a byte-level tokenizer, and whether its texts begin with BOS by default."""
     name = file.get("tokenizer.ggml.pre", str, "default")
     if name not in _SPLITTINGS:
         raise file.refusal(
-            f"splits text by the pattern {shown(name)}, known are {', '.join(_SPLITTINGS)}; load a"
-            " folder of the model instead"
+            f"splits text by the unknown pattern {shown(name)}; NPT supports"
+            f" {', '.join(_SPLITTINGS)}. Load a folder of the model instead"
         )
     pre_tokenizer, ways = _SPLITTINGS[name]
     merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", list)]
@@ -134,9 +134,7 @@ def _byte_level(file: GGUFFile, vocabulary: dict[str, int], _: list[int]) -> tup
 def _sentencepiece(
     file: GGUFFile, vocabulary: dict[str, int], types: list[int]
 ) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer like transformers' of SentencePiece's models, and that it begins a text
-    with BOS.
-    """
+    """Return a tokenizer like transformers' for SentencePiece models, and True for BOS."""
     scores = file.get("tokenizer.ggml.scores", list)
     pieces = {
         piece: score

@@ -61,7 +61,7 @@ class TestRoundTrip:
         parameter = adapter_parameters(model)["model.layers.1.npt.A"]
         parameter.data = parameter.data.half()  # without the module noticing
         with pytest.raises(
-            AdapterFileError, match=r"layers\.1\.npt\.A is torch\.float16, and an adapter is fp32"
+            AdapterFileError, match=r"layers\.1\.npt\.A is torch\.float16, but adapters are fp32"
         ):
             npt.save_adapter(model, tmp_path / "adapter")
         assert list(tmp_path.iterdir()) == []
@@ -124,7 +124,7 @@ class TestSave:
         (tmp_path / "thesis").mkdir()
         (tmp_path / "thesis" / "chapter").write_text("mine")
         with pytest.raises(
-            AdapterFileError, match=r"thesis holds something other than an NPT adapter \(chapter\)"
+            AdapterFileError, match=r"thesis contains other files than an NPT adapter \(chapter\)"
         ):
             npt.save_adapter(student(load_model), tmp_path / "thesis")
         assert (tmp_path / "thesis" / "chapter").read_text() == "mine"
@@ -167,7 +167,7 @@ def with_value(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
 DAMAGE = {
     "no folder": (
         lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(),
-        r"there is no folder .*; name a folder that npt\.save_adapter wrote",
+        r"there is no folder .*; pass a folder that npt\.save_adapter wrote",
     ),
     "no configuration": (lambda f: (f / CONFIG_NAME).unlink(), r"holds no adapter_config\.json"),
     "weights truncated": (truncate, r"adapter_model\.safetensors cannot be read"),
@@ -198,7 +198,7 @@ DAMAGE = {
     ),
     "setting out of its choices": (
         setting(targets=["sideways"]),
-        r"setting that cannot work: --targets is 'sideways'",
+        r"invalid setting: --targets is 'sideways'",
     ),
     "layers that the model lacks": (
         setting(layers="1,99"),

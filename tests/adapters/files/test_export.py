@@ -314,7 +314,7 @@ class TestCommand:
             (tmp_path / "none", "out", 5, "there is no folder"),
             (small, "full", 2, "exists and is not empty; choose another"),
             (small, "full/file", 2, "exists and is not empty; choose another"),
-            (old, "out", 5, "does not say how its base was loaded"),
+            (old, "out", 5, "does not record how its base was loaded"),
         ):
             message = self.refused(capsys, tmp_path / output, "--adapter", adapter, status=status)
             assert words in message
@@ -332,4 +332,4 @@ class TestCommand:
 
         monkeypatch.setattr(exporting, where, full)
         message = self.refused(capsys, tmp_path / "out", "--adapter", small)
-        assert "No space left on device; nothing is left of it" in message
+        assert "and nothing was kept: No space left on device" in message

@@ -123,7 +123,7 @@ def test_a_plan_reads_no_weights_and_a_load_leaves_no_folder(tmp_path, monkeypat
 
 def test_the_line_about_its_origin_says_what_is_loaded(tmp_path) -> None:
     for kind, wanted in (
-        (Type.Q4_0, "a.gguf was quantised to Q4_0: that is loaded, not the original"),
+        (Type.Q4_0, "a.gguf was quantised to Q4_0; its weights are loaded, not the original's"),
         (Type.F16, "a.gguf holds F16"),
     ):
         config = configuration_of(GGUFFile(write_gguf(tmp_path / "a.gguf", kind=kind)))

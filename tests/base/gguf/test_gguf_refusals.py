@@ -23,20 +23,20 @@ def refused(name, words: str, kind: type[Exception] = ModelError) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"metadata": {"general.architecture": "gemma3"}}, "architecture 'gemma3'; only llama"),
+        ({"metadata": {"general.architecture": "gemma3"}}, "architecture 'gemma3'; from GGUF"),
         ({"metadata": {"general.type": "adapter"}}, "holds no model with weights"),
         ({"metadata": {"split.count": 3}}, "is one of 3 parts; join them with llama-gguf-split"),
-        ({"metadata": {"llama.expert_count": 8}}, "says expert_count 8; only models with 0"),
+        ({"metadata": {"llama.expert_count": 8}}, "has expert_count 8; NPT supports only 0"),
         ({"metadata": {"llama.attention.sliding_window": 64}}, "llama.attention.sliding_window"),
         (
             {"metadata": {"llama.rope.dimension_count": 8}},
-            "says rope.dimension_count 8; only models with 16",
+            "has rope.dimension_count 8; NPT supports only 16",
         ),
-        ({"metadata": {"llama.rope.scaling.type": "longrope"}}, "'longrope', which is not known"),
+        ({"metadata": {"llama.rope.scaling.type": "longrope"}}, "'longrope'; NPT supports linear"),
         ({"metadata": {"llama.block_count": "two"}}, "has a str in llama.block_count"),
         (
             {"metadata": {"llama.feed_forward_length": 64}},
-            "of shape [96, 64], its metadata say [64, 64]",
+            "of shape [96, 64], but its metadata say [64, 64]",
         ),
         ({"metadata": {"llama.block_count": 3}}, "lacks the tensor blk.2."),
         ({"leave_out": ("llama.context_length",)}, "lacks the entry llama.context_length"),
@@ -46,13 +46,10 @@ def refused(name, words: str, kind: type[Exception] = ModelError) -> None:
         ({"tensors": {"rope_freqs.weight": np.arange(1.0, 9.0, dtype=np.float32)}}, "not Llama 3"),
         ({"tokenizer": False}, "tokenizer of the kind 'none'"),
         ({"metadata": {"tokenizer.ggml.model": "rwkv"}}, "tokenizer of the kind 'rwkv'"),
-        ({"metadata": {"tokenizer.ggml.merges": ["qq zz"]}}, "tokenizer that cannot be made: "),
-        (
-            {"metadata": {"tokenizer.ggml.bos_token_id": 9999}},
-            "tokenizer that cannot be made: list index",
-        ),
-        ({"metadata": {"tokenizer.ggml.tokens": ["a"] * 5}}, "has tokens twice"),
-        ({"pre": "poro-chat"}, "by the pattern 'poro-chat', known are gpt-2"),
+        ({"metadata": {"tokenizer.ggml.merges": ["qq zz"]}}, "a damaged tokenizer: "),
+        ({"metadata": {"tokenizer.ggml.bos_token_id": 9999}}, "a damaged tokenizer: list index"),
+        ({"metadata": {"tokenizer.ggml.tokens": ["a"] * 5}}, "has duplicate tokens"),
+        ({"pre": "poro-chat"}, "by the unknown pattern 'poro-chat'; NPT supports gpt-2"),
     ],
 )
 def test_a_file_that_cannot_be_a_base_is_refused(how, words, tmp_path) -> None:
@@ -64,7 +61,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path) -> None:
         (tmp_path / "a.gguf").write_bytes(content)
         refused(tmp_path / "a.gguf", "is no GGUF file, or damaged")
     (tmp_path / "model.bin").write_bytes(b"PK")
-    refused(tmp_path / "model.bin", "holds no config.json; name a folder")
+    refused(tmp_path / "model.bin", "holds no config.json: pass a folder")
     refused(tmp_path / "absent.gguf", "there is no file")
 
 
@@ -89,7 +86,7 @@ def test_a_vocabulary_alone_is_refused(tmp_path) -> None:
 def test_a_folder_with_two_files_names_both(tmp_path) -> None:
     for name in ("a.gguf", "b.gguf"):
         write_gguf(tmp_path / name)
-    refused(tmp_path, "holds 2 GGUF files, a.gguf and b.gguf among them; name one")
+    refused(tmp_path, "holds 2 GGUF files, among them a.gguf and b.gguf: pass one")
     made_model().config.save_pretrained(tmp_path)  # a folder of transformers', with files by it
     assert read_config(str(tmp_path)).model_type == "llama"
 

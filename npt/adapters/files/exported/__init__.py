@@ -1,1 +1,1 @@
-"""The code of an exported folder: nothing here imports npt, and npt imports none of it."""
+"""Code copied to exported folders. It does not import npt, and npt does not import it."""

@@ -1,24 +1,25 @@
 """Configuration of an exported NPT model: the base's, and the form of its modulation.
 
-The type has a name of its own, so that code without it does not load the base alone.
+It has its own model type, so that transformers without this code does not load the base alone.
 """
 
 from transformers import LlamaConfig
 
 
 class NPTLlamaConfig(LlamaConfig):
-    """The base's configuration with `npt`, which holds:
+    """The base's configuration plus the dict `npt`, with these entries:
 
-    ranks            layer -> rank of its code z = A a, of the layers that are modulated
-    targets          what is modulated: stream, gate, up, down
-    multiplicative   whether there is the factor m = 1 + mult_bound * (2 sigmoid(M z) - 1)
-    additive         whether there is the summand s = additive_scale * (B z)
+    ranks            by modulated layer, the rank of its code z = A a
+    targets          what is modulated, among stream, gate, up and down
+    multiplicative   whether products have the factor m = 1 + mult_bound * (2 sigmoid(M z) - 1)
+    additive         whether products have the summand s = additive_scale * (B z)
     keep_residual    whether attention stays in the residual stream
-    mult_form, mult_bound, additive_scale
+    mult_form        form of m; the formula above is `sigmoid`
+    mult_bound, additive_scale
     """
 
     model_type = "npt_llama"
-    # for tensor parallelism, without MLPs: modulation needs whole products
+    # tensor parallelism leaves out the MLPs: modulation needs whole products
     base_model_tp_plan = {  # noqa: RUF012 - as transformers has it
         name: style for name, style in LlamaConfig.base_model_tp_plan.items() if ".mlp." not in name
     }

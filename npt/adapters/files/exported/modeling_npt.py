@@ -1,17 +1,17 @@
-"""A language model in which attention acts by modulating the MLP of its token. Needs torch and
-transformers, nothing else.
+"""A language model in which each token's attention output modulates that token's MLP.
 
-A decoder layer computes, from a token's state h and its attention output a =
-Attention(RMSNorm1(h)):
+Needs only torch and transformers. A modulated decoder layer computes, from a token's state h and
+its attention output a = Attention(RMSNorm1(h)):
 
-    x = RMSNorm2(h)                  of h + a if the residual is kept
-    z = A a                          a low-rank code of the attention output
+    z = A a                                       a low-rank code of the attention output
+    h' = h + alpha (B_stream z)                   h alone without the target stream
+    x = RMSNorm2(h')
     m = 1 + beta (2 sigmoid(M z) - 1),   s = alpha (B z)        for each of gate, up, down
-    gate' = m_gate * gate_proj(x) + s_gate        and likewise up' and down'
-    o = h + down'(act(gate') * up')
+    gate' = m_gate * gate_proj(x) + s_gate        up' and down' likewise
+    o = h' + down'(act(gate') * up')
 
-Everything else, attention, caches and masks among it, is transformers' own model of the base's
-family.
+With `keep_residual`, h + a replaces h. Attention, caches, masks and everything else come from
+transformers' model of the base's family.
 """
 
 import torch
@@ -30,9 +30,9 @@ FORMS = {
 
 
 class LayerAdapter(nn.Module):
-    """The modulation of one layer, in fp32 whatever the model around it computes in.
+    """The modulation of one layer, in fp32 even if the model computes in another dtype.
 
-    A [R, D]; M and B [O, R] by target, the stream without M.
+    A [R, D]; M and B [O, R] by target. The stream has no M.
     """
 
     def __init__(self, config, index: int):
@@ -52,7 +52,7 @@ class LayerAdapter(nn.Module):
         self.M = nn.ParameterDict({t: empty(width[t], rank) for t in multiplied})
 
     def _apply(self, fn, recurse: bool = True):
-        """Move with the model and keep every number: `model.to(torch.bfloat16)` means the base."""
+        """Move with the model but ignore casts: `model.to(torch.bfloat16)` is for the base."""
 
         def moved(tensor: Tensor) -> Tensor:
             result = fn(tensor)
@@ -78,13 +78,13 @@ class LayerAdapter(nn.Module):
             return out.to(y.dtype)
 
     def multiplier(self, u: Tensor) -> Tensor:
-        """Return m of u = M z; 2 sigmoid(u) - 1 as tanh(u / 2), which is exact near 0."""
+        """Return m from u = M z. tanh(u / 2) is 2 sigmoid(u) - 1 without cancellation near 0."""
         other = FORMS.get(self.form["mult_form"])
         return 1.0 + self.form["mult_bound"] * torch.tanh(0.5 * u) if other is None else other(u)
 
 
 class NPTLlamaDecoderLayer(LlamaDecoderLayer):
-    """The family's decoder layer, computing in NPT form."""
+    """The decoder layer of the base's family with a modulated MLP."""
 
     npt: LayerAdapter
 
@@ -101,7 +101,7 @@ class NPTLlamaDecoderLayer(LlamaDecoderLayer):
 
 
 class NPTModel(PreTrainedModel):
-    """The additions of an NPT model to its family's own class."""
+    """What an NPT model adds to its family's class."""
 
     config_class = NPTLlamaConfig
     _keep_in_fp32_modules_strict = ["npt"]  # noqa: RUF012 - as transformers has it
@@ -120,19 +120,18 @@ class NPTModel(PreTrainedModel):
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name, parameter in model.named_parameters():
-            # Beside 4-bit weights transformers leaves the others in the dtype of their file.
+            # next to 4-bit weights, transformers leaves the others in their file's dtype
             base = not hasattr(parameter, "quant_state") and ".npt." not in name
             if base and parameter.device.type != "meta":
                 parameter.data = parameter.data.to(model.config.dtype)
         for module in model.modules():
             if hasattr(module, "support_avx512bf16_for_cpu"):
-                # On such CPUs a 4-bit layer would compute in bf16 from its first forward on,
-                # whatever it was told.
+                # on CPUs with AVX512-BF16, a 4-bit layer would ignore its compute dtype
                 module.support_avx512bf16_for_cpu = False
         return loaded
 
     def save_pretrained(self, *args, **kwargs):
-        # the names are the original ones; of 4-bit weights transformers can do no other
+        # keep the current names: transformers cannot convert those of 4-bit weights back
         kwargs.setdefault("save_original_format", False)
         return super().save_pretrained(*args, **kwargs)
 
