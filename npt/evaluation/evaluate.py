@@ -47,7 +47,7 @@ COMPARISONS = {
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How closely each model, and each layer, agrees with the teacher.
+    """Agreement of each model, and of each layer, with the teacher.
 
     Attributes:
         teacher: the base compared with itself.

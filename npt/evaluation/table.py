@@ -32,7 +32,7 @@ def print_fidelity(
         "student": fidelity.student,
         "teacher": fidelity.teacher,
     }
-    title = f"Fidelity to the teacher on {fidelity.teacher.tokens:,} {text} tokens"
+    title = f"Fidelity on {fidelity.teacher.tokens:,} {text} tokens"
     measured = {name: f for name, f in models.items() if f is not None}
     console.print(_figures_table(f"{title} (± standard error)", measured))
     console.print(_layers_table(fidelity))
@@ -90,7 +90,7 @@ def _layers_table(fidelity: Fidelity) -> Table:
         for model, heading in (("floor", "floor"), ("initial", "before"), ("student", "student"))
         if any(f"{kind}_{model}" in values for values in fidelity.layers.values())
     }
-    title = "NMSE of each layer, fed the teacher's states (forced) or the model's own (free)"
+    title = "Layer NMSE, fed the teacher's states (forced) or its own (free)"
     index_column = Column("layer", justify="right", no_wrap=True)
     table = _table(title, [index_column], columns.values())
     for index, values in fidelity.layers.items():

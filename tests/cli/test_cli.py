@@ -108,7 +108,7 @@ def test_a_run_ends_0_with_its_folder_and_its_table(plain: Ended, capsys) -> Non
         "NF4, computes in fp32",
         "share the whole base",
         "smoke test passed",
-        "Fidelity to the teacher on",
+        "Fidelity on ",
         "floor",
         "before",
     ):

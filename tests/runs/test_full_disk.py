@@ -114,7 +114,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_not_passed_over(
     """The adapters that the run was for are not on the disk: that is no success."""
     with monkeypatch.context() as patched:
         failing(patched, checkpoint_module, "save_file", errno.ENOSPC, range(5, 99))
-        good = r"at step 6: .*the last good one is .*step-00000005; free disk space and continue"
+        good = r"of step 6: .*the last good one is .*step-00000005; free disk space and continue"
         with pytest.raises(CheckpointError, match=good):
             here.run("run")
     here.run("run", resume="auto")
