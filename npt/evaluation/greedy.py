@@ -2,15 +2,14 @@
 
 Prompts are padded on the left, because a sliding window counts columns. Padding attends only to
 itself, like a separate document in a packed row, because some attention kernels return NaN for a
-query without keys. The batch does not affect the tokens except where rounding decides a tie: rows
-of another width sum in another order.
+query without keys. The batch affects a token only where rounding decides a tie.
 
 The teacher continues each prompt, and the student predicts each token of the continuation. Up to
 the first difference the two texts are the same, so one forward of the student finds where its own
 text would diverge.
 
-Some continuations never diverge within the limit; they count with all of their tokens. The mean
-number of tokens that agree is therefore a lower bound. Leaving them out would bias it low.
+Some continuations never diverge within the limit. They are right-censored and count with all of
+their tokens, so the mean number of tokens that agree is a lower bound.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def continue_greedily(
     Memory: the cache and, for a head stored in 16 bits, its fp32 form of 4 V D bytes.
 
     Raises:
-        NumericalError: logits are not finite; argmax would still return a token. The message uses
-            `names`, those of the prompts.
+        NumericalError: logits are not finite. The message names the prompt by `names`.
     """
     device = next(model.parameters()).device
     batch, mask = _padded(prompts, model.config._attn_implementation in MASKED)
@@ -106,9 +104,7 @@ def _padded(prompts: Sequence[Sequence[int]], apart: bool) -> tuple[Batch, Tenso
 
 
 def end_ids(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:
-    """Return the ids that end a text: the tokenizer's and those of the generation settings, which
-    may list more.
-    """
+    """Return the ids that end a text, from the tokenizer and the generation settings."""
     further = getattr(model.generation_config, "eos_token_id", None)
     further = further if isinstance(further, list | tuple) else [further]
     ids = (getattr(tokenizer, "eos_token_id", None), *further)
@@ -139,9 +135,8 @@ def compare_prompts(
 ) -> list[Comparison]:
     """Continue each prompt greedily with the teacher, and compare the student on those tokens.
 
-    The student diverges at the first token that is not its own most likely one. Tokens that the
-    teacher would not choose again in the comparing forward, ties that rounding decides, do not
-    count.
+    The student diverges at the first token that is not its own most likely one. A token that the
+    teacher would not choose again in this forward does not count: rounding decided a tie.
     """
     check_ids(collate(prompts), model, "prompts")
     names = [prompt.id for prompt in prompts]
@@ -190,12 +185,10 @@ class Divergence(Measured):
     """Greedy continuations of the same prompts by student and teacher.
 
     Attributes:
-        prompts: number of prompts.
-        max_new_tokens: length limit of a continuation.
         parted: number of prompts whose two continuations differ.
         tokens: number of tokens in the teacher's continuations.
         agreed: mean number of tokens before the first difference, the limit or the end.
-        agreed_se: standard error of `agreed` over prompts.
+        agreed_se: its standard error over prompts.
     """
 
     prompts: int

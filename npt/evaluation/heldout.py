@@ -1,4 +1,4 @@
-"""Held-out samples, chosen alike by training and evaluation."""
+"""Choose held-out samples, by the same rule in training and evaluation."""
 
 from __future__ import annotations
 

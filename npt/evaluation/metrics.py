@@ -37,9 +37,7 @@ class Measured:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the numbers of a file; null becomes NaN. Ignore others, which earlier versions
-        wrote, and raise KeyError if one is missing.
-        """
+        """Return the numbers of a file; null becomes NaN. Raise KeyError if one is missing."""
         plain = nan_for_null(values)
         return cls(**{field.name: plain[field.name] for field in fields(cls)})
 
@@ -128,9 +126,10 @@ def compare_pairs(
     vocab_size: int,
     pairs: Sequence[Pair],
 ) -> dict[Pair, Tensor]:
-    """Return per pair of models the quantities of COLUMNS per token: [N, len(COLUMNS)] fp32. Each
-    model's head runs once. Memory: the logits of a chunk of tokens and, for a head stored in 16
-    bits, its fp32 form.
+    """Return per pair of models the quantities of COLUMNS per token: [N, len(COLUMNS)] fp32.
+
+    Each head runs once per model. Memory: the logits of a chunk of tokens and, for a head stored in
+    16 bits, its fp32 form.
 
     Args:
         hidden: [N, D] states of each model.
@@ -182,8 +181,7 @@ def overlap_of(p: Tensor, q: Tensor) -> Tensor:
     accepts a draft of q.
 
     In fp32 the probabilities of a large vocabulary add up to 1 only within about 1e-5. Dividing by
-    the larger of the two sums makes the rate exactly 1 for equal distributions and never above 1,
-    since rounded sums in the same order are monotonic.
+    the larger of the two sums makes the rate exactly 1 for equal distributions and never above 1.
     """
     return torch.minimum(p, q).sum(dim=-1) / torch.maximum(p.sum(dim=-1), q.sum(dim=-1))
 

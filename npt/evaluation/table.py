@@ -1,7 +1,4 @@
-"""Tables of an evaluation for the terminal: models, layers, positions, attribution, divergence.
-
-Rows are figures and columns are models, so that a table with errors fits 80 columns.
-"""
+"""Tables of an evaluation for the terminal, with models as columns to fit 80 characters."""
 
 from __future__ import annotations
 

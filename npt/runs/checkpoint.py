@@ -72,8 +72,7 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class State:
-    """A checkpoint's content, already checked against the model so that restoring cannot fail
-    halfway.
+    """A checkpoint's content, checked against the model so that restoring cannot fail halfway.
 
     Attributes:
         snapshot: adapters and optimizer state.
@@ -87,9 +86,7 @@ class State:
     random_states: Mapping[int, Mapping[str, Tensor]]
 
     def restore(self, window: GradientWindow) -> None:
-        """Restore adapters, moments, spike guard and step count into an empty window over the same
-        parameters.
-        """
+        """Restore adapters, moments, spike guard and step count into an empty window."""
         update = window.update
         with torch.no_grad():
             for name, parameter in zip(update.names, update.parameters, strict=True):
@@ -108,7 +105,7 @@ class Checkpoint:
 
     Attributes:
         record: content of `state.json`.
-        headers: headers of `state.safetensors`.
+        headers: dtypes and shapes in `state.safetensors`.
     """
 
     folder: Path
@@ -211,15 +208,11 @@ def write_checkpoint(
     base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
-    """Write a checkpoint, whole or not at all.
+    """Write a checkpoint, whole or not at all; AdapterFileError if the adapter is not finite.
 
     Args:
         window: a window without outcomes in flight.
         record: content of `state.json`.
-
-    Raises:
-        AdapterFileError: the adapter holds NaN or Inf.
-        OSError: it cannot be written.
     """
     check_savable(adapter_parameters(model), folder)
     snapshot = window.update.snapshot()
@@ -291,9 +284,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest_good(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest checkpoint that verifies, and the faults of newer ones. Raise
-    CheckpointError if this version does not support its format.
-    """
+    """Return the newest checkpoint that verifies, and the faults of newer ones."""
     broken: dict[Path, str] = {}
     for path in reversed(checkpoints(folder)):
         try:

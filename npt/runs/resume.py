@@ -45,7 +45,6 @@ class RunOrigin:
     """The folder and step at which a run begins.
 
     Attributes:
-        folder: the run folder.
         checkpoint: checkpoint to resume from; None to begin at step 0.
         goes_on: the run resumes in its own folder, not in a new one.
         broken: newer checkpoints that fail verification, and why.
@@ -69,8 +68,6 @@ class RunOrigin:
 def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGroup) -> RunOrigin:
     """Return where a run begins: in a new folder, or at the checkpoint that `--resume` names. That
     is `auto` (the newest good checkpoint in `output_dir`), a run folder or a checkpoint.
-
-    The main process looks, and the others read what it found.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -200,7 +197,7 @@ def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
 
 
 def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a known `data_fingerprint` has changed; both are by data name."""
+    """Raise CheckpointError if the known `data_fingerprint` of a data set has changed."""
     for name, ours in now.items():
         theirs = recorded.get(name)
         if isinstance(theirs, Mapping) and any(

@@ -148,8 +148,8 @@ class RunFolder:
             return []
 
     def set_aside(self, checkpoint: Path, why: str) -> Path:
-        """Rename a checkpoint so that no run resumes from it, and return its folder, unchanged if
-        it cannot be renamed. `why` is BROKEN or SUPERSEDED."""
+        """Try to rename a checkpoint so that no run resumes from it; return its folder. `why` is
+        BROKEN or SUPERSEDED."""
         aside, number = checkpoint.with_name(f"{checkpoint.name}.{why}"), 1
         while aside.exists():
             number += 1
@@ -178,7 +178,7 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Release the folder; a second call has no effect."""
+        """Release the folder."""
         if not self._closed:
             self._closed = True
             for handle in (*self._logs.values(), self._lock):
@@ -230,7 +230,7 @@ def _cut_log(path: Path, last_step: int | None) -> None:
 
 
 def default_folder() -> Path:
-    """Return a run folder named after the current time, to the second."""
+    """Return a run folder named after the current time."""
     return Path("outputs") / time.strftime("npt-%Y%m%d-%H%M%S")
 
 
@@ -241,8 +241,7 @@ def is_run(path: Path) -> bool:
 
 
 def tidy(path: Path) -> None:
-    """Remove files that a killed process left half-written; ConfigError if another process is
-    writing the run folder."""
+    """Remove half-written files; ConfigError if another process is writing the run folder."""
     lock = _locked(path)
     try:
         for folder in (path, path / CHECKPOINTS):

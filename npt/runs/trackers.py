@@ -1,9 +1,8 @@
 """Weights & Biases and TensorBoard, through accelerate's tracker classes. They only observe.
 
-We use these classes without `Accelerator`, which would also manage devices, precision and
-processes. Environment variables (`WANDB_PROJECT`, `WANDB_ENTITY`, `WANDB_RUN_ID`,
-`WANDB_RUN_GROUP`, `WANDB_TAGS`, `WANDB_MODE` and others) override our settings, as in `wandb
-agent`.
+These classes run without `Accelerator`, which would also manage devices, precision and processes.
+Environment variables such as `WANDB_PROJECT`, `WANDB_RUN_ID` and `WANDB_MODE` override our
+settings, so `wandb agent` works.
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ def check_trackers(config: TrainConfig) -> list[str]:
 def start_trackers(
     processes: ProcessGroup, config: TrainConfig, folder: Path, *, resume_at: int | None = None
 ) -> Trackers:
-    """Start the trackers of a run on process 0; the other processes have none. See `Trackers`.
-
-    If one cannot start, raise ConfigError on process 0 and ProcessError on the others.
+    """Start the trackers of a run on process 0; the other processes have none. If that fails, raise
+    ConfigError on process 0 and ProcessError on the others.
     """
     started: list[Trackers] = []
     run = known_run(folder) if resume_at is not None else None

@@ -1,8 +1,8 @@
 """The data of a run: sources, held-out samples, where training begins, and its windows.
 
 A run reads one source, or two if replay data are mixed in against forgetting. An epoch ends with
-the first source; the replay data repeat. The seed and a sample's number decide which source the
-sample comes from (npt/data/samples.py).
+the first source; the replay data repeat. The seed decides which sample comes from which source
+(npt/data/samples.py).
 
 The closed-form start is fitted to the first samples of the first epoch. Training begins after them
 unless too few would be left, because losses on fitted tokens are half as large as later ones.
@@ -116,13 +116,11 @@ class RunData:
     """The training and evaluation data of a run; takes records as the Trainer does.
 
     Attributes:
-        eval_samples: samples to evaluate on.
         heldout: training leaves out all samples of evaluations.
         counted_from: steps made when the window size last changed, and how many micro-batches of
             the present size those steps equal.
         start: position at which training begins.
         start_samples: samples that the closed-form start is fitted to.
-        total_steps: optimizer steps of the whole run; None if unknown.
     """
 
     def __init__(
@@ -175,14 +173,13 @@ class RunData:
         return first[0]
 
     def note(self) -> str:
-        """Return a line that says what is trained, for how many steps, and evaluated on what."""
+        """Return a line about layers, steps and evaluation samples."""
         steps = "an unknown number of" if self.total_steps is None else str(self.total_steps)
         layers = format_layers(tuple(index for index, _ in npt_layers(self._setup.model)))
-        kind = "held-out" if self.heldout else "TRAINING (too little data to hold any out)"
-        return (
-            f"training layers {layers} for {steps} steps; evaluating on {len(self.eval_samples)}"
-            f" {kind} samples"
-        )
+        samples = f"{len(self.eval_samples)} held-out samples"
+        if not self.heldout:
+            samples = f"{len(self.eval_samples)} TRAINING samples (too little data to hold any out)"
+        return f"training layers {layers} for {steps} steps; evaluating on {samples}"
 
     def count_steps(self, begun: int = 0) -> int | None:
         """Return the optimizer steps of a run that skips `begun` samples; None if unknown."""
@@ -247,9 +244,7 @@ class RunData:
         return loader
 
     def _first_samples(self) -> tuple[list[Sample], Position]:
-        """Return the samples of the first epoch to fit the start to, none of them held out, and the
-        position after them.
-        """
+        """Return the training samples to fit the start to, and the position after them."""
         first: list[Sample] = []
         position, left = Position(), self._setup.config.calibration_tokens
         # replay data only prevent forgetting, so the start is not fitted to them
@@ -263,8 +258,8 @@ class RunData:
         return first, position
 
     def _leaves_enough(self, after: Position) -> bool:
-        """Return whether the run can skip the samples that its start was fitted to: they must be at
-        most a tenth of all. With `max_steps`, or a stream, one more sample is enough.
+        """Return whether the run can skip the samples that its start was fitted to: LEFT_OUT of all
+        at most. With `max_steps`, or a stream, one more sample is enough.
         """
         samples, batch_size = self.loader.samples, self._setup.config.batch_size
         if not samples.sized or self._setup.config.max_steps is not None:
@@ -283,7 +278,5 @@ class RunData:
 
 
 def makes_start(model: LlamaForCausalLM) -> bool:
-    """Return whether a run on this model must compute its closed-form start: the settings ask for
-    it and the adapters are untouched.
-    """
+    """Return whether the closed-form start is asked for and the adapters are untouched."""
     return attached_config(model).init == "calibrated" and at_random_start(model)

@@ -112,8 +112,7 @@ class Loop:
                 if self.sharded:
                     model.model.reset_iter_state()  # or FSDP remembers every pass
             self._account(guard.step(self._fingerprint(window)))
-            # Saving and evaluating must see the state of exactly this step, so wait for outcomes
-            # in flight. If one is refused, the step is not reached yet.
+            # Saving and evaluating must see the state of exactly this step.
             if self._is_boundary(self.steps + guard.window.in_flight):
                 self.settle()
         self.settle()
@@ -124,8 +123,8 @@ class Loop:
         self._account(self.guard.flush())
 
     def _own_batches(self, window: Window | None) -> Iterator[tuple[int, Batch | None]]:
-        """Yield this process's micro-batches of a window, with their places in it, until a signal.
-        On a sharded base every process yields equally many, padded with None.
+        """Yield this process's micro-batches of a window and their places in it, until a signal. On
+        a sharded base every process yields equally many, padded with None.
         """
         processes, stop, open_window = self.setup.processes, self.setup.stop, self.guard.window
         batches = () if window is None else window.batches
@@ -244,9 +243,7 @@ class Loop:
         return f"{total} of {tried} micro-batches refused, over {REFUSED_SHARE:.0%}"
 
     def _give_up(self, window: Window, outcome: Outcome, reason: str) -> None:
-        """Count every window in flight, since a checkpoint is named by the step of its weights,
-        then write the post-mortem and raise.
-        """
+        """Count every window in flight, then write the post-mortem and raise."""
         for later in (*self._outcomes, *self.guard.flush()):
             self._count(later)
         self._outcomes.clear()

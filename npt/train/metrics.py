@@ -18,9 +18,7 @@ from npt.train.setup import RunSetup
 
 
 class StepMetrics:
-    """Makes the lines of `metrics.jsonl` and the progress lines of a run; pass None for
-    `total_steps` if unknown.
-    """
+    """Makes the lines of `metrics.jsonl` and the progress lines of a run."""
 
     def __init__(self, setup: RunSetup, total_steps: int | None):
         self._setup, self._total_steps, self.logged_tokens = setup, total_steps, 0
@@ -44,8 +42,7 @@ class StepMetrics:
         totals of the run, this step included.
         """
         config, named = self._setup.config, len(REPORTED)
-        # Use the reports, which arrived with the outcome: reading the micro-batches' own tensors
-        # could wait for newer windows.
+        # Reports arrived with the outcome; reading other tensors could wait for newer windows.
         reported = [sum(report[i] for report in outcome.reports) for i in range(named)]
         layers = torch.tensor([report[named:] for report in outcome.reports], dtype=torch.float32)
         nmses = layers.sum(dim=0).tolist() if outcome.reports else [0.0] * len(self._layers)

@@ -71,7 +71,7 @@ class Run:
         self.folder.event("warning", message=message)
 
     def begin(self) -> None:
-        """Write `run.json` and the first events, and warn about settings that have no effect."""
+        """Write `run.json` and the first events, and warn about settings."""
         setup, folder, origin = self.setup, self.folder, self.setup.origin
         record = {**self.record, "wandb_run": self.trackers.run_id}
         if not origin.goes_on:
@@ -159,9 +159,7 @@ class Run:
         return fidelity
 
     def _judge(self, step: int, fidelity: Fidelity) -> None:
-        """Warn once if the student is worse than its floor by more than one standard error: the run
-        has failed although all of its numbers are finite.
-        """
+        """Warn once if the student is worse than its floor by more than one standard error."""
         figure = self.setup.config.judged_by
         student, floor = (getattr(f, figure) for f in (fidelity.student, fidelity.floor))
         name = "KL to its teacher" if figure == "kl" else figure
@@ -175,12 +173,11 @@ class Run:
             self.warn(f"step {step}: the run has diverged: {cause}; {advice}")
 
     def save(self, guard: Guard, state: Mapping[str, Any], last: bool = False) -> bool:
-        """Write a checkpoint and return True. Return False if the write fails but an older
-        checkpoint exists, so that the run can continue.
+        """Write a checkpoint. If that fails, return False if the run can continue because there is
+        an older one.
 
         Raises:
-            CheckpointError: the write failed, and there is no older checkpoint or this is the
-                `last` one.
+            CheckpointError: the write failed, and there is no older checkpoint or `last` is set.
             ProcessError: another process is lost, or its adapters or moments differ.
         """
         model, processes = self.setup.model, self.setup.processes
@@ -254,9 +251,9 @@ class Run:
         the post-mortem holds what is left on the host.
 
         Args:
-            outcome: of the last window with a refusal.
-            steps: applied so far.
-            batches: of that window, then of the last window without a refusal.
+            outcome: outcome of the last window with a refusal.
+            steps: number of applied steps.
+            batches: micro-batches of that window, then of the last window without a refusal.
         """
         from npt.forensics.bundle import write_postmortem  # few runs end so
         from npt.forensics.student import stored_batches, student_entry
@@ -322,7 +319,7 @@ class Run:
         try:
             loop.settle()  # a checkpoint is named by the step of its weights
             if processes.broken and loop.guard.window.applied_steps != loop.steps:
-                return  # the weights are a step ahead, whose outcome the others did not send
+                return  # the weights are ahead of the last outcome that all processes sent
             if loop.steps and loop.unsaved:
                 loop.save(last=True)
         except Exception as second:  # the first error is the one to raise

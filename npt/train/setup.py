@@ -37,12 +37,9 @@ class RunSetup:
     """Model, settings and processes of a run.
 
     Attributes:
-        origin: the folder and step at which the run begins.
         settings: all settings, as they read back from JSON.
         changed: settings that differ from those of the resumed run, as (old, new).
         date: date that the chat template writes; None without a template.
-        splitter: splits a micro-batch into parts that fit in memory.
-        stop: notes the signals that end the run.
     """
 
     model: PreTrainedModel
@@ -120,8 +117,8 @@ def make_setup(
     console: Console,
     further: Mapping[str, Any],
 ) -> RunSetup:
-    """Check model, settings and processes of a run, and find where it begins. On a resume, give the
-    adapters the ranks of the checkpoint and the chat template its date.
+    """Check the parts of a run and find where it begins. A resumed run takes the adapters' ranks
+    and the chat template's date from its checkpoint.
     """
     from npt.data.chat import date_of, fix_date, has_template
 
@@ -132,7 +129,7 @@ def make_setup(
     if quantization_of(model) is not None:
         settings["compute_dtype"] = _name_of(declared_dtype(model)) or "other"
     settings = plain_settings({**settings, "attn_implementation": attention_name(model)})
-    # First of all exchanges: some settings add exchanges, which would be paired with others.
+    # compare settings first, since some add exchanges between processes
     alike = {f"--{name}": value for name, value in settings.items() if name not in MAY_DIFFER}
     processes.agree({**alike, "a chat template": has_template(tokenizer)})
     origin = find_origin(config.resume, config.output_dir, processes)
@@ -157,9 +154,7 @@ def make_setup(
 
 
 def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool = False) -> None:
-    """Refuse settings that cannot be trained, before a base is loaded; set `own_teacher` if the
-    teacher is a separate model.
-    """
+    """Refuse settings that cannot be trained before a base is loaded."""
     if config.residual == "keep" and not own_teacher:
         raise ConfigError(
             "--residual keep starts equal to its base, so the base has nothing to teach; add"
@@ -176,12 +171,8 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
 def check_model(
     model: PreTrainedModel, config: TrainConfig, data: DataConfig, processes: int
 ) -> None:
-    """Refuse a model that cannot be trained with these settings.
-
-    Raises:
-        ConfigError: the settings do not fit the model, or updates are consolidated into its base.
-        PrecisionError: a module would not compute in the expected precision; `npt.load_base` sets
-            it.
+    """Refuse a model that cannot be trained with these settings, or (PrecisionError) that would not
+    compute in the expected precision because `npt.load_base` did not load it.
     """
     from npt.adapters.consolidate import consolidated
 

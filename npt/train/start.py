@@ -1,6 +1,4 @@
-"""The work around the loop: smoke test, closed-form start, evaluations and the content of
-`run.json`. Each step is retried with fewer samples at once if memory runs out.
-"""
+"""The work around the loop: smoke test, closed-form start, evaluations, `run.json`."""
 
 from __future__ import annotations
 
@@ -38,9 +36,8 @@ T = TypeVar("T")
 DESCENT_STEPS = 3
 
 DESCENT_RATE = 1e-4
-"""Learning rate of the smoke test, whatever the run's own. It is small enough that a step follows
-the gradient, and large enough that the gain (at least 1e-3 of the loss on the models tried) is far
-above fp32 rounding."""
+"""Learning rate of the smoke test. It is small enough that a step follows the gradient, and large
+enough that the gain (at least 1e-3 of the loss on the models tried) exceeds fp32 rounding."""
 
 
 def fitting(
@@ -64,9 +61,7 @@ def fitting(
 
 
 def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
-    """Set the adapters to their closed-form start, on all processes together. Do nothing and return
-    None if the adapters were loaded or calibrated before.
-    """
+    """Compute the closed-form start; None if the adapters were loaded or calibrated before."""
     config, model, processes = setup.config, setup.model, setup.processes
     if not makes_start(model):
         return None
@@ -105,9 +100,7 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
 
 
 def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
-    """Return a function that evaluates the student, with at most as many samples at once as in
-    training.
-    """
+    """Return a function that evaluates the student, with no more samples at once than training."""
     report, samples = partial(setup.say_lack, "an evaluation"), data.eval_samples
     splitter = MicroBatchSplitter(setup.config.batch_size, report)
     reference: list[Reference] = []  # a separate teacher's outputs

@@ -36,14 +36,15 @@ _KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "accep
 
 @dataclass(frozen=True)
 class CollectResult:
-    """The outcome of a collection. Means are per token of the teacher's continuations of all
-    `prompts`.
+    """The outcome of a collection.
 
     Attributes:
-        output: the file written.
         prompts: number of prompts compared.
         disagreements: number of prompts on which the student differs; each is a record.
-        tokens: number of tokens in the continuations.
+        tokens: number of tokens in the teacher's continuations of all prompts.
+        top1: share of these tokens on which both agree.
+        kl: mean KL(teacher, student) over these tokens, nats.
+        acceptance: mean speculative acceptance over these tokens.
         signal: number of the signal that ended the collection early, if any.
     """
 

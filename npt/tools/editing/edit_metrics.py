@@ -1,9 +1,9 @@
 """Measure a consolidated fact: how well the model recalls it, and what the model forgets.
 
-Recall is the log-probability of the fact's tokens after only the start token. The same after the
-context, or after the fact itself, shows how much there is to gain. Forgetting is the change on
-held-out text: perplexity, and the KL from the model before. To first order recall grows with alpha
-and the KL with its square, so a bound on the KL is a bound on alpha.
+Recall is the log-probability of the fact's tokens after only the start token. Their log-probability
+after the context, or after the fact itself, shows how much there is to gain. Forgetting is the
+change of perplexity and the KL from the model before on held-out text. To first order recall grows
+with alpha and the KL with its square, so a bound on the KL is a bound on alpha.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ tokens, and the figures of the model after against before on held-out text."""
 
 
 def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
-    """Return the tokens of a fact, alone and in context, with the same tokens for the fact in both;
-    ConfigError if there is no token to predict.
-    """
+    """Return the tokens of a fact; ConfigError if there is no token to predict."""
     begin, words = opening_tokens(tokenizer), bare_tokens(tokenizer, text)
     front = bare_tokens(tokenizer, context) if context else words
     scored = len(words) - (not begin)
@@ -176,9 +174,7 @@ def made(model: PreTrainedModel, update: Consolidation) -> Iterator[None]:
 
 @torch.no_grad()
 def log_probability(model: PreTrainedModel, ids: Sequence[int], scored: int, stream: Mode) -> float:
-    """Return the summed log-probability, in nats, of the last `scored` tokens given those before;
-    NumericalError if it is NaN.
-    """
+    """Return the log-probability, in nats, of the last `scored` tokens; NumericalError if NaN."""
     row = as_row(model, list(ids))
     with evaluating(model), adapter_mode(model, stream):
         states = model.model(row, use_cache=False).last_hidden_state[0, -scored - 1 : -1]
@@ -199,7 +195,7 @@ def _final(model: PreTrainedModel, batch: Batch, stream: Mode) -> Tensor:
 
 
 def print_retention(retention: Retention, console: Console, text: str = "held-out") -> None:
-    """Print recall and forgetting for each stream; `text` describes the tokens of the latter."""
+    """Print recall and forgetting of each stream; `text` describes the tokens of the latter."""
     for stream, r in retention["recall"].items():
         f = retention["forgetting"][stream]
         recall = f"{r['before']:.3f} nats before, {r['after']:.3f} after ({r['gain']:+.3f})"

@@ -25,8 +25,7 @@ from npt.errors import ConfigError, ModelError
 def transplanted(
     model: PreTrainedModel, modulation: TokenModulation, position: int
 ) -> Iterator[None]:
-    """Within the context, give the token at `position` of every row this modulation, in every layer
-    that it was read from.
+    """Within the context, give the token at `position` of every row this modulation.
 
     Args:
         model: a model with adapters attached, of the form that the modulation was read from.
@@ -88,8 +87,6 @@ class Transplant:
         donor: after the donor's text.
         receiver: after the receiver's text.
         transplanted: after the receiver's text with the donor's modulation at one token.
-        token_from: index of the donor's token.
-        token_to: index of the receiver's token.
     """
 
     donor: Tensor
@@ -107,9 +104,7 @@ class Transplant:
         return best
 
     def divergences(self) -> dict[str, float]:
-        """Return three KLs in nats: of the transplanted distribution from the receiver's and from
-        the donor's, and of the receiver's from the donor's.
-        """
+        """Return KLs in nats; `a_to_b` is KL(a, b)."""
         donor, receiver, moved = (
             log_p.double() for log_p in (self.donor, self.receiver, self.transplanted)
         )

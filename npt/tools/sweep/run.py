@@ -27,9 +27,8 @@ from npt.tools.sweep.table import Row
 from npt.train.trainer import Trainer
 
 GROWN = 1.01
-"""A run is `worse` if its KL is more than this many times its KL at the start; a smaller rise may
-come from the choice of held-out tokens.
-"""
+"""A run is `worse` if its KL exceeds the KL at the start by this factor; a smaller rise may come
+from the choice of held-out tokens."""
 
 AT_THE_END = 3  # last steps to average for the loss at the end
 
@@ -65,9 +64,8 @@ class Bases:
 
 
 def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: None) -> Row:
-    """Run a trial and return its row. A search runs several times; its row is that of the largest
-    value that trained, with the bracket. `between` is called before each run; an exception from it
-    ends the trial.
+    """Run a trial and return its row. A search runs several times; its row describes the largest
+    value that trained, with the bracket. `between` is called before each run.
     """
     between()
     if trial.bisect is None:
@@ -99,11 +97,7 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
 
 
 def run(bases: Bases, settings: TrialSettings) -> Row:
-    """Train once with these settings and restore the base.
-
-    Raises:
-        StoppedError: a signal came during the run.
-    """
+    """Train once with these settings and restore the base; StoppedError if a signal came."""
     started = time.perf_counter()
     model, tokenizer, teacher = bases.get(settings.base)
     attach(model, settings.adapter, seed=settings.training.seed)

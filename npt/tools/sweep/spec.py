@@ -66,11 +66,7 @@ class TrialSettings:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any], seed: int) -> TrialSettings:
-        """Return the settings from values by flag name, which may include `safe_mode`.
-
-        Raises:
-            ConfigError: a value or a combination of values cannot work.
-        """
+        """Return the settings from values by flag name, or raise ConfigError."""
         flags = with_safe_mode({**flags, "seed": seed})
         return cls(*(build(kind, flags) for kind in CLASSES))
 
@@ -87,8 +83,8 @@ class TrialSettings:
 
 @dataclass(frozen=True)
 class Bisection:
-    """A search for the largest value of a setting that trains. It halves the bracket from `low` to
-    `high`, on a log scale, `rounds` times.
+    """A search for the largest value of a setting that trains. It halves the bracket [`low`,
+    `high`] `rounds` times on a log scale.
     """
 
     setting: str
@@ -132,7 +128,7 @@ class Trial:
         return f"{self.origins[0]}, seed {self.settings.training.seed}"
 
     def at(self, value: float) -> TrialSettings:
-        """Return the settings with this value of the setting to search."""
+        """Return the settings with this value for the setting that `bisect` searches."""
         assert self.bisect is not None
         flags = {**self.flags, self.bisect.setting: value}
         return TrialSettings.of(flags, self.settings.training.seed)
@@ -159,10 +155,7 @@ def read_design(path: str) -> Design:
 
 def design_of(content: Any, where: str) -> Design:
     """Return the design of a study with all settings checked. `where` is its file, whose stem is
-    the default name.
-
-    Raises:
-        ConfigError: a name is unknown, or the settings of a trial, which it names, cannot work.
+    the default name. Raise ConfigError for an unknown name, or for settings that cannot work.
     """
     top = _mapping(where, content, _TOP)
     written = _mapping(f"{where}: parts", top.get("parts"))

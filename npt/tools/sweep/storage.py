@@ -1,9 +1,9 @@
 """The storage of a study, by Optuna: an SQLite file, or a database server for workers on many
 machines.
 
-Each trial of the design waits in it as an Optuna trial with an attribute `key`. Optuna gives it to
-one worker only. If the worker's last heartbeat is older than `grace` seconds, by the database's
-clock, the trial waits again.
+Each trial is stored as an Optuna trial with an attribute `key`, and Optuna gives it to only one
+worker. If that worker sends no heartbeat for `grace` seconds, by the database's clock, the trial
+waits again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Storage:
     ):
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.ERROR)
-        # heartbeats are experimental in Optuna
+        # Optuna's heartbeats are experimental
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         self._beat, self._grace = beat, grace
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
@@ -157,7 +157,7 @@ class Storage:
             ) from error
 
     def enqueue(self, trials: Iterable[Trial]) -> int:
-        """Add the trials that do not wait, run or have finished yet; return their number."""
+        """Add the trials that are not waiting, running or finished; return their number."""
         attempts = self._attempts()
         kept = {key for key, a in attempts.items() if a.state != TrialState.FAIL}
         new = [trial for trial in trials if trial.key not in kept]
@@ -166,9 +166,7 @@ class Storage:
         return len(new)
 
     def claim(self, trials: Mapping[str, Trial]) -> Claim | None:
-        """Take the first of these trials that waits, or return None. First let trials wait again
-        whose workers are gone.
-        """
+        """Put abandoned trials back to waiting, then take the first of these that waits, if any."""
         optuna.storages.fail_stale_trials(self._study)
         attempts = self._attempts()
         for key in trials:
@@ -178,7 +176,7 @@ class Storage:
         return None
 
     def _take(self, id_: int) -> bool:
-        # before it runs: Optuna never finds a running trial without heartbeats silent
+        # before it runs, since Optuna never retries a running trial without heartbeats
         self._storage.record_heartbeat(id_)
         try:
             taken = self._storage.set_trial_state_values(id_, TrialState.RUNNING)
@@ -209,8 +207,8 @@ class Storage:
             thread.join()
 
     def finish(self, claim: Claim, row: Mapping[str, Any]) -> bool:
-        """Record the figures of a trial, and its KL for Optuna's own tools. Return False if another
-        worker has taken over the trial, whose result counts.
+        """Record the figures of a trial, and its KL for Optuna's own tools. Return False if the
+        trial has passed to another worker.
         """
         kl = row.get("kl")
         with contextlib.suppress(_OVER):

@@ -45,7 +45,7 @@ def check_folder(folder: Path, spec: Path, design: Design) -> None:
     """Raise ConfigError if the folder holds another study or anything else."""
     if not (folder / STUDY).is_file():
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
-        # a study killed before it wrote `study.json` leaves these
+        # a study killed before it wrote `study.json` may leave these
         if not all(name.startswith((DATABASE, f".{STUDY}.", f".{SPEC}.")) for name in names):
             raise ConfigError(
                 f"--study {folder} holds something other than a study; choose another folder"
@@ -82,7 +82,7 @@ def run_workers(command: Sequence[str], count: int, threads: int, look: Callable
     called every LOOK_SECONDS. Return 0 if any worker succeeded, else the status of one that failed.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    # Each in its own process group: Ctrl-C reaches only this process, which then ends the workers.
+    # In their own process groups: Ctrl-C reaches only this process, which then ends the workers.
     processes = [
         subprocess.Popen([*command], env=environment, process_group=0) for _ in range(count)
     ]

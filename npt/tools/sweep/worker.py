@@ -1,6 +1,4 @@
-"""A worker runs one trial after another until none is left. Workers communicate only through the
-storage.
-"""
+"""A worker runs one trial after another. Workers communicate only through the storage."""
 
 from __future__ import annotations
 
