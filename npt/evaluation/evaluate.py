@@ -1,4 +1,4 @@
-"""Compare student and floor with the teacher on the same held-out tokens."""
+"""Compare the student and its floor with the teacher on the same held-out tokens."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ COMPARISONS = {
     "4bit_to_npt": ("student", "teacher"),
     "unquantized_to_npt": ("student", "unquantized"),
 }
-"""Name in `fidelity.json`, and (model, what it is measured against)."""
+"""Name in `fidelity.json`, and (model, model that it is compared with)."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Figures of each model, and of each layer.
+    """Agreement of each model, and of each layer, with the teacher.
 
     Attributes:
-        teacher: the base.
-        floor: the converted layers without attention.
+        teacher: the base compared with itself.
+        floor: the converted layers with their attention dropped.
         student: the student.
         initial: the student before training.
-        layers: of each converted layer the NMSE over all valid tokens, fed the teacher's h
-            (`nmse_<model>`) and of the model's own stream (`free_running_<model>`), with `_se`.
-        divergence: where greedy texts part, if that was asked for.
-        attribution: `COMPARISONS`, if an unquantised base was given.
-        positions: the student's figures by how many tokens of the text lie before the one that
-            predicts, in octaves ("0-1", "2-3", "4-7", ...) that two samples or more reach.
+        layers: per converted layer, the mean NMSE per valid token when the layer is fed the
+            teacher's h (`nmse_<model>`) or the model's own (`free_running_<model>`), with `_se`.
+        divergence: where greedy continuations diverge, if it was measured.
+        attribution: figures by name in `COMPARISONS`, if an unquantised base was given.
+        positions: the student's figures by position of the predicting token in its text, in octaves
+            ("0-1", "2-3", "4-7", ...) that at least two samples reach.
     """
 
     teacher: Figures
@@ -73,9 +73,7 @@ class Fidelity:
 
     @property
     def aim(self) -> Figures:
-        """The student against the model it is to be like: the unquantised base if that was
-        measured, else its teacher.
-        """
+        """The student against the unquantised base if that was given, else against its teacher."""
         return self.attribution.get("unquantized_to_npt", self.student)
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,9 +83,7 @@ class Fidelity:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fidelity:
-        """Return the figures of an `as_dict`, now or of an earlier version, through JSON or not;
-        null becomes NaN.
-        """
+        """Return figures from an `as_dict` of this or an earlier version; null becomes NaN."""
         models = {
             name: Figures.from_dict(values[name])
             for name in (*MODES, "initial")
@@ -112,9 +108,7 @@ class Fidelity:
         )
 
     def after(self, initial: Fidelity) -> Fidelity:
-        """Return these figures of the trained student, with those of `initial`'s student, the one
-        before training.
-        """
+        """Return these figures with those of `initial`, measured before training, added."""
         layers = {
             index: values
             | {
@@ -129,11 +123,11 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Reference:
-    """Outputs of an unquantised base, of which nothing but its head is kept.
+    """Outputs of an unquantised base, kept so that the base itself can be freed.
 
     Attributes:
-        states: of each sample the states that its tokens are predicted from, [P, D], on the host.
-        head: lm_head.
+        states: per sample, the final states of the P predicting tokens, [P, D], on the host.
+        head: its lm_head.
     """
 
     states: tuple[Tensor, ...]
@@ -145,14 +139,14 @@ class Reference:
 def reference_outputs(
     model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8
 ) -> Reference:
-    """Run the unquantised base on the samples and keep its outputs, so that it need not be in
-    memory together with the student.
+    """Run the unquantised base on the samples and return its outputs, so that it need not be in
+    memory together with the student. If the model has adapters, its teacher runs.
 
-    Of a model with adapters, the teacher runs. Memory: P * D values on the host for P predicted
-    tokens (1 GiB for 64 Ki tokens of D 4096 in fp32), and the head's V * D values.
+    Memory: P * D values on the host for P predicted tokens (1 GiB for 64 Ki tokens of D 4096 in
+    fp32), and the head's V * D values.
 
     Raises:
-        DataError: token ids outside the vocabulary.
+        DataError: token ids lie outside the vocabulary.
     """
     states: list[Tensor] = []
     with evaluating(model), adapters_disabled(model):
@@ -176,32 +170,32 @@ def evaluate(
     unquantized: PreTrainedModel | Reference | None = None,
     between: Callable[[], None] | None = None,
 ) -> Fidelity:
-    """Compare the student with its teacher and with its floor (the same layers, attention dropped)
-    on the same tokens.
+    """Compare the student with its teacher, and with the floor (the same layers with attention
+    dropped), on the same tokens. The model does not change.
 
-    Three forwards of the model a batch, and three of its head. Memory besides the model: the logits
-    of a chunk of tokens, and the teacher's states after every converted layer, N * D values a
-    layer, for one batch at a time.
+    Each batch takes three forwards of the model and of its head. Besides the model this needs
+    memory for the logits of a chunk of tokens and, for one batch at a time, for the teacher's
+    states after every converted layer: N * D values per layer.
 
     Args:
-        model: with adapters attached; not changed.
-        tokenizer: of the base model.
-        data: records, or samples already cut. Of prompts with completions only the completions'
-            tokens are predicted; the layers' NMSE is over all tokens.
-        data_config: columns of the records and tokens of a sample.
-        batch_size: samples at a time; does not change the figures beyond rounding.
-        max_samples: use at most this many.
-        divergence_prompts: continue the beginnings of so many samples greedily and see where the
-            student leaves its teacher.
-        max_new_tokens: of such a continuation.
-        unquantized: the base before quantisation, to attribute the loss, or what
-            `reference_outputs` kept of it for these samples.
-        between: called before every batch; what it raises ends the evaluation.
+        model: a model with adapters attached.
+        tokenizer: tokenizer of the base.
+        data: records, or samples already cut. For prompts with completions, only the tokens of the
+            completions are predicted; the NMSE of the layers covers all tokens.
+        data_config: how to cut records into samples.
+        batch_size: samples at a time; changes the figures only by rounding.
+        max_samples: evaluate at most this many samples.
+        divergence_prompts: continue the beginnings of this many samples greedily and find where the
+            student diverges from its teacher.
+        max_new_tokens: length limit of such a continuation.
+        unquantized: the base before quantisation, or its `reference_outputs` on these samples, to
+            measure what quantisation and conversion each cost.
+        between: called before every batch; an exception from it ends the evaluation.
 
     Raises:
-        DataError: no tokens to evaluate on, or token ids outside the vocabulary.
-        ConfigError: continuations that leave no room for a prompt.
-        NumericalError: logits of greedy continuations that are not finite.
+        DataError: there are no tokens to evaluate on, or ids lie outside the vocabulary.
+        ConfigError: `max_new_tokens` leaves no room for a prompt.
+        NumericalError: the logits of a greedy continuation are not finite.
         ModelError: no adapters are attached.
     """
     attached_config(model)
@@ -210,7 +204,10 @@ def evaluate(
     if isinstance(unquantized, PreTrainedModel):
         reference = reference_outputs(unquantized, samples, batch_size=batch_size)
     if reference is not None and len(reference.states) != len(samples):
-        raise DataError("the unquantised base was run on other samples than are evaluated on")
+        raise DataError(
+            f"unquantized holds outputs of {len(reference.states)} samples, but {len(samples)} are"
+            " evaluated; run reference_outputs on the same samples"
+        )
     comparisons = COMPARISONS if reference is not None else {}
     pairs = dict.fromkeys([*((mode, "teacher") for mode in MODES), *comparisons.values()])
     sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}

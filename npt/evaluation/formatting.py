@@ -1,7 +1,7 @@
-"""The figures of fidelity for a reader: their names, units, and their writing with an error.
+"""Names, units and formats of the fidelity figures.
 
-Files, tables of studies and `--json` hold plain numbers, in which a share is a fraction and 1 is
-all of it. Terminals and pages write the same share in per cent.
+Files, tables of studies and `--json` hold shares as fractions; terminals and pages write them in
+per cent.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import math
 from dataclasses import dataclass
 
 NO_ERROR = 1e-6
-"""A difference or an error below this is rounding, as that of the teacher against itself."""
+"""A smaller difference or error is rounding, such as the teacher's against itself."""
 
 MORE_DIGITS = 4
-"""Digits at most that are added if a figure would read as the teacher's own."""
+"""Most digits to add so that a figure does not read as the teacher's own."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of fidelity, and its form.
+    """The name and format of a fidelity figure.
 
     Attributes:
-        name: in words, with the unit unless that follows the number.
-        short: for a table's narrow column.
-        digits: after the point.
-        percent: whether it is a share.
-        ideal: the teacher's against itself; None if that depends on the text.
+        name: full name, with the unit unless it follows the number.
+        short: name for a narrow column.
+        digits: digits after the decimal point.
+        percent: the figure is a share, written in per cent.
+        ideal: value of the teacher against itself; None if it depends on the text.
     """
 
     name: str
@@ -57,7 +57,7 @@ FIGURES: dict[str, Figure] = {
     "perplexity": Figure("perplexity", "perplexity", 3),
     "perplexity_ratio": Figure("perplexity over the teacher's", "ratio", 4, ideal=1.0),
 }
-"""By the key that files have them under."""
+"""Figures by their key in files."""
 
 
 COMPARISON_NAMES = {
@@ -65,4 +65,4 @@ COMPARISON_NAMES = {
     "4bit_to_npt": "4-bit to NPT",
     "unquantized_to_npt": "unquantised to NPT",
 }
-"""What is compared, by the key that `fidelity.json` has it under."""
+"""Names of the comparisons by their key in `fidelity.json`."""

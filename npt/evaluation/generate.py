@@ -1,6 +1,6 @@
-"""The text that a model writes after a prompt, by its most likely tokens.
+"""Greedy generation from one prompt.
 
-`npt.student_view(model).generate(...)` is transformers' own way, with its ways to draw.
+To sample, use transformers' `generate` on a view: `npt.student_view(model).generate(...)`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Written:
     """A continuation.
 
     Attributes:
-        text: of the new tokens after the prompt, without special tokens.
-        ended: whether an end token ended it, not the limit.
+        ids: the new tokens.
+        text: their text after the prompt, without special tokens.
+        ended: an end token ended it, not the limit.
     """
 
     ids: tuple[int, ...]
@@ -45,45 +46,43 @@ class Written:
 
 
 def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
-    """Return a prompt's tokens: the text as the user's turn in the tokenizer's chat template, if it
-    has one and `chat` is set, else the text itself.
+    """Return the tokens of a prompt. With `chat` and a chat template, the text becomes the user's
+    turn in that template.
 
     Raises:
-        DataError: no token comes of it, it is no text, or the template refuses it.
+        DataError: the prompt has no token, is not valid text, or the template refuses it.
     """
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # bytes that are no text come as halves of characters
+    except UnicodeEncodeError as error:  # invalid bytes arrive as surrogates
         raise DataError(
-            f"the prompt is broken at character {error.start} ({error.reason}); mend it there"
+            f"the prompt is not valid text at character {error.start} ({error.reason}); fix it"
         ) from error
     if chat and getattr(tokenizer, "chat_template", None) is not None:
         from npt.data.chat import render
 
         try:
             text = render(tokenizer, [{"role": "user", "content": text}], to_answer=True)
-        except Exception as error:  # templates raise what their authors wrote into them
+        except Exception as error:  # a template may raise anything
             raise DataError(
-                f"the chat template refuses the prompt: {str(error)[:200]}; add --raw to leave the"
-                " template aside"
+                f"the chat template refuses the prompt: {str(error)[:200]}; add --raw to skip the"
+                " template"
             ) from error
         ids = bare_tokens(tokenizer, text)
     else:
         ids = prompt_tokens(tokenizer, text)
     if not ids:
-        raise DataError(
-            "the prompt has no token; write something, or use a tokenizer with a start token"
-        )
+        raise DataError("the prompt has no token; add text or use a tokenizer with a start token")
     return ids
 
 
 def write(model: Any, tokenizer: Any, prompt: Sequence[int], max_new_tokens: int = 64) -> Written:
-    """Continue one prompt with the most likely tokens, in the mode of the model's adapters.
+    """Continue one prompt with the most likely tokens; the adapters' mode decides which model does.
 
     Raises:
         ConfigError: prompt and new tokens exceed the model's positions, or an id lies outside the
             vocabulary.
-        NumericalError: logits that are not finite.
+        NumericalError: logits are not finite.
     """
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and len(prompt) + max_new_tokens > positions:
@@ -102,8 +101,8 @@ def write(model: Any, tokenizer: Any, prompt: Sequence[int], max_new_tokens: int
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the index of the first token that differs or that only one text has, None if the two
-    are the same.
+    """Return the index of the first token that differs or that only one text has; None if the texts
+    are equal.
     """
     pairs = itertools.zip_longest(one, other)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)

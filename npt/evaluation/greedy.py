@@ -1,16 +1,15 @@
-"""Greedy texts: continue prompts in batches, and find where the student's leaves its teacher's.
+"""Greedy continuations: continue prompts in batches and find where student and teacher diverge.
 
-Prompts are padded on the left, because a sliding window counts columns. Padding sees itself and
-nothing else, as a document of its own in a packed row does: some attention kernels answer a query
-without a key with NaN. Tokens do not depend on the batch they are in, except for ties that rounding
-decides: rows of another width sum in another order.
+Prompts are padded on the left, because a sliding window counts columns. Padding attends only to
+itself, like a separate document in a packed row, because some attention kernels return NaN for a
+query without keys. The batch affects a token only where rounding decides a tie.
 
-The teacher continues each prompt; on its tokens the student is asked, position by position, for
-its own. Up to the first difference the two texts are the same, so one forward of the student finds
-where its own text would leave its teacher's.
+The teacher continues each prompt, and the student predicts each token of the continuation. Up to
+the first difference the two texts are the same, so one forward of the student finds where its own
+text would diverge.
 
-Some texts never part within the limit on new tokens. They count with all of their tokens, so the
-mean number of tokens that agree is a lower bound; a mean over the others would be biased low.
+Some continuations never diverge within the limit. They are right-censored and count with all of
+their tokens, so the mean number of tokens that agree is a lower bound.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from npt.evaluation.metrics import (
 )
 
 MODES: tuple[Mode, ...] = ("teacher", "student")
-PROMPT_TOKENS = 32  # of a text, at most
+PROMPT_TOKENS = 32  # longest prompt to take from a text
 
 
 @torch.no_grad()
@@ -50,14 +49,13 @@ def continue_greedily(
     ends: Collection[int],
     names: Sequence[str],
 ) -> list[list[int]]:
-    """Append the most likely token again and again, in the mode of the model's adapters; return the
-    new tokens of each prompt: up to the limit, or to one of `ends`, included.
+    """Return the most likely continuation of each prompt, up to `limit` tokens or to one of `ends`,
+    included. The adapters' mode decides which model writes.
 
-    Memory: the cache, and the fp32 form of a head that is stored in 16 bit, 4 V D bytes.
+    Memory: the cache and, for a head stored in 16 bits, its fp32 form of 4 V D bytes.
 
     Raises:
-        NumericalError: logits that are not finite, of which argmax would make a token all the same;
-            `names` are those of the prompts in it.
+        NumericalError: logits are not finite. The message names the prompt by `names`.
     """
     device = next(model.parameters()).device
     batch, mask = _padded(prompts, model.config._attn_implementation in MASKED)
@@ -72,28 +70,27 @@ def continue_greedily(
             cache = out.past_key_values
             logits = model.lm_head(out.last_hidden_state[:, -1].to(device)).to(device)
             ids = logits.argmax(dim=-1, keepdim=True)
-            # one answer from the device: the token, or -1 if it is none
+            # one transfer from the device: the token, or -1 if logits are not finite
             answers = torch.where(torch.isfinite(logits).all(dim=-1), ids[:, 0], -1).tolist()
             for row in sorted(open_rows):
                 if answers[row] < 0:
                     raise NumericalError(
                         f"the logits after token {len(prompts[row]) + len(added[row])} of"
-                        f" {names[row]} are not finite; npt trace finds the operation"
+                        f" {names[row]} are not finite; run npt trace to find the operation"
                     )
                 added[row].append(answers[row])
                 if answers[row] in ends or len(added[row]) >= limit:
                     open_rows.discard(row)
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
             positions = positions[:, -1:] + 1
-            # every query is a token now, which has keys
+            # from now on every query is a token, which has keys
             inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     return added
 
 
 def _padded(prompts: Sequence[Sequence[int]], apart: bool) -> tuple[Batch, Tensor]:
-    """Return the prompts padded on the left by their own first tokens, so that the embedding of the
-    pad token does not matter, and their mask. With `apart` padding is a document of its own: it
-    sees itself, and nothing else sees it.
+    """Return the prompts, padded on the left, and their mask. Each is padded with its first token,
+    so that the pad token's embedding does not matter. With `apart`, padding is a separate document.
     """
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[*[prompt[0]] * (width - len(prompt)), *prompt] for prompt in prompts])
@@ -107,9 +104,7 @@ def _padded(prompts: Sequence[Sequence[int]], apart: bool) -> tuple[Batch, Tenso
 
 
 def end_ids(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:
-    """Return the ids that end a text: the tokenizer's, and those of the model's generation
-    settings, which know more.
-    """
+    """Return the ids that end a text, from the tokenizer and the generation settings."""
     further = getattr(model.generation_config, "eos_token_id", None)
     further = further if isinstance(further, list | tuple) else [further]
     ids = (getattr(tokenizer, "eos_token_id", None), *further)
@@ -118,13 +113,13 @@ def end_ids(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Student against teacher on the teacher's continuation of one prompt.
+    """The student compared with its teacher on the teacher's continuation of one prompt.
 
     Attributes:
-        completion: the teacher's tokens, C of them.
-        figures: [C, len(COLUMNS)], per token.
-        position: index of the first token at which the student leaves, if any.
-        student_token: its own there.
+        completion: the teacher's C tokens.
+        figures: [C, len(COLUMNS)], figures per token.
+        position: index of the first token at which the student diverges, if any.
+        student_token: the student's token there.
     """
 
     prompt: Sample
@@ -138,11 +133,10 @@ class Comparison:
 def compare_prompts(
     model: PreTrainedModel, prompts: Sequence[Sample], max_new_tokens: int, ends: frozenset[int]
 ) -> list[Comparison]:
-    """Continue each prompt greedily with the teacher, and compare the student on its tokens.
+    """Continue each prompt greedily with the teacher, and compare the student on those tokens.
 
-    The student leaves at the first token that is not its most likely one. A token that the teacher
-    itself would not write again in the pass that compares the two (a tie, which rounding decides)
-    does not count.
+    The student diverges at the first token that is not its own most likely one. A token that the
+    teacher would not choose again in this forward does not count: rounding decided a tie.
     """
     check_ids(collate(prompts), model, "prompts")
     names = [prompt.id for prompt in prompts]
@@ -154,7 +148,7 @@ def compare_prompts(
         Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new))
         for p, new in zip(prompts, added, strict=True)
     ]
-    # Padded on the right by a token of the batch: every padded query has keys, and the pad token
+    # Pad on the right with a token of the batch: every padded query has keys, and the pad token
     # needs no embedding.
     batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
     hidden: dict[Mode, Tensor] = {}
@@ -176,8 +170,8 @@ def compare_prompts(
     ):
         if not torch.isfinite(per_token).all():
             raise NumericalError(
-                f"the student's logits after {prompt.id} are not finite; npt trace --adapter finds"
-                " the operation"
+                f"the student's logits after {prompt.id} are not finite; run npt trace --adapter to"
+                " find the operation"
             )
         position = next(iter(leaving.nonzero()[:, 0].tolist()), None)
         token = None if position is None else int(of_student[position])
@@ -188,15 +182,13 @@ def compare_prompts(
 
 @dataclass(frozen=True)
 class Divergence(Measured):
-    """Greedy texts of student and teacher after the same prompts; `_se` is the standard error, over
-    prompts, of the figure before it.
+    """Greedy continuations of the same prompts by student and teacher.
 
     Attributes:
-        prompts: how many there are.
-        parted: those whose two texts differ within `max_new_tokens`.
-        tokens: of the teacher's texts.
-        agreed: mean number of tokens that are the same before the first difference, the limit or
-            the end.
+        parted: number of prompts whose two continuations differ.
+        tokens: number of tokens in the teacher's continuations.
+        agreed: mean number of tokens before the first difference, the limit or the end.
+        agreed_se: its standard error over prompts.
     """
 
     prompts: int
@@ -208,7 +200,7 @@ class Divergence(Measured):
 
 
 def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Divergence:
-    """Return the figures of at least one comparison, made with this limit on new tokens."""
+    """Return the figures of one or more comparisons made with this limit on new tokens."""
     agreed = [len(c.completion) if c.position is None else c.position for c in comparisons]
     mean, error = mean_and_error(
         torch.tensor(agreed, dtype=torch.float64), torch.ones(len(agreed), dtype=torch.float64)
@@ -226,16 +218,16 @@ def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Diverg
 def parting_prompts(
     samples: Sequence[Sample], max_new_tokens: int, positions: int | None
 ) -> list[Sample]:
-    """Return the samples' prompts: the text before a completion, or the leading tokens of the first
-    document. They lose their beginning to fit the model's positions.
+    """Return a prompt from each sample: the text before a completion, or the leading tokens of the
+    first document. A prompt too long for the model's positions loses its beginning.
 
     Raises:
-        ConfigError: no room for a prompt.
+        ConfigError: `max_new_tokens` leaves no room for a prompt.
     """
     room = PROMPT_TOKENS + max_new_tokens if positions is None else positions - max_new_tokens
     if max_new_tokens < 1 or room < 1:
         raise ConfigError(
-            f"--max_new_tokens is {max_new_tokens}; it must be at least 1 and below the model's"
+            f"--max_new_tokens {max_new_tokens} must be at least 1 and below the model's"
             f" {positions} positions"
         )
     prompts = []
@@ -256,7 +248,7 @@ def measure_divergence(
     batch_size: int,
     between: Callable[[], None] | None = None,
 ) -> Divergence:
-    """Continue the prompts and compare, `between` being called before every batch."""
+    """Continue and compare the prompts in batches; `between` is called before each."""
     comparisons: list[Comparison] = []
     for start in range(0, len(prompts), batch_size):
         if between is not None:

@@ -1,4 +1,4 @@
-"""Held-out samples, by the rule that training and evaluation share."""
+"""Choose held-out samples, by the same rule in training and evaluation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def evaluation_samples(
     vocab_size: int,
     heldout: Iterable[Record] | None = None,
 ) -> tuple[list[Sample], bool]:
-    """Return at most `count` samples to evaluate on, and whether they are held out: spread over
-    `heldout`, the source's own held-out records, else the one in twenty that training on `records`
-    leaves out; if there is none, training samples. Samples with ids outside the vocabulary are left
-    out.
+    """Return at most `count` samples to evaluate on, and whether they are held out.
+
+    They come from `heldout`, the source's own held-out records, else from the one sample in twenty
+    that training on `records` leaves out, else from the training samples. Samples with ids outside
+    the vocabulary are skipped.
     """
     if heldout is not None:
         samples = spread(within(cut(heldout, tokenizer, config), vocab_size), count)
@@ -37,7 +38,7 @@ def evaluation_samples(
 
 
 def spread(samples: Iterable[Sample], count: int) -> list[Sample]:
-    """Return `count` samples drawn from the first 64 times as many, the same in every run: a few
-    long texts do not make up an evaluation, and runs are compared on the same tokens."""
+    """Return `count` samples drawn from the first 64 times as many, so that a few long texts do not
+    dominate. Every run draws the same ones, so that runs are compared on the same tokens."""
     pool = list(itertools.islice(samples, 64 * count))
     return pool if len(pool) <= count else random.Random("evaluation").sample(pool, count)

@@ -1,8 +1,8 @@
-"""The distance of each layer's output from the teacher's, taken while the model's own forward runs.
+"""Distance of each layer's output from the teacher's, measured during the model's own forward.
 
-Teacher-forced: the layer is fed the teacher's state, so its figure is its own fault alone.
-Free-running: the student's stream after the layer against the teacher's stream there, so its figure
-shows how error compounds with depth.
+Teacher-forced: the layer is fed the teacher's state, so the figure shows the error of this layer
+alone. Free-running: the layer is fed the student's state, so the figure shows how errors compound
+with depth.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ Key = tuple[int, str]
 
 
 class LayerErrors:
-    """NMSE of the converted layers: of every batch pass the teacher through `watching` first, then
-    floor and student, and `add` it.
+    """NMSE of the converted layers. For every batch, run teacher, then floor and student inside
+    `watching`, then call `add`.
 
-    Until a batch is added the teacher's states after every converted layer are kept: N * D values a
-    layer.
+    Memory: the teacher's states after every converted layer, N * D values per layer, until `add`.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -44,7 +43,7 @@ class LayerErrors:
 
     @contextmanager
     def watching(self, batch: Batch, mode: Mode) -> Iterator[None]:
-        """Let the model compute `mode` on a batch, and compare its layers."""
+        """Set the model to `mode` and compare its layers during a forward on this batch."""
         with adapter_mode(self._model, mode), ExitStack() as stack:
             for index, layer in self._layers:
                 if mode == "teacher":
@@ -86,7 +85,7 @@ class LayerErrors:
         stack.callback(layer.register_forward_hook(compare).remove)
 
     def add(self, batch: Batch) -> None:
-        """Sum a batch's errors by sample, in fp64 on the host, and drop its states."""
+        """Sum a batch's errors per sample, in fp64 on the host, and free its states."""
         count, length = batch.input_ids.shape
         rows = batch.valid_index.cpu() // length
         for key, values in self._per_token.items():
@@ -97,7 +96,7 @@ class LayerErrors:
         self._targets, self._per_token = {}, {}
 
     def figures(self) -> dict[int, dict[str, float]]:
-        """Return by layer the mean NMSE per valid token by name, and its standard error over
+        """Return per layer the mean NMSE per valid token by name, and its standard error over
         samples as `<name>_se`.
         """
         counts = torch.cat(self._counts)
@@ -109,6 +108,6 @@ class LayerErrors:
 
 
 def _rows(batch: Batch, states: Tensor) -> Tensor:
-    """Return the valid tokens' rows of [B, T, D] states: [N, D]."""
+    """Return the rows of valid tokens, [N, D], from states [B, T, D]."""
     valid = batch.valid_index.to(states.device)
     return states.reshape(-1, states.shape[-1]).index_select(0, valid)

@@ -1,9 +1,8 @@
-"""Agreement of two models' next-token distributions, summed per sample so that every figure gets an
-honest standard error.
+"""Agreement of two models' next-token distributions, with standard errors.
 
-Tokens of one text are not independent, samples nearly are. So the error of a mean over tokens is
-taken over samples, as that of a ratio of two sums (the linearised, or delta-method, variance of a
-ratio estimator; Cochran, Sampling Techniques, 1977, ch. 6).
+Tokens of one text are not independent, but samples nearly are. The standard error of a mean over
+tokens is therefore taken over samples, by the linearised (delta-method) variance of a ratio
+estimator (Cochran, Sampling Techniques, 1977, ch. 6).
 """
 
 from __future__ import annotations
@@ -26,37 +25,35 @@ from npt.errors import DataError
 COLUMNS = ("teacher_nll", "nll", "kl", "top1", "acceptance", "tokens")
 
 Pair = tuple[str, str]
-"""(a model, the one that it is measured against), by name."""
+"""(model, model that it is compared with), by name."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Numbers that a JSON file holds, null for what is not finite."""
+    """Numbers that read from and write to JSON, where null stands for a non-finite number."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return what a file holds, now or of an earlier version, which had more; null becomes NaN.
-        KeyError if a number is missing.
-        """
+        """Return the numbers of a file; null becomes NaN. Raise KeyError if one is missing."""
         plain = nan_for_null(values)
         return cls(**{field.name: plain[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)
 class Figures(Measured):
-    """One model against the teacher on the same tokens; `_se` is the standard error of the figure
-    before it.
+    """One model compared with the teacher on the same tokens. `<name>_se` is the standard error.
 
     Attributes:
+        tokens: number of predicted tokens.
         perplexity: exp of the mean negative log-likelihood of the text.
-        perplexity_ratio: over the teacher's, its error from paired differences.
+        perplexity_ratio: model's over the teacher's perplexity; the error uses paired differences.
         kl: KL(teacher || model), nats per token.
-        top1: share of tokens on which the teacher's most likely token is the model's.
-        acceptance: sum over the vocabulary of min(p, q), the expected rate at which speculative
-            sampling would accept the model's draft.
+        top1: share of tokens for which both models find the same token most likely.
+        acceptance: mean over tokens of sum(min(p, q)) over the vocabulary, the expected rate at
+            which speculative sampling accepts drafts of the model.
     """
 
     tokens: int
@@ -73,15 +70,15 @@ class Figures(Measured):
 
 
 def nan_for_null(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with NaN for null, as which JSON writes it."""
+    """Return the values with NaN in place of null."""
     return {key: math.nan if value is None else value for key, value in values.items()}
 
 
 def check_ids(batch: Batch, model: PreTrainedModel, data: str) -> None:
-    """Raise DataError, about these data, if the batch has a fault or an id without a token."""
+    """Raise DataError if the batch has a fault or ids outside the vocabulary; `data` names it."""
     fault = find_fault(batch, model.config.vocab_size)
     if fault is not None:
-        raise DataError(f"{data}: {fault}; is this the tokenizer of the model?")
+        raise DataError(f"{data}: {fault}; check the data and use the tokenizer of the model")
 
 
 def checked_batches(
@@ -90,7 +87,7 @@ def checked_batches(
     data: str,
     between: Callable[[], None] | None = None,
 ) -> Iterator[Batch]:
-    """Yield batches on the model's device, checked; `between` is called before each."""
+    """Yield checked batches on the model's device; `between` is called before each."""
     device = next(model.parameters()).device
     for batch in batches:
         if between is not None:
@@ -100,16 +97,15 @@ def checked_batches(
 
 
 def predicting(batch: Batch) -> Tensor:
-    """Return [B, T - 1] bool: a valid token, followed by one to predict."""
+    """Return [B, T - 1] bool: True for a valid token that is followed by a token to predict."""
     return (batch.labels[:, 1:] != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
 
 
 def final_states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return the last hidden states, after the final norm, from which a token is predicted: [P, D],
-    row by row. The model's own forward is used, in the mode of its adapters, as users do.
+    """Return the final states (after the last norm) of the P predicting tokens, row by row: [P, D].
+    The model's own forward runs, in the mode of its adapters.
     """
-    # Padding is filled with a real token of its row: a broken embedding of the pad token is
-    # nobody's business here.
+    # Fill padding with a real token of its row, since the pad token's embedding may be broken.
     first = batch.attention_mask.argmax(dim=-1, keepdim=True)
     filled = torch.where(
         batch.attention_mask.bool(), batch.input_ids, batch.input_ids.gather(1, first)
@@ -120,7 +116,7 @@ def final_states(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 _Predicted = tuple[Tensor, Tensor]
-"""Log-probabilities of N tokens, [N, V] fp32, and the most likely ones, [N]."""
+"""Log-probabilities at N positions, [N, V] fp32, and the most likely tokens, [N]."""
 
 
 def compare_pairs(
@@ -130,15 +126,16 @@ def compare_pairs(
     vocab_size: int,
     pairs: Sequence[Pair],
 ) -> dict[Pair, Tensor]:
-    """Return [N, len(COLUMNS)] fp32 per pair of models: the quantities of COLUMNS, per token. Every
-    model goes through its head once, whatever the pairs. Memory: logits of a chunk of tokens, and
-    the fp32 form of a head that is stored in 16 bit.
+    """Return per pair of models the quantities of COLUMNS per token: [N, len(COLUMNS)] fp32.
+
+    Each head runs once per model. Memory: the logits of a chunk of tokens and, for a head stored in
+    16 bits, its fp32 form.
 
     Args:
-        hidden: [N, D] of each model.
-        heads: of each model.
+        hidden: [N, D] states of each model.
+        heads: head of each model.
         targets: [N], the next tokens of the text.
-        pairs: a model, and the one that it is measured against.
+        pairs: (model, model that it is compared with).
     """
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     rows = max(1, LOGIT_CHUNK // vocab_size)
@@ -164,7 +161,7 @@ def compare_pairs(
 def _columns(model: _Predicted, teacher: _Predicted, targets: Tensor) -> Tensor:
     (log_q, likeliest), (log_p, wanted) = model, teacher
     pick = targets.unsqueeze(-1)
-    # the most likely of NaN is some token
+    # argmax of NaN is still a token
     numbers = ~(torch.isnan(log_q[:, 0]) | torch.isnan(log_p[:, 0]))
     return torch.stack(
         [
@@ -180,12 +177,11 @@ def _columns(model: _Predicted, teacher: _Predicted, targets: Tensor) -> Tensor:
 
 
 def overlap_of(p: Tensor, q: Tensor) -> Tensor:
-    """Return sum_v min(p, q): [N, V] twice -> [N], the rate at which speculative sampling accepts a
-    draft of q.
+    """Return sum_v min(p, q) for p and q [N, V]: [N], the rate at which speculative sampling from p
+    accepts a draft of q.
 
-    In fp32 the probabilities of a large vocabulary add up to 1 only within some 1e-5, so the sum is
-    taken over that of the larger one: it is never above 1, since rounded sums in one order grow
-    with what is added, and 1 to the last bit if both are the same.
+    In fp32 the probabilities of a large vocabulary add up to 1 only within about 1e-5. Dividing by
+    the larger of the two sums makes the rate exactly 1 for equal distributions and never above 1.
     """
     return torch.minimum(p, q).sum(dim=-1) / torch.maximum(p.sum(dim=-1), q.sum(dim=-1))
 
@@ -193,7 +189,7 @@ def overlap_of(p: Tensor, q: Tensor) -> Tensor:
 def compare_tokens(
     hidden: Tensor, teacher_hidden: Tensor, targets: Tensor, head: torch.nn.Module, vocab_size: int
 ) -> Tensor:
-    """Return `compare_pairs` of one model and its teacher, which share a head."""
+    """Return `compare_pairs` for a model and a teacher that share a head."""
     heads = {"model": head, "teacher": head}
     states = {"model": hidden, "teacher": teacher_hidden}
     pair = ("model", "teacher")
@@ -201,15 +197,15 @@ def compare_tokens(
 
 
 def most_likely(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
-    """Return the most likely token after each of these states: [N, D] -> [N]."""
+    """Return the most likely token after each state: [N, D] -> [N]."""
     with cast_once(head):
         parts = hidden.split(max(1, LOGIT_CHUNK // vocab_size))
         return torch.cat([head(part).argmax(dim=-1).to(hidden.device) for part in parts])
 
 
 def per_sample_sums(per_token: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Sum [N, len(COLUMNS)] per-token quantities by sample: rows [N] are the samples of the tokens,
-    of `count` samples. Returned in fp64 on the host, without samples that predict nothing.
+    """Return per-sample sums of [N, len(COLUMNS)] per-token quantities, in fp64 on the host. `rows`
+    [N] gives the sample of each token, out of `count`; samples without tokens are dropped.
     """
     sums = torch.zeros(count, len(COLUMNS), dtype=torch.float64)
     sums.index_add_(0, rows.cpu(), per_token.to("cpu", torch.float64))
@@ -217,8 +213,9 @@ def per_sample_sums(per_token: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float]:
-    """Return the mean per token and its standard error over samples, NaN for fewer than two, from
-    fp64 sums over each sample's tokens, [C], and the numbers of these, [C].
+    """Return the mean per token and its standard error over samples, NaN for fewer than two.
+
+    `sums` [C] are fp64 sums over each sample's tokens, `counts` [C] the numbers of tokens.
     """
     total, n = float(counts.sum()), len(counts)
     mean = float(sums.sum()) / total
@@ -229,7 +226,7 @@ def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float]:
 
 
 def figures(per_sample: Tensor) -> Figures:
-    """Return the figures of [C, len(COLUMNS)] per-sample sums in fp64."""
+    """Return the figures from per-sample sums, [C, len(COLUMNS)] in fp64."""
     column = {name: per_sample[:, i] for i, name in enumerate(COLUMNS)}
     counts = column["tokens"]
     nll, nll_se = mean_and_error(column["nll"], counts)

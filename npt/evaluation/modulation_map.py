@@ -1,12 +1,12 @@
-"""The modulation of every token of a text by every converted layer, as plain numbers.
+"""How strongly each converted layer modulates each token of a text, as plain numbers.
 
-In an NPT layer attention reaches a token's MLP through the modulation alone. So what the modulation
-changes, token by token and layer by layer, is what the context does there:
+In an NPT layer attention reaches a token's MLP only through the modulation, so the change that the
+modulation makes shows the effect of the context there:
 
     change = ||MLP'(x) - MLP(x)|| / ||MLP(x)||
 
-for the same input x, with the modulation and without: 0 if it changes nothing, 1 if the change is
-as large as the output itself. Left out: the change that later layers make of it.
+for the same input x, with and without the modulation: 0 is no change, 1 a change as large as the
+output itself. Effects on later layers are not included.
 
 Shapes: T tokens, L converted layers, D hidden.
 """
@@ -32,24 +32,24 @@ from npt.evaluation.metrics import COLUMNS, compare_tokens, most_likely
 Stages = dict[str, Tensor | None]
 
 _CONTEXT = 8
-"""Tokens that are decoded before a token, at least: alone it would lose its leading space."""
+"""Tokens to decode before a token, since a token decoded alone loses its leading space."""
 
 
 @dataclass(frozen=True)
 class ModulationMap:
-    """The student's modulation along a text, and its distance from the teacher there, in fp32 on
-    the host. A number that is not finite stays so.
+    """The student's modulation along a text and its KL from the teacher, in fp32 on the host.
+    Non-finite numbers are kept.
 
     Attributes:
-        ids: [T], the text.
-        layers: L indices.
-        targets: names.
+        ids: [T], token ids of the text.
+        layers: indices of the L converted layers.
+        targets: names of the targets.
         change: [T, L], ||MLP'(x) - MLP(x)|| / ||MLP(x)||.
-        kl: [T], KL(teacher, student) in nats of the predictions of each token from those before it.
-            Nothing predicts the first token: its entry is NaN.
-        teacher_first: [T] int64, the token that the teacher finds most likely there; -1 for the
+        kl: [T], KL(teacher, student) in nats between their predictions of each token; NaN for the
+            first token, which nothing predicts.
+        teacher_first: [T] int64, the teacher's most likely token at each position; -1 for the
             first.
-        student_first: the same of the student.
+        student_first: the student's, in the same form.
     """
 
     ids: Tensor
@@ -65,8 +65,8 @@ class ModulationMap:
         return token_texts(tokenizer, self.ids.tolist())
 
     def as_dict(self, tokenizer: Any) -> dict[str, Any]:
-        """Return plain values with three digits, and tokens as the tokenizer writes them, for JSON
-        and for `npt/report/generated.py`.
+        """Return plain values with three digits, and the text of each token, for JSON and for
+        `npt/report/generated.py`.
         """
         values: dict[str, Any] = {"tokens": self.texts(tokenizer), "layers": list(self.layers)}
         for name in ("change", "kl"):
@@ -79,17 +79,15 @@ class ModulationMap:
 
 @torch.no_grad()
 def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
-    """Run teacher and student over a text, and measure the modulation of each of its tokens.
-
-    The text need not be the student's own: `ids` may be a text that the teacher or a person wrote.
-    The model does not change. Memory: the logits of a few tokens at a time.
+    """Run teacher and student over a text and measure the modulation of each token. The text may
+    come from anywhere, and the model does not change. Memory: the logits of a few tokens at a time.
 
     Args:
-        model: with adapters attached, or a view of such a model.
-        ids: [T], or [1, T], token ids of the text, its start token included.
+        model: a model with adapters attached, or a view of one.
+        ids: [T] or [1, T], token ids of the text, start token included.
 
     Raises:
-        ConfigError: no tokens, or ids outside the vocabulary.
+        ConfigError: there are no tokens, or ids lie outside the vocabulary.
         ModelError: no adapters are attached.
     """
     config = attached_config(model)
@@ -126,7 +124,7 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
 
 
 def _unmodulated(layer: NPTLayer, stages: Stages) -> Tensor:
-    """Return the MLP's output [T, D] for the input of a pass, unmodulated."""
+    """Return the unmodulated MLP output [T, D] for the same input."""
     plain: Stages = {}
     adapter: Any = layer.npt
     mode = adapter.mode
@@ -140,17 +138,16 @@ def _unmodulated(layer: NPTLayer, stages: Stages) -> Tensor:
 
 
 def _row(stages: Stages, name: str) -> Tensor:
-    """Return the one row of a stage [1, T, O], in fp32: [T, O]."""
+    """Return the only row of a stage [1, T, O] in fp32: [T, O]."""
     states = stages[name]
     assert states is not None
     return states[0].to(torch.float32)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token within its text, special tokens included.
+    """Return the text that each token adds, special tokens included.
 
-    A token may be a part of a character: its text is then U+FFFD, and the character belongs to the
-    token that ends it.
+    If a character spans several tokens, the last one gets the character and the others U+FFFD.
     """
     texts = []
     for number, token in enumerate(ids):

@@ -1,8 +1,4 @@
-"""The figures of an evaluation for a terminal: models, layers, positions, attribution, greedy
-divergence.
-
-A figure is a row and a model a column, so that all of it fits 80 columns, errors included.
-"""
+"""Tables of an evaluation for the terminal, with models as columns to fit 80 characters."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ _ROWS = ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
 def print_fidelity(
     fidelity: Fidelity, console: Console | None = None, text: str = "held-out"
 ) -> None:
-    """Print models and layers, and what else was measured; `text` names the text evaluated on."""
+    """Print everything that was measured; `text` describes the tokens evaluated on."""
     console = console if console is not None else Console()
     models = {
         "floor": fidelity.floor,
@@ -33,7 +29,7 @@ def print_fidelity(
         "student": fidelity.student,
         "teacher": fidelity.teacher,
     }
-    title = f"Fidelity to the teacher on {fidelity.teacher.tokens:,} {text} tokens"
+    title = f"Fidelity on {fidelity.teacher.tokens:,} {text} tokens"
     measured = {name: f for name, f in models.items() if f is not None}
     console.print(_figures_table(f"{title} (± standard error)", measured))
     console.print(_layers_table(fidelity))
@@ -41,7 +37,7 @@ def print_fidelity(
         console.print(_positions_table(fidelity.positions))
     if fidelity.attribution:
         columns = {COMPARISON_NAMES[name]: f for name, f in fidelity.attribution.items()}
-        console.print(_figures_table("What quantisation costs, and what the conversion", columns))
+        console.print(_figures_table("Cost of quantisation and of conversion", columns))
     if fidelity.divergence is not None:
         console.print(Text(divergence_line(fidelity.divergence)))
 
@@ -50,8 +46,8 @@ def divergence_line(d: Divergence) -> str:
     known = math.isfinite(d.agreed_se) and d.agreed_se >= NO_ERROR
     error = f" ± {d.agreed_se:.1f}" if known else ""
     return (
-        f"Greedy texts of student and teacher after {d.prompts} prompts, up to {d.max_new_tokens}"
-        f" tokens: {d.parted} part; {d.agreed:.1f}{error} tokens agree before that, on average."
+        f"Greedy continuations of {d.prompts} prompts, up to {d.max_new_tokens} tokens: student and"
+        f" teacher diverge in {d.parted}; they agree for {d.agreed:.1f}{error} tokens on average."
     )
 
 
@@ -72,7 +68,7 @@ def _figures_table(title: str, models: Mapping[str, Figures]) -> Table:
 
 def _positions_table(positions: Mapping[str, Figures]) -> Table:
     names = ("perplexity_ratio", "kl", "top1")
-    title = "The student by position, the tokens before the one that predicts"
+    title = "Student by position in the text"
     headings = ["tokens", *(FIGURES[name].short for name in names)]
     table = _table(title, ["position"], headings)
     for octave, f in positions.items():
@@ -91,7 +87,7 @@ def _layers_table(fidelity: Fidelity) -> Table:
         for model, heading in (("floor", "floor"), ("initial", "before"), ("student", "student"))
         if any(f"{kind}_{model}" in values for values in fidelity.layers.values())
     }
-    title = "NMSE after each layer: fed the teacher's states (forced), running on its own (free)"
+    title = "Layer NMSE, fed the teacher's states (forced) or its own (free)"
     index_column = Column("layer", justify="right", no_wrap=True)
     table = _table(title, [index_column], columns.values())
     for index, values in fidelity.layers.items():

@@ -1,9 +1,9 @@
-"""Views of one model: each runs in its own mode, as teacher, student or floor, and shares all else.
+"""Views of one model that each run in their own mode: teacher, student or floor.
 
-Code that takes two models at once takes two views: each is a shallow copy, with settings of its own
-for generation, whose forward is the model's own with its adapters' mode set for as long as it runs.
-Weights, buffers and modules are the model's, also as they change later; a view costs no memory and
-does not keep the adapters alive after `detach`.
+Pass two views to code that takes two models. A view is a shallow copy with its own generation
+settings. Its forward sets the adapters' mode, runs the model's forward and restores the mode.
+Weights, buffers and modules stay shared, so a view takes no memory and does not keep the adapters
+alive after `detach`.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from npt.adapters.layer import Mode
 
 
 def student_view(model: PreTrainedModel) -> Any:
-    """Return the model as its student, for example as the draft model of its teacher:
+    """Return a view that runs as the student, for example to draft for the teacher:
     `teacher_view(model).generate(..., assistant_model=student_view(model))`."""
     return mode_view(model, "student")
 
 
 def teacher_view(model: PreTrainedModel) -> Any:
-    """Return the model as its teacher, the base."""
+    """Return a view that runs as the teacher, the base."""
     return mode_view(model, "teacher")
 
 
 def mode_view(model: PreTrainedModel, mode: Mode) -> Any:
-    """Return a model of the same class that runs in `mode`, and leaves the given one in its own.
+    """Return a view of the model that runs in `mode`; the model keeps its own mode.
 
-    `config` and `generation_config` are copies, hooks on the view itself its own; hooks on the
-    model run as well. Forward and generate obey the mode; `view.model` is the shared decoder, in
-    the mode that it is in.
+    Forward and generate use the mode, but `view.model` is the shared decoder in its current mode.
+    `config` and `generation_config` are copies. A forward runs the hooks of the view and those of
+    the model.
 
     Args:
-        model: with adapters attached, or a view of such a model.
+        model: a model with adapters attached, or a view of one.
         mode: student, teacher or floor.
 
     Raises:
-        ModelError: no adapters are attached; of a forward, that they were detached since.
+        ModelError: no adapters are attached. A later forward raises it if they were detached.
     """
     model = viewed(model)
     attached_config(model)
     view = copy.copy(model)
     for name, value in vars(model).items():
-        # The view's hooks stay off the model, whose own run when the view calls it, and only then.
+        # Start without hooks: those of the model run when the view calls it.
         if name.startswith(("_forward_", "_backward_")):
             vars(view)[name] = type(value)()
         elif isinstance(value, dict | set):
             vars(view)[name] = copy.copy(value)
-    vars(view)[VIEWED] = model  # past Module.__setattr__, which would take it for a child
+    vars(view)[VIEWED] = model  # Module.__setattr__ would register it as a child
     view.config = copy.deepcopy(model.config)
     view.generation_config = copy.deepcopy(model.generation_config)
 
-    @functools.wraps(model.forward)  # generate looks at the signature
+    @functools.wraps(model.forward)  # generate inspects the signature
     def forward(*args: Any, **kwargs: Any) -> Any:
         attached_config(model)
         with adapter_mode(model, mode):

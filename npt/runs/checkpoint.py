@@ -6,9 +6,8 @@
       state.json          counters, position in the data, settings, the base's hash
       manifest.json       sha256 and size of every file; written last
 
-A checkpoint exists as a whole or not at all, and holds safetensors and JSON only: nothing in it can
-run code. It may come from somebody else, so all of it is checked against what the run needs before
-anything is changed.
+A checkpoint is written as a whole or not at all. It holds only safetensors and JSON, so it cannot
+run code. Because it may come from somebody else, it is checked in full before anything changes.
 """
 
 from __future__ import annotations
@@ -73,12 +72,12 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class State:
-    """A checkpoint's content, checked against the model, so restoring it cannot fail halfway.
+    """A checkpoint's content, checked against the model so that restoring cannot fail halfway.
 
     Attributes:
         snapshot: adapters and optimizer state.
-        spikes: the spike guard's history, if there is one.
-        random_states: by process.
+        spikes: losses and norms that the spike guard remembers, if it is on.
+        random_states: random state by process.
     """
 
     step: int
@@ -87,9 +86,7 @@ class State:
     random_states: Mapping[int, Mapping[str, Tensor]]
 
     def restore(self, window: GradientWindow) -> None:
-        """Restore adapters, moments, spike guard and step count of an empty window over the same
-        parameters.
-        """
+        """Restore adapters, moments, spike guard and step count into an empty window."""
         update = window.update
         with torch.no_grad():
             for name, parameter in zip(update.names, update.parameters, strict=True):
@@ -107,8 +104,8 @@ class Checkpoint:
     """A verified checkpoint.
 
     Attributes:
-        record: `state.json`.
-        headers: of `state.safetensors`.
+        record: content of `state.json`.
+        headers: dtypes and shapes in `state.safetensors`.
     """
 
     folder: Path
@@ -131,10 +128,12 @@ class Checkpoint:
         return Fidelity.from_dict(self.record["initial"])
 
     def state(self, model: PreTrainedModel, base: BaseIdentity) -> State:
-        """Return everything that is restored, checked; the model is not changed.
+        """Return everything to restore, checked against a model with adapters of the same form. The
+        model does not change.
 
-        The model has adapters of the checkpoint's form. CheckpointError if the state does not fit,
-        AdapterFileError if the adapter does not, or the base is another one.
+        Raises:
+            CheckpointError: the state does not fit the adapters.
+            AdapterFileError: the adapter does not fit the model, or the base differs.
         """
         path = self.folder / TENSORS
         _, adapters = read_adapter(model, self.folder / ADAPTER, base=base)
@@ -166,14 +165,14 @@ class Checkpoint:
                     torch.Generator(device).set_state(state)
             except (RuntimeError, TypeError, ValueError) as problem:
                 raise CheckpointError(
-                    f"{path}: the tensor {shown(name)} is no random state"
-                    f" ({first_line(problem)}); copy it again"
+                    f"{path}: the tensor {shown(name)} is not a random state"
+                    f" ({first_line(problem)}); restore it from the original"
                 ) from problem
             states.setdefault(int(match[1]), {})[match[2]] = state
         if not states or any("cpu" not in states.get(n, {}) for n in range(len(states))):
             raise CheckpointError(
-                f"{path} holds random states of the processes {sorted(states)}, expected those from"
-                " 0 on, each with that of the cpu; copy it again"
+                f"{path} holds random states of processes {sorted(states)}, expected a CPU state of"
+                " each process from 0; restore it from the original"
             )
         return states
 
@@ -209,10 +208,11 @@ def write_checkpoint(
     base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
-    """Write a checkpoint as a whole, or raise OSError; AdapterFileError if the adapter is not
-    finite.
+    """Write a checkpoint, whole or not at all; AdapterFileError if the adapter is not finite.
 
-    `record` is the content of `state.json`, `window` one all of whose results are read.
+    Args:
+        window: a window without outcomes in flight.
+        record: content of `state.json`.
     """
     check_savable(adapter_parameters(model), folder)
     snapshot = window.update.snapshot()
@@ -240,16 +240,18 @@ def write_checkpoint(
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify a checkpoint and check its record, or raise CheckpointError; no tensor is read."""
+    """Verify a checkpoint and its record without reading tensors, or raise CheckpointError."""
     if (folder / POSTMORTEM).exists():
-        raise CheckpointError(f"{folder} is a post-mortem; name a checkpoint, or `npt replay` it")
+        raise CheckpointError(
+            f"{folder} is a post-mortem, not a checkpoint; to replay it, run npt replay {folder}"
+        )
     verify_checkpoint(folder)
     path = folder / RECORD
     record = read_json(path, CheckpointError)
     if record.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} is of format {shown(record.get('format'))}, this version reads {FORMAT};"
-            " resume with the npt that wrote it"
+            f"{path} has format {shown(record.get('format'))}, this version reads {FORMAT}; resume"
+            " with the npt version that wrote it"
         )
     check_entries(path, "", record, _ENTRIES, CheckpointError, exact=False)
     counted_from = {"steps": (int,), "micro_batches": (int,)}
@@ -257,9 +259,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for name in _COUNTS:
         if not all(map(_is_count, _leaves(record[name]))):
             raise CheckpointError(f"{path}: {name} is {shown(record[name])}, expected counts")
-    at_once = record.get("samples_at_once", [])  # earlier versions did not know of it
+    at_once = record.get("samples_at_once", [])  # missing in earlier versions
     if not isinstance(at_once, list) or not all(n is None or (_is_count(n) and n) for n in at_once):
-        expected = "expected a count or nothing for each process"
+        expected = "expected a count or null for each process"
         raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
     checkpoint = Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
     try:
@@ -270,22 +272,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         models = (figures.teacher, figures.floor, figures.student)
         numbers = [*(model.as_dict() for model in models), *figures.layers.values()]
         if any(not isinstance(value, _NUMBER) for value in _leaves(numbers) if value is not None):
-            raise ValueError("a figure is no number")
+            raise ValueError("a figure is not a number")
         for layer in figures.layers.values():
             layer["nmse_student"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: the position, figures or counts cannot be used: {shown(str(error))}; use"
-            " another checkpoint"
+            f"{path}: position, figures or counts are damaged: {shown(str(error))}; restore it from"
+            " the original or use another checkpoint"
         ) from error
     return checkpoint
 
 
 def newest_good(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest checkpoint that verifies, and the faults of newer ones.
-
-    CheckpointError if it has another form than this version's.
-    """
+    """Return the newest checkpoint that verifies, and the faults of newer ones."""
     broken: dict[Path, str] = {}
     for path in reversed(checkpoints(folder)):
         try:

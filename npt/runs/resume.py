@@ -1,4 +1,4 @@
-"""Resume a run: find the checkpoint and folder, and compare settings and data with its own."""
+"""Resume a run: find its checkpoint and folder, and check that settings and data still match."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from npt.stored import shown
 
 AUTO = "auto"
 
-_SAMPLED = 16  # records of a sequence that are hashed, spread evenly over it
+_SAMPLED = 16  # records to hash, spread evenly over a sequence
 
 _MATTERS = {
     **{f.name: flag_of(f) for cls in (NPTConfig, DataConfig) for f in fields(cls)},
@@ -33,7 +33,7 @@ _MATTERS = {
     "teacher_precision": "teacher_precision",
     "teacher": "teacher (its hash)",
 }
-"""Settings that must not change: of adapters, base and the order of samples."""
+"""Settings of adapters, base and sample order, which must not change on a resume."""
 
 _SOURCES = ("dataset_name", "replay_dataset")
 
@@ -42,13 +42,12 @@ _OF_ONE_START = ("resume", "output_dir")
 
 @dataclass(frozen=True)
 class RunOrigin:
-    """The folder and step at which a run begins; finding them has changed nothing.
+    """The folder and step at which a run begins.
 
     Attributes:
-        folder: of the run.
-        checkpoint: that it continues from; None at step 0.
-        goes_on: `folder` is that of the run that is resumed, not a new one.
-        broken: newer checkpoints that do not verify, and why.
+        checkpoint: checkpoint to resume from; None to begin at step 0.
+        goes_on: the run resumes in its own folder, not in a new one.
+        broken: newer checkpoints that fail verification, and why.
     """
 
     folder: Path
@@ -62,16 +61,17 @@ class RunOrigin:
 
     @property
     def resume_at(self) -> int | None:
-        """The step at which a run continues in its own folder; None in a new one."""
+        """The step at which a run resumes in its own folder; None in a new folder."""
         return self.step if self.goes_on else None
 
 
 def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGroup) -> RunOrigin:
-    """Return where a run begins: in a new folder, or at the checkpoint that `--resume` means:
-    `auto` (the newest good one below `output_dir`), a run folder or a checkpoint.
+    """Return where a run begins: in a new folder, or at the checkpoint that `--resume` names. That
+    is `auto` (the newest good checkpoint in `output_dir`), a run folder or a checkpoint.
 
-    The main process looks, the others read what it found. ConfigError or CheckpointError if the
-    folder cannot be used or there is nothing to resume.
+    Raises:
+        ConfigError: the folder cannot be used.
+        CheckpointError: there is nothing to resume, or it is damaged.
     """
     looked: list[RunOrigin] = []
 
@@ -90,8 +90,8 @@ def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGr
         folder, path, goes_on = processes.first(look)
     except OSError as error:
         raise CheckpointError(
-            f"--resume {resume}: {error.filename or 'it'} cannot be read: {error.strerror}; check"
-            " its rights"
+            f"--resume {resume}: cannot read {error.filename or 'it'}: {error.strerror}; check its"
+            " permissions"
         ) from error
     if looked:
         return looked[0]
@@ -103,7 +103,7 @@ def _resumed(resume: str, to: Path | None) -> RunOrigin:
     if resume == AUTO:
         if to is None:
             raise ConfigError(
-                "--resume auto looks for checkpoints below --output_dir; name that folder"
+                "--resume auto looks for checkpoints in --output_dir; add --output_dir RUN_FOLDER"
             )
         if not to.is_dir() or not any(to.iterdir()):
             check_free(to)
@@ -120,13 +120,13 @@ def _resumed(resume: str, to: Path | None) -> RunOrigin:
         checkpoint, run = path, above.parent if above.name == CHECKPOINTS else None
     else:
         raise CheckpointError(
-            f"--resume {resume} is neither a checkpoint nor a run folder with checkpoints; name"
+            f"--resume {resume} is neither a checkpoint nor a run folder with checkpoints; pass"
             " one, or auto"
         )
     folder = run if to is None else to
     if folder is None:
         raise ConfigError(
-            f"the checkpoint {resume} lies in no run folder; name one to continue in with"
+            f"--resume {resume} is not inside a run folder; choose a folder to continue in with"
             " --output_dir"
         )
     goes_on = run is not None and run.resolve() == folder.resolve()
@@ -140,7 +140,7 @@ def _resumed(resume: str, to: Path | None) -> RunOrigin:
     if chosen is None and (broken or resume != AUTO):
         faults = "; ".join(broken.values()) or "there is none"
         raise CheckpointError(
-            f"no checkpoint below {run} verifies: {faults}; start anew in another folder"
+            f"no checkpoint in {run} can be resumed: {faults}; start again in another folder"
         )
     return RunOrigin(folder, chosen, goes_on, broken)
 
@@ -148,17 +148,17 @@ def _resumed(resume: str, to: Path | None) -> RunOrigin:
 def changed_settings(
     recorded: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, with both values; CheckpointError if one must not."""
+    """Return the settings that differ, as (old, new); CheckpointError if one must not change."""
     changed: dict[str, tuple[Any, Any]] = {}
     for name in sorted(set(recorded) & set(now) - set(_OF_ONE_START)):
         old, new = _listed(recorded[name]), _listed(now[name])
-        # their content is compared by its fingerprint; a path may be relative to another folder
+        # A path may be relative to another folder; fingerprints compare the content.
         if old == new or (name in _SOURCES and Path(str(old)).name == Path(str(new)).name):
             continue
         if name in _MATTERS:
             raise CheckpointError(
                 f"the checkpoint was trained with --{_MATTERS[name]} {shown(old)}, this run asks"
-                f" for {shown(new)}; resume with the same, or start a new run"
+                f" for {shown(new)}; resume with {shown(old)} or start a new run"
             )
         changed[name] = (old, new)
     return changed
@@ -173,10 +173,10 @@ def _listed(value: Any) -> Any:
 
 
 def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
-    """Return for JSON the number of `records`, and the `sha256` of some; None for what is unknown.
+    """Return the number of `records` and the `sha256` of some of them, for JSON; None if unknown.
 
-    It finds a wrong file, not every edit: of a stream only the first record is read, of a
-    generator, which can be read only once, none.
+    It detects a wrong file, not every edit. It reads only the first record of a stream, and none of
+    a generator, which can be read only once.
     """
     if records is None:
         return {"records": 0, "sha256": None}
@@ -197,7 +197,7 @@ def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
 
 
 def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume if a known `data_fingerprint`, by the name of the data, has changed."""
+    """Raise CheckpointError if the known `data_fingerprint` of a data set has changed."""
     for name, ours in now.items():
         theirs = recorded.get(name)
         if isinstance(theirs, Mapping) and any(
@@ -206,7 +206,7 @@ def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None
         ):
             raise CheckpointError(
                 f"the checkpoint was trained on {name} of {_described(theirs)}, this run has"
-                f" {_described(ours)}; resume with the same, or start a new run"
+                f" {_described(ours)}; resume with the same data or start a new run"
             )
 
 

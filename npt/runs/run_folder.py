@@ -1,4 +1,4 @@
-"""The run folder, each file of which is complete at any moment."""
+"""The run folder. Each of its files is complete at any moment."""
 
 from __future__ import annotations
 
@@ -23,37 +23,40 @@ from npt.manifest import verify_checkpoint
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
 REPORT = "report.html"
 TRACKED = frozenset({"wandb", "npt"})
-"""Trackers' folders, which may exist before the run does."""
+"""Folders of trackers, which may exist before the run folder."""
 
 _STARTED_WITH = frozenset({RUN, METRICS, EVENTS, REPORT}) | TRACKED
-"""Names in the folder of a run that was killed before it wrote `run.json`."""
+"""Names that a run killed before it wrote `run.json` may leave."""
 
 BROKEN, SUPERSEDED = "broken", "superseded"
-"""Suffixes of checkpoints that are kept but never picked again: one did not verify, the other is
-newer than the one that the run resumed from."""
+"""Suffixes of checkpoints that are kept but never resumed from: BROKEN failed verification,
+SUPERSEDED is newer than the checkpoint that the run resumed from."""
 
 Json = dict[str, Any]
 
 
 @contextlib.contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Raise ConfigError for an output folder that cannot be written within the context."""
+    """Raise ConfigError if the output folder cannot be written within the context."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"--output_dir {folder} cannot be written: {error.strerror}; choose another folder"
+            f"cannot write --output_dir {folder}: {error.strerror}; choose another folder"
         ) from error
 
 
 class RunFolder:
     """The folder of one run: records, logs, checkpoints, the best and the final adapters.
 
-    One process writes it at a time. A line that the disk has no room for is lost and counted.
+    One process writes it at a time. Log lines that do not fit on the disk are lost and counted.
 
     Args:
-        path: made if missing, else empty; ConfigError if it cannot be written.
+        path: missing or empty folder.
         resume_at: step at which the run in this folder resumes; later metrics are removed.
+
+    Raises:
+        ConfigError: the folder is in use or cannot be written.
     """
 
     def __init__(self, path: str | Path, resume_at: int | None = None):
@@ -67,7 +70,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
             if resume_at is not None:
-                if (self.path / ADAPTER).is_dir():  # the student of an earlier end
+                if (self.path / ADAPTER).is_dir():  # the final adapter of the run before
                     remove_folder(self.path / ADAPTER)
                 _cut_log(self.path / METRICS, resume_at)
                 _cut_log(self.path / EVENTS, None)
@@ -83,11 +86,11 @@ class RunFolder:
         self._write(METRICS, values)
 
     def event(self, event: str, /, **details: Any) -> None:
-        """Write one line of `events.jsonl`: the event, and its time in seconds since the epoch."""
+        """Append the event and its time, in seconds since the epoch, to `events.jsonl`."""
         self._write(EVENTS, {"event": event, "time": round(time.time(), 3), **details})
 
     def _write(self, log: str, values: dict[str, Any]) -> None:
-        """Append a line as a whole; a full disk must not end the run, nor hide why it ends."""
+        """Append a whole line or none; a full disk must not end the run or hide why it ends."""
         if self._closed:
             return
         handle, line = self._logs[log], f"{to_json(values)}\n".encode()
@@ -102,9 +105,10 @@ class RunFolder:
                 os.ftruncate(handle, size)
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-        """Let `write` make a checkpoint, verify it, and remove older ones beyond `keep`.
+        """Let `write` make a checkpoint, verify it, and remove the oldest ones beyond `keep`.
 
-        One that does not verify is set aside, and a CheckpointError.
+        Raises:
+            CheckpointError: verification failed; the checkpoint is set aside.
         """
         folder = self.path / CHECKPOINTS / step_name(step)
         write(folder)
@@ -116,12 +120,12 @@ class RunFolder:
         if keep is not None:
             others = [path for path in self.checkpoints() if path != folder]
             for old in others[: max(0, len(others) + 1 - keep)]:
-                with contextlib.suppress(OSError):  # one too many is no reason to end
+                with contextlib.suppress(OSError):  # one checkpoint too many does no harm
                     remove_folder(old)
         return folder
 
     def save_best(self, model: PreTrainedModel, base: BaseIdentity, figures: Json) -> Path:
-        """Write `best`: the adapters, and the figures that make them the best so far."""
+        """Write the adapters, the best so far, and their figures to `best`."""
         folder = self.path / BEST
         with new_folder(folder) as temporary:
             save_adapter(model, temporary / ADAPTER, base=base)
@@ -129,7 +133,7 @@ class RunFolder:
         return folder
 
     def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: Json) -> Path:
-        """Write `adapter`: the last student, with its fidelity in the card."""
+        """Write the final adapter to `adapter`, with its fidelity in the model card."""
         return save_adapter(model, self.path / ADAPTER, base=base, fidelity=fidelity)
 
     @property
@@ -144,8 +148,8 @@ class RunFolder:
             return []
 
     def set_aside(self, checkpoint: Path, why: str) -> Path:
-        """Rename a checkpoint, if possible, so that it is never picked again (`why`: BROKEN or
-        SUPERSEDED); return its folder."""
+        """Try to rename a checkpoint so that no run resumes from it; return its folder. `why` is
+        BROKEN or SUPERSEDED."""
         aside, number = checkpoint.with_name(f"{checkpoint.name}.{why}"), 1
         while aside.exists():
             number += 1
@@ -159,7 +163,7 @@ class RunFolder:
     def set_aside_after(
         self, step: int, broken: Mapping[Path, str], warn: Callable[[str], None]
     ) -> None:
-        """Set aside checkpoints that do not verify, and those of later steps."""
+        """Set aside checkpoints that fail verification, and those after `step`."""
         for path, problem in broken.items():
             warn(f"{problem}; set aside as {self.set_aside(path, BROKEN).name}")
         for path in self.checkpoints():
@@ -168,13 +172,13 @@ class RunFolder:
                 warn(f"the run continues from step {step}; {path.name} is set aside as {aside}")
 
     def discard(self) -> None:
-        """Close, and remove a folder that was made for a run that never started."""
+        """Close, and remove the folder if it was made for this run, which did not start."""
         self.close()
         if self._fresh:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Release the folder; a second call does nothing."""
+        """Release the folder."""
         if not self._closed:
             self._closed = True
             for handle in (*self._logs.values(), self._lock):
@@ -183,7 +187,7 @@ class RunFolder:
 
 
 class NullRunFolder(RunFolder):
-    """The run folder of every process but process 0, which alone saves: nothing is written."""
+    """The run folder of every process except process 0: it writes nothing."""
 
     def __init__(self, path: str | Path):
         self.path, self.lines_lost = Path(path), 0
@@ -202,12 +206,12 @@ class NullRunFolder(RunFolder):
 
 
 def _locked(path: Path) -> int:
-    """Return the handle of a lock on the folder; ConfigError if another process has it."""
+    """Return the handle of a lock on the folder; ConfigError if another process holds it."""
     handle = lock_folder(path)
     if handle is None:
         raise ConfigError(
-            f"--output_dir {path} is being written by another process; wait for it, or choose"
-            " another folder"
+            f"another process is writing --output_dir {path}; wait for it to end or choose another"
+            " folder"
         )
     return handle
 
@@ -217,7 +221,7 @@ def _cut_log(path: Path, last_step: int | None) -> None:
         return
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        # a line that is no record of a step is not one of ours
+        # drop damaged lines
         with contextlib.suppress(AttributeError, RecursionError, TypeError, ValueError):
             step = json.loads(line).get("step", 0)
             if last_step is None or step <= last_step:
@@ -226,19 +230,18 @@ def _cut_log(path: Path, last_step: int | None) -> None:
 
 
 def default_folder() -> Path:
-    """Return a run folder named by the time, to the second."""
+    """Return a run folder named after the current time."""
     return Path("outputs") / time.strftime("npt-%Y%m%d-%H%M%S")
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder holds a run, even one that was killed early."""
+    """Return whether a folder holds a run, even one killed early."""
     names = {item.name for item in path.iterdir() if not item.name.startswith(".")}
     return RUN in names or CHECKPOINTS in names or (bool(names) and names <= _STARTED_WITH)
 
 
 def tidy(path: Path) -> None:
-    """Remove half-written files of a killed process from a run's folder; ConfigError if another
-    process is writing it."""
+    """Remove half-written files; ConfigError if another process is writing the run folder."""
     lock = _locked(path)
     try:
         for folder in (path, path / CHECKPOINTS):
@@ -249,23 +252,23 @@ def tidy(path: Path) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Raise ConfigError for a folder in use or not writable, before anything expensive."""
+    """Raise ConfigError if the folder is not empty or not writable."""
     try:
         if path.is_dir() and any(item.name not in TRACKED for item in path.iterdir()):
             what, remedy = "other files", "choose another folder or remove it"
             if is_run(path):
                 what = "another run"
-                remedy = "continue it with --resume auto, choose another folder, or remove it"
+                remedy = "continue it with --resume auto, choose another folder or remove it"
             raise ConfigError(f"--output_dir {path} holds {what}; {remedy}")
         above = next(
             folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
         )
     except OSError as error:
         raise ConfigError(
-            f"--output_dir {path} cannot be used: {error.strerror}; choose another folder"
+            f"cannot use --output_dir {path}: {error.strerror}; choose another folder"
         ) from error
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"--output_dir {path} cannot be made: {above} is not a folder that may be written to;"
+            f"cannot make --output_dir {path}: {above} is not a folder that you can write to;"
             " choose another folder"
         )

@@ -1,4 +1,4 @@
-"""Stop on a signal: the loop ends its micro-batch, saves, and exits with 128 + the signal."""
+"""Stop on a signal: the loop finishes its micro-batch, saves and exits with 128 + the signal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name
 
 class StopOnSignal:
     """A context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP (a lost terminal) set `number` instead
-    of ending the process; a second one ends it as it would outside all such contexts.
+    of ending the process. A second signal ends it as usual.
 
-    An ignored signal stays ignored: that is how `nohup` lets a run outlive its terminal. Outside
-    the main thread, where Python allows no handlers, the context does nothing.
+    An ignored signal stays ignored, so `nohup` works. Outside the main thread, where Python allows
+    no handlers, the context has no effect.
 
     Args:
-        at_once: raise on arrival instead, for work that has nothing to save yet.
+        at_once: raise StoppedError when the signal arrives, for work that has nothing to save yet.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -44,21 +44,21 @@ class StopOnSignal:
         return self
 
     def check(self) -> None:
-        """Raise StoppedError if a signal came; for long work with nothing half done."""
+        """Raise StoppedError if a signal came. Call it between the steps of long work."""
         if self.number is not None:
             raise StoppedError(self.number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         context: StopOnSignal | None = self
-        # inside out, so that the handlers from before all contexts remain
+        # inside out, so that the handlers from before all contexts come last
         while context is not None:
             context._restore()
             context = context._around
         if self.at_once:
             raise StoppedError(number)
-        line = f"signal {number}: finishing the micro-batch and saving; once more ends at once\n"
-        with contextlib.suppress(OSError):  # nobody may be reading any more
+        line = f"signal {number}: finishing the micro-batch and saving; repeat to exit at once\n"
+        with contextlib.suppress(OSError):  # standard error may be closed
             os.write(2, line.encode())
 
     def _restore(self) -> None:

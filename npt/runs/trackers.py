@@ -1,8 +1,8 @@
 """Weights & Biases and TensorBoard, through accelerate's tracker classes. They only observe.
 
-accelerate's classes are used without its `Accelerator`, which would also manage devices, precision
-and processes. The environment (`WANDB_PROJECT`, `WANDB_ENTITY`, `WANDB_RUN_ID`, `WANDB_RUN_GROUP`,
-`WANDB_TAGS`, `WANDB_MODE` and others) comes before our own choices, as in a run of `wandb agent`.
+These classes run without `Accelerator`, which would also manage devices, precision and processes.
+Environment variables such as `WANDB_PROJECT`, `WANDB_RUN_ID` and `WANDB_MODE` override our
+settings, so `wandb agent` works.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ _PAGES = (REPORT, "trace/health.html", "trace/health.png")
 
 
 def check_trackers(config: TrainConfig) -> list[str]:
-    """Return the trackers that the configuration asks for; ConfigError if one is not installed, or
-    Weights & Biases has no key.
-    """
+    """Return the trackers to use; ConfigError if one is not installed or wandb has no API key."""
     names = [name for name in ("wandb", "tensorboard") if getattr(config, f"use_{name}")]
     for name in names:
         require(name, f"--use_{name}")
@@ -49,9 +47,8 @@ def check_trackers(config: TrainConfig) -> list[str]:
 def start_trackers(
     processes: ProcessGroup, config: TrainConfig, folder: Path, *, resume_at: int | None = None
 ) -> Trackers:
-    """Start a run's trackers on process 0, which alone has any; see `Trackers`.
-
-    If one cannot start, ConfigError there and ProcessError on the other processes.
+    """Start the trackers of a run on process 0; the other processes have none. If that fails, raise
+    ConfigError on process 0 and ProcessError on the others.
     """
     started: list[Trackers] = []
     run = known_run(folder) if resume_at is not None else None
@@ -60,18 +57,18 @@ def start_trackers(
 
 
 class Trackers:
-    """The trackers of one run; a context, which closes them.
+    """The trackers of one run; a context that closes them.
 
-    One that cannot be started is a ConfigError. A call that fails later is a warning; the run
+    A tracker that cannot start raises ConfigError. A call that fails later only warns, and the run
     continues with the same random numbers.
 
     Args:
-        run: the id in Weights & Biases; a known one is continued.
-        resume_at: the step that the run in `folder` resumes from. TensorBoard forgets later steps;
+        run: id of the Weights & Biases run to continue.
+        resume_at: step from which the run in `folder` resumes. TensorBoard drops later steps.
             Weights & Biases keeps its first figures, which differ only if settings changed.
 
     Attributes:
-        warn: called with a message about the first failure of a tracker.
+        warn: called with a message when a tracker fails for the first time.
     """
 
     def __init__(
@@ -92,7 +89,7 @@ class Trackers:
         from accelerate.state import PartialState
         from accelerate.tracking import TensorBoardTracker
 
-        PartialState()  # accelerate's trackers ask for it
+        PartialState()  # accelerate's trackers need it
         if "wandb" in names:
             self._trackers["wandb"] = _started_wandb(config, folder, run)
         if "tensorboard" in names:
@@ -111,7 +108,7 @@ class Trackers:
         return self._trackers["wandb"].tracker.id if "wandb" in self._trackers else None
 
     def describe(self, values: Mapping[str, Any]) -> None:
-        """Store settings and other facts known before the first step, nested or not."""
+        """Store settings and other facts known before the first step; values may be nested."""
         plain = {k: v if isinstance(v, int | float) else str(v) for k, v in values.items()}
         self._tell(
             wandb=lambda tracker: tracker.store_init_configuration(dict(values)),
@@ -119,7 +116,7 @@ class Trackers:
         )
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log numbers at `step`, leaving out what is not finite and what is no number."""
+        """Log the finite numbers among `metrics` at `step`."""
         numbers = {
             name: value
             for name, value in metrics.items()
@@ -146,18 +143,18 @@ class Trackers:
             try:
                 with undisturbed():
                     acts[name](self._trackers[name])
-            except Exception as error:  # each tracker raises its own; none may end the run
+            except Exception as error:  # no tracker may end the run, whatever it raises
                 if name not in self._failed:
                     self._failed.add(name)
                     self.warn(
-                        f"{name} failed: {first_line(error)}; the run continues, and {name} may"
-                        " lack some of it"
+                        f"{name} failed: {first_line(error)}; the run continues, but its {name}"
+                        " record may be incomplete"
                     )
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore torch's, Python's and numpy's random states afterwards."""
+    """Restore the random states of torch, Python and numpy on exit."""
     drawn, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         with kept_random_state():
@@ -168,7 +165,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def known_run(folder: Path) -> str | None:
-    """Return the id of this folder's run in Weights & Biases, or None."""
+    """Return the Weights & Biases id of this folder's run, or None."""
     try:
         run = read_json(folder / RUN, CheckpointError).get("wandb_run")
     except CheckpointError:
@@ -178,7 +175,7 @@ def known_run(folder: Path) -> str | None:
 
 
 def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:
-    """Start a run in Weights & Biases; ConfigError if that fails."""
+    """Start a Weights & Biases run, or raise ConfigError."""
     from accelerate.tracking import WandBTracker
 
     continued = None if "WANDB_RUN_ID" in os.environ else run
@@ -193,8 +190,8 @@ def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:
         with undisturbed():
             folder.mkdir(parents=True, exist_ok=True)
             tracker.start()
-    except Exception as error:  # the library raises its own
-        with suppress(OSError):  # the library may have left something in it
+    except Exception as error:  # wandb has errors of its own
+        with suppress(OSError):  # wandb may have left files in it
             folder.rmdir()
         raise _not_started(first_line(error)) from error
     return tracker
@@ -202,13 +199,12 @@ def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:
 
 def _not_started(why: str) -> ConfigError:
     return ConfigError(
-        f"wandb cannot be started: {why}; log in first (wandb login), set WANDB_MODE=offline, or"
-        " drop --use_wandb"
+        f"cannot start wandb: {why}; run wandb login, set WANDB_MODE=offline or remove --use_wandb"
     )
 
 
 def _log_files(run: Any, folder: Path, record: Mapping[str, Any]) -> None:
-    """Log pages and pictures as a `report`, and the adapters as `best` and `last`."""
+    """Upload pages and pictures as a `report` artifact, and the adapters as `best` and `last`."""
     import wandb
 
     pages = [folder / name for name in _PAGES if (folder / name).is_file()]

@@ -1,11 +1,11 @@
 """The data of a run: sources, held-out samples, where training begins, and its windows.
 
-A run has one source, or with another mixed in against forgetting two. The end of the first is an
-epoch's end; the other is repeated. Which source a sample is of is drawn from the seed and the
-sample's number (npt/data/samples.py).
+A run reads one source, or two if replay data are mixed in against forgetting. An epoch ends with
+the first source; the replay data repeat. The seed decides which sample comes from which source
+(npt/data/samples.py).
 
-A calibrated start is fitted to the first samples of the first epoch, and training begins after
-them, unless too little would be left: the losses of tokens that were fitted are half of later ones.
+The closed-form start is fitted to the first samples of the first epoch. Training begins after them
+unless too few would be left, because losses on fitted tokens are half as large as later ones.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from npt.runs.resume import check_same_data, data_fingerprint
 from npt.train.setup import RunSetup
 
 RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})
-"""Settings that change how many samples a window has."""
+"""Settings that change the number of samples in a window."""
 
 LEFT_OUT = 0.1
-"""Share of the training data that is left out, at most, because the start was fitted to it."""
+"""Largest share of the training data to skip because the start was fitted to it."""
 
 FIRST, REPLAY = "data", "replay data"
-"""The sources of a run, as messages name them."""
+"""Names of the sources in messages."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Source:
     """A data set of a run.
 
     Attributes:
-        records: empty until it is opened.
-        held_out: records of its own that nobody trains on.
+        share: probability that a sample comes from this source.
+        records: empty until the source is opened.
+        held_out: the source's own held-out records, if it has any.
     """
 
     label: str
@@ -79,13 +80,13 @@ def check_sources(config: DataConfig) -> None:
 
 
 def open_sources(config: DataConfig, data: Iterable[Record] | None = None) -> list[Source]:
-    """Open the sources of a run, each with columns that it has, or take `data` as the first."""
+    """Open the sources of a run and set the columns of each; `data` replaces the first one."""
     first, *others = sources_of(config)
     if data is None:
         records = open_source(first.config)
         opened = [replace(first, records=records, held_out=own_heldout(first.config))]
     else:
-        # a generator can be read once only
+        # a generator can be read only once
         kept = data if iter(data) is not data or config.streaming else list(data)
         opened = [replace(first, records=kept)]
     for other in others:
@@ -96,7 +97,7 @@ def open_sources(config: DataConfig, data: Iterable[Record] | None = None) -> li
 
 
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
-    """Return a run's settings without columns that the first record of a source lacks."""
+    """Return the settings without columns that the first record of a source lacks."""
     usual = DataConfig.text_column
     if config.prompt_column is None and config.text_column == usual:
         return config
@@ -112,14 +113,14 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
 
 
 class RunData:
-    """The data that a run trains on and is evaluated on; records as the Trainer takes them.
+    """The training and evaluation data of a run; takes records as the Trainer does.
 
     Attributes:
-        heldout: training leaves all samples of evaluations out.
-        counted_from: the steps made when the size of a window changed last, and the micro-batches
-            of the present size that they make.
-        start: the position at which training begins.
-        start_samples: those of a calibrated start.
+        heldout: training leaves out all samples of evaluations.
+        counted_from: steps made when the window size last changed, and how many micro-batches of
+            the present size those steps equal.
+        start: position at which training begins.
+        start_samples: samples that the closed-form start is fitted to.
     """
 
     def __init__(
@@ -131,15 +132,15 @@ class RunData:
         self._setup = setup
         if isinstance(data, Mapping):
             names = ", ".join(map(str, data))
-            raise DataError(f"the data are {kind_of(data)} with {names}; pass one of its entries")
+            raise DataError(f"data is {kind_of(data)} with {names}; pass one of its entries")
         self.sources = open_sources(setup.data_config, data)
         self._check_stream(eval_data)
         leave_out = self._hold_out(eval_data)
         self.loader = self._make_loader(leave_out)
-        if not self.eval_samples:  # training has some, so all of them were left out for their ids
+        if not self.eval_samples:  # there are samples, but every one has ids outside the vocabulary
             raise DataError(
-                "no sample to evaluate on: every one has ids outside the vocabulary"
-                f" [0, {setup.model.config.vocab_size}); is this the tokenizer of the model?"
+                "no sample to evaluate on: every sample has ids outside the vocabulary"
+                f" [0, {setup.model.config.vocab_size}); use the tokenizer of the model"
             )
         self.identity = {REPLAY: data_fingerprint(None)}
         self.identity |= {source.label: data_fingerprint(source.records) for source in self.sources}
@@ -159,12 +160,12 @@ class RunData:
         self._coming = self.loader.batches(self.start)
 
     def windows(self) -> Generator[Window]:
-        """Yield the run's windows until a signal; closing ends the thread that prepares them."""
+        """Yield the run's windows until a signal; close it to end the thread that prepares them."""
         stop = partial(getattr, self._setup.stop, "number")
         return windows(self._coming, self._setup.window_size, stop)
 
     def first_batch(self) -> Batch:
-        """Return the batch that training starts with, and put it back."""
+        """Return the first training batch without consuming it."""
         first = next(self._coming, None)
         if first is None:
             raise no_sample(self.loader.samples.counts)
@@ -172,17 +173,16 @@ class RunData:
         return first[0]
 
     def note(self) -> str:
-        """Return a line on what is trained, for how long, and the data of its evaluations."""
+        """Return a line about layers, steps and evaluation samples."""
         steps = "an unknown number of" if self.total_steps is None else str(self.total_steps)
         layers = format_layers(tuple(index for index, _ in npt_layers(self._setup.model)))
-        kind = "held-out" if self.heldout else "TRAINING (too little data to hold any out)"
-        return (
-            f"training layers {layers} for {steps} steps; fidelity on {len(self.eval_samples)}"
-            f" {kind} samples"
-        )
+        samples = f"{len(self.eval_samples)} held-out samples"
+        if not self.heldout:
+            samples = f"{len(self.eval_samples)} TRAINING samples (too little data to hold any out)"
+        return f"training layers {layers} for {steps} steps; evaluating on {samples}"
 
     def count_steps(self, begun: int = 0) -> int | None:
-        """Return the optimizer steps of a run that begins after so many samples, if it is known."""
+        """Return the optimizer steps of a run that skips `begun` samples; None if unknown."""
         config, window = self._setup.config, self._setup.window_size
         if config.max_steps is not None:
             return config.max_steps
@@ -191,8 +191,7 @@ class RunData:
             return None
         if micro_batches == MAX_STEPS * window:
             raise ConfigError(
-                f"--num_epochs is {config.num_epochs}, which makes {MAX_STEPS} steps and more;"
-                " lower it"
+                f"--num_epochs {config.num_epochs} makes {MAX_STEPS} steps or more; lower it"
             )
         left = max(0, micro_batches - self.counted_from["micro_batches"])
         return self.counted_from["steps"] + math.ceil(left / window)
@@ -202,12 +201,12 @@ class RunData:
         again = epochs > 1 or eval_data is None or makes_start(self._setup.model)
         if again and iter(records) is records:
             raise ConfigError(
-                "a streamed generator can be read once only; pass a list, or eval_data, one epoch"
-                " and --init random"
+                "a streamed generator can be read only once; pass a list, or pass eval_data and use"
+                " --num_epochs 1 and --init random"
             )
 
     def _hold_out(self, eval_data: Iterable[Record] | None) -> list[bool]:
-        """Choose evaluation samples; return of which sources training must leave some out."""
+        """Choose the evaluation samples; return per source whether training must leave some out."""
         setup, first, others = self._setup, self.sources[0], self.sources[1:]
         size, vocabulary = setup.config.eval_samples, setup.model.config.vocab_size
         held_out = first.held_out if eval_data is None else eval_data
@@ -217,13 +216,13 @@ class RunData:
         if eval_data is not None and not self.heldout:  # it would be training samples
             raise DataError(
                 "eval_data has no sample to evaluate on: its records are empty, too short, or have"
-                f" ids outside the vocabulary [0, {vocabulary}); mend them, or leave eval_data out"
+                f" ids outside the vocabulary [0, {vocabulary}); fix them or omit eval_data"
             )
-        # one sample in twenty of the replayed data is left out in any case
+        # replay data always leave out one sample in twenty
         return [self.heldout and held_out is None, *(True for _ in others)]
 
     def _make_loader(self, leave_out: list[bool]) -> Loader:
-        """Return the loader of all sources, each in an order of its own."""
+        """Return the loader of all sources, each in its own order."""
         setup, config, every = self._setup, self._setup.config, list[Samples]()
         for number, (source, hold_out) in enumerate(zip(self.sources, leave_out, strict=True)):
             part, seed = (source.records, setup.tokenizer, source.config), config.seed + number
@@ -245,24 +244,22 @@ class RunData:
         return loader
 
     def _first_samples(self) -> tuple[list[Sample], Position]:
-        """Return the samples of the first epoch that the start is fitted to, of which none is held
-        out, and the position after them.
-        """
+        """Return the training samples to fit the start to, and the position after them."""
         first: list[Sample] = []
         position, left = Position(), self._setup.config.calibration_tokens
-        # replayed data are there against forgetting; the start need not fit them
+        # replay data only prevent forgetting, so the start is not fitted to them
         for sample, place in self.loader.samples.walk():
             position = Position(place, begun=position.begun + 1)
             for usable in within([sample], self._setup.model.config.vocab_size):
                 first.append(usable)
                 left -= len(usable.input_ids)
-            if left < 2:  # as calibration stops
+            if left < 2:  # calibration stops here too
                 break
         return first, position
 
     def _leaves_enough(self, after: Position) -> bool:
-        """Return whether the run can begin after the samples that its start was fitted to: a tenth
-        of them is left out at most. With `max_steps`, or a stream, one more sample is enough.
+        """Return whether the run can skip the samples that its start was fitted to: LEFT_OUT of all
+        at most. With `max_steps`, or a stream, one more sample is enough.
         """
         samples, batch_size = self.loader.samples, self._setup.config.batch_size
         if not samples.sized or self._setup.config.max_steps is not None:
@@ -281,5 +278,5 @@ class RunData:
 
 
 def makes_start(model: LlamaForCausalLM) -> bool:
-    """Return whether a run on this model makes its start: asked for, and adapters untouched."""
+    """Return whether the closed-form start is asked for and the adapters are untouched."""
     return attached_config(model).init == "calibrated" and at_random_start(model)

@@ -1,4 +1,4 @@
-"""The training loop: windows through the guard; their outcomes are counted, logged and saved."""
+"""The training loop: pass each window through the guard, then count, log and save its outcome."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from npt.evaluation.evaluate import Fidelity
 
 REFUSED_SHARE = 0.2
-"""A run stops when more of its micro-batches were refused."""
+"""A run stops when the share of refused micro-batches exceeds this."""
 
 SHARE_COUNTS_FROM = 50
-"""Micro-batches before the share counts: of fewer it says little."""
+"""Micro-batches to see before the share counts; over fewer it is mostly chance."""
 
 PLACEHOLDER = collate([Sample("placeholder", (0, 0))])
-"""Computed where a process has no micro-batch but the others do; it weighs no token."""
+"""Computed by a process that has no micro-batch while others do; counts no tokens."""
 
 
 class Loop:
     """One run of the training loop, with the guard of its student.
 
     Attributes:
-        sharded: the base is, so all processes must compute equally often.
-        refused: micro-batches and windows so far, by kind.
-        failure: the error that stops this process, one of several, at the next step.
-        halts: processes that stopped, each with its code.
+        sharded: the base is sharded, so all processes must compute equally often.
+        refused: number of refused micro-batches and windows so far, by kind.
+        failure: error of this process that stops all processes at the next step.
+        halts: halt code of each process that stopped.
     """
 
     def __init__(self, run: Run, guard: Guard, strategy: Strategy):
@@ -63,15 +63,18 @@ class Loop:
         self.metrics = StepMetrics(self.setup, run.data.total_steps)
         self.setup.splitter.report = self._report_lack
         self._saved: int | None = None  # micro-batches at the last checkpoint
-        self._open: dict[int, Window | None] = {}  # begun, not accounted for; None: data ended
-        self._outcomes: deque[Outcome] = deque()  # known, not accounted for
-        self._last_accepted: Window | None = None  # of those without a refusal
+        self._open: dict[int, Window | None] = {}  # begun, not yet counted; None: data ended
+        self._outcomes: deque[Outcome] = deque()  # known, not yet counted
+        self._last_accepted: Window | None = None  # the last one without a refusal
         self._last_refused: tuple[Window, Outcome] | None = None
-        self._ended = False  # the data are used up, or a process stopped
+        self._ended = False  # the data ended, or a process stopped
 
     def train(self, windows: Iterable[Window]) -> None:
-        """Train until the windows or `max_steps` are used up, or a signal came to any process.
-        TooManyRefusalsError follows a post-mortem, ProcessError another process.
+        """Train until the windows end, `max_steps` is reached or any process gets a signal.
+
+        Raises:
+            TooManyRefusalsError: too many refusals; the post-mortem is written.
+            ProcessError: another process failed or was lost.
         """
         run, guard, strategy, config = self.run, self.guard, self.strategy, self.config
         model, splitter = self.setup.model, self.setup.splitter
@@ -80,9 +83,9 @@ class Loop:
         most = math.inf if config.max_steps is None else config.max_steps
         model.eval()
         with self._computing():
-            self._evaluate_if_due()  # a signal may have ended this step's evaluation
+            self._evaluate_if_due()  # a signal may have cut this step's evaluation short
         coming = iter(windows)
-        # Only outcomes end the loop, which all processes have alike and at the same window.
+        # Only outcomes end the loop: all processes get the same ones at the same window.
         while not self._ended and self.steps < most:
             window: Window | None = None
             with self._stopping_together():
@@ -97,7 +100,7 @@ class Loop:
                     if fault := find_fault(batch, vocab_size):
                         guard.refuse(fault, batch.sample_ids, placeholder)
                         continue
-                    # for the tracer, whose lack of memory must not make the run's parts smaller
+                    # for the tracer, so that its OOM does not shrink the parts of the run
                     parts = MicroBatchSplitter(splitter.samples)
                     again = partial(summed, model, strategy, batch, config, parts)
                     with guard.micro_batch(
@@ -107,22 +110,21 @@ class Loop:
                         sums = summed(model, strategy, batch, config, splitter, observe)
                         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
                 if self.sharded:
-                    model.model.reset_iter_state()  # FSDP would remember every pass
+                    model.model.reset_iter_state()  # or FSDP remembers every pass
             self._account(guard.step(self._fingerprint(window)))
-            # Saving and evaluating must see the state of their own step and no later one, so wait
-            # for late outcomes; if that window is refused, the wait was in vain.
+            # Saving and evaluating must see the state of exactly this step.
             if self._is_boundary(self.steps + guard.window.in_flight):
                 self.settle()
         self.settle()
         self.setup.processes.raise_together(self.failure)
 
     def settle(self) -> None:
-        """Wait for the windows whose outcomes are still on their way, and account for them."""
+        """Wait for all outcomes in flight and account for them."""
         self._account(self.guard.flush())
 
     def _own_batches(self, window: Window | None) -> Iterator[tuple[int, Batch | None]]:
-        """Yield this process's micro-batches of a window, with their places, until a signal. On a
-        sharded base all processes go through as many, None where this one has no more.
+        """Yield this process's micro-batches of a window and their places in it, until a signal. On
+        a sharded base every process yields equally many, padded with None.
         """
         processes, stop, open_window = self.setup.processes, self.setup.stop, self.guard.window
         batches = () if window is None else window.batches
@@ -134,14 +136,14 @@ class Loop:
                 break
             yield place, None if number is not None or place >= len(batches) else batches[place]
         else:
-            open_window.place = len(batches)  # with those of the other processes
+            open_window.place = len(batches)  # past those of the other processes too
             if batches and number is None:
                 return
         if stop.number is not None and self.failure is None:
             open_window.halt(stop.number)
 
     def _fingerprint(self, window: Window | None) -> int:
-        """Return a checksum below `EXACT`, for processes to compare; 0 if there is no need."""
+        """Return a checksum below `EXACT` for processes to compare; 0 for a single process."""
         if window is None or self.setup.processes.size == 1:
             return 0
         checksum = 0
@@ -152,7 +154,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _stopping_together(self) -> Iterator[None]:
-        """Let an error of this process, one of several, stop all of them at the next step."""
+        """Let an error of this process stop all processes at the next step."""
         try:
             yield
         except Exception as error:
@@ -163,14 +165,14 @@ class Loop:
                 self.guard.window.halt(FAILED)
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for passes through the base. An error amid the layers of a sharded one
-        ends this process at once, since the others notice in the next gather.
+        """Return a context for passes through the base. On a sharded base an error ends this
+        process at once, and the others notice in the next gather.
         """
         return self.setup.processes.exchanging() if self.sharded else self._stopping_together()
 
     @contextlib.contextmanager
     def _recorded(self, place: int, part: Batch) -> Iterator[None]:
-        """Record the first part of a step that `--trace_steps` chooses; it is computed once."""
+        """Record the first part of a micro-batch in a step that `--trace_steps` selects."""
         recording, step = self.run.recording, self._coming_step
         if recording is None or not recording.wants(step):
             yield
@@ -191,7 +193,7 @@ class Loop:
 
     def _account(self, outcomes: list[Outcome]) -> None:
         self._outcomes.extend(outcomes)
-        # If one ends the loop, the rest stay known: their steps are in the weights all the same.
+        # After one that ends the loop, count the rest too: their steps are in the weights.
         while self._outcomes:
             outcome = self._outcomes.popleft()
             window = self._count(outcome)
@@ -208,7 +210,7 @@ class Loop:
                 self._after_step(outcome)
 
     def _count(self, outcome: Outcome) -> Window | None:
-        """Count an outcome; return its window, None if the data had ended or a process stopped."""
+        """Count an outcome; return its window, or None if the data ended or a process stopped."""
         window = self._open.pop(outcome.index)
         if outcome.halts or window is None:
             return None
@@ -224,7 +226,7 @@ class Loop:
         step = self.steps + (not outcome.applied)
         for refusal in outcome.refused:
             event("refusal", step=step, epoch=window.position.place.epoch, **refusal.as_dict())
-            say(f"refused at step {step}, {refusal}")
+            say(f"step {step}: refused {refusal}")
         traced = [(finding.refusal.micro_batch, finding.told) for finding in outcome.findings]
         for micro_batch, message in itertools.chain(*self.setup.processes.gather(traced)):
             self.diagnoses += 1
@@ -241,14 +243,12 @@ class Loop:
         return f"{total} of {tried} micro-batches refused, over {REFUSED_SHARE:.0%}"
 
     def _give_up(self, window: Window, outcome: Outcome, reason: str) -> None:
-        """Account for every window in flight, since later checkpoints bear the step of their
-        weights, then write the post-mortem and raise.
-        """
+        """Count every window in flight, then write the post-mortem and raise."""
         for later in (*self._outcomes, *self.guard.flush()):
             self._count(later)
         self._outcomes.clear()
         if not outcome.refused and self._last_refused is not None:
-            window, outcome = self._last_refused  # the share was exceeded later than it
+            window, outcome = self._last_refused  # report the last refusal
         accepted = () if self._last_accepted is None else self._last_accepted.batches
         self.run.give_up(self.guard, outcome, reason, self.steps, window.batches, accepted)
 
@@ -270,37 +270,37 @@ class Loop:
         every, done = self.config.eval_steps, (0, self.run.data.total_steps, self.last_evaluation)
         if not every or self.steps % every or self.steps in done:
             return
-        # the loop looks at the signal itself, and saves
+        # on a signal the loop ends and saves
         with contextlib.suppress(StoppedError), self.metrics.paused():
             fidelity = self.run.evaluate(self.steps)
             self.last_evaluation = self.steps
             self.keep_if_best(fidelity)
 
     def keep_if_best(self, fidelity: Fidelity) -> None:
-        """Keep the adapters if the figure that judges them is the best so far."""
+        """Save the adapters if the figure that judges them is the best so far."""
         figure = getattr(fidelity.aim, self.config.judged_by)
-        if figure < self.best:  # never if it is NaN
+        if figure < self.best:  # False for NaN
             self.best = figure
             self.run.save_best(self.steps, fidelity)
 
     def save(self, last: bool = False) -> None:
-        """Save everything as it is now; `last` if nothing would be written later."""
+        """Save a checkpoint; with `last` a failed write raises."""
         with self.metrics.paused():
             if self.run.save(self.guard, self.state(), last):
                 self._saved = self.micro_batches
 
     @property
     def unsaved(self) -> bool:
-        """True if anything has happened since the last checkpoint, if only refusals."""
+        """True if any micro-batch, even a refused one, came after the last checkpoint."""
         return self._saved != self.micro_batches
 
     @property
     def open_batches(self) -> list[Batch]:
-        """The micro-batches of windows whose outcomes are not known."""
+        """The micro-batches of windows in flight."""
         return [batch for window in self._open.values() if window for batch in window.batches]
 
     def state(self) -> dict[str, Any]:
-        """Return the part of a checkpoint that is the loop's."""
+        """Return the loop's part of a checkpoint."""
         return {
             "step": self.steps,
             "tokens": self.tokens,
@@ -315,20 +315,20 @@ class Loop:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Restore a `state`."""
         self.steps, self.tokens = state["step"], state["tokens"]
         self.micro_batches, self.diagnoses = state["micro_batches"], state["diagnoses"]
         self.refused = Counter(state["refused_by_kind"])
         self.guard.counts.in_a_row = state["in_a_row"]
         self.guard.forensics.left = max(0, self.guard.settings.trace - self.diagnoses)
         self.last_evaluation = state["last_evaluation"]
-        # A new folder has no best yet, whatever the old one had.
+        # A new folder has no best adapters yet.
         if state["best_kl"] is not None and self.run.folder.has_best:
             self.best = state["best_kl"]
         self.position = Position.from_dict(state["position"])
         self.metrics.logged_tokens = self.tokens
         self._saved = self.micro_batches if self.setup.origin.goes_on else None
-        changed = state["strategy"] != self.config.strategy  # whose losses are of another size
+        changed = state["strategy"] != self.config.strategy  # losses differ in size
         if changed and self.guard.window.spikes is not None:
             self.guard.window.spikes = SpikeGuard()
 

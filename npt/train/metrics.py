@@ -18,9 +18,7 @@ from npt.train.setup import RunSetup
 
 
 class StepMetrics:
-    """Makes the lines of `metrics.jsonl`, and those on the console, of a run of so many steps, None
-    if unknown.
-    """
+    """Makes the lines of `metrics.jsonl` and the progress lines of a run."""
 
     def __init__(self, setup: RunSetup, total_steps: int | None):
         self._setup, self._total_steps, self.logged_tokens = setup, total_steps, 0
@@ -29,7 +27,7 @@ class StepMetrics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what is done within, which is not training, out of the time between lines."""
+        """Exclude the work within, such as saving, from the measured training time."""
         began = time.perf_counter()
         try:
             yield
@@ -39,12 +37,12 @@ class StepMetrics:
     def line(
         self, outcome: Outcome, step: int, tokens: int, refused: Counter[str]
     ) -> dict[str, Any]:
-        """Return means per valid token over the survivors of all processes; the loss on the logits
-        is a mean per predicted token. `tokens` and `refused` of the run include this step's.
+        """Return a step's metrics: means per valid token over the accepted micro-batches of all
+        processes, except the logit loss, a mean per predicted token. `tokens` and `refused` are
+        totals of the run, this step included.
         """
         config, named = self._setup.config, len(REPORTED)
-        # From the reports, which came with the record: the survivors' own tensors may wait in a
-        # queue of newer windows.
+        # Reports arrived with the outcome; reading other tensors could wait for newer windows.
         reported = [sum(report[i] for report in outcome.reports) for i in range(named)]
         layers = torch.tensor([report[named:] for report in outcome.reports], dtype=torch.float32)
         nmses = layers.sum(dim=0).tolist() if outcome.reports else [0.0] * len(self._layers)
@@ -66,7 +64,7 @@ class StepMetrics:
         if config.logit_kl_weight:
             mean = total["logit"] / total["scored"] if total["scored"] else math.nan
             metrics[f"loss_{config.logit_loss}"] = mean
-        if config.hidden_weight:  # hidden states were compared
+        if config.hidden_weight:  # the loss compares hidden states
             metrics["loss_nmse"] = total["nmse"] / outcome.tokens
             means = (torch.tensor(sums[named:]) / outcome.tokens).tolist()
             names = [f"layers.{index}.nmse" for index in self._layers]
@@ -74,7 +72,7 @@ class StepMetrics:
         return metrics
 
     def progress(self, metrics: Mapping[str, Any]) -> str:
-        """Return a logged step as a line for the console, with the time that is left."""
+        """Return a logged step as a progress line, with the time left."""
         step, total, of, left = metrics["step"], self._total_steps, "", ""
         if total is not None:
             passed, made = time.perf_counter() - self._started, step - self._setup.origin.step

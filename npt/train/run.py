@@ -1,4 +1,4 @@
-"""A run around its loop: what goes into its folder and to its trackers, and when."""
+"""What a run writes to its folder and its trackers before, during and after the loop."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Run:
-    """A run: its folder, and the trackers that are told the same.
+    """A run that writes its folder and reports the same to its trackers.
 
     Attributes:
-        record: the content of `run.json`.
-        measure: evaluates the student as it is.
+        record: content of `run.json`.
+        measure: evaluates the student.
         initial: figures of the student before training.
-        recording: of the steps of `--trace_steps`, on the main process.
-        diverged: why the student is worse than having no adapters, by the last evaluation.
+        recording: health of the `--trace_steps` steps; main process only.
+        diverged: why the last evaluation found the student worse than the floor, if it did.
     """
 
     setup: RunSetup
@@ -66,12 +66,12 @@ class Run:
     _warned: bool = False
 
     def warn(self, message: str) -> None:
-        """Print a warning and keep it as an event."""
+        """Print a warning and log it as an event."""
         self.setup.say(f"warning: {message}")
         self.folder.event("warning", message=message)
 
     def begin(self) -> None:
-        """Write `run.json` and the first events, and warn of what will not be as asked for."""
+        """Write `run.json` and the first events, and warn about settings."""
         setup, folder, origin = self.setup, self.folder, self.setup.origin
         record = {**self.record, "wandb_run": self.trackers.run_id}
         if not origin.goes_on:
@@ -82,7 +82,7 @@ class Run:
             with contextlib.suppress(CheckpointError):
                 earlier = read_json(folder.path / RUN, CheckpointError)
                 record["wandb_run"] = record["wandb_run"] or earlier.get("wandb_run")
-                if origin.checkpoint is not None:  # its start is the one that it had
+                if origin.checkpoint is not None:  # a resumed run is not calibrated again
                     record["calibration"] = earlier.get("calibration")
         try:
             with writable(folder.path):
@@ -114,33 +114,33 @@ class Run:
     def _report_resumed(self) -> None:
         say, origin, path = self.setup.say, self.setup.origin, None
         if origin.checkpoint is None:
-            say(f"no checkpoint below {origin.folder}; the run starts at step 1")
+            say(f"no checkpoint in {origin.folder}: starting at step 1")
         else:
             path = str(origin.checkpoint.folder)
-            say(f"continuing from {path} at step {origin.step}")
+            say(f"resuming from {path} at step {origin.step}")
         changed = {name: list(values) for name, values in self.setup.changed.items()}
         self.folder.event("resume", step=origin.step, checkpoint=path, changed=changed)
         for name, (old, new) in changed.items():
-            say(f"changed since: {name} was {old}, is {new}")
+            say(f"changed setting: {name} was {old}, is now {new}")
 
     def _warn_of_settings(self) -> None:
         setup, config, total = self.setup, self.setup.config, self.data.total_steps
         if not setup.deterministic:
             self.warn(
-                f"the backward of {attention_name(setup.model)} attention may sum in another order"
-                " each time: a run that is resumed, or passed over what this one refuses, will not"
-                " equal it bit for bit; it does with --deterministic on a base in fp32, with"
-                " --attn_implementation eager, and with --strategy local"
+                f"{attention_name(setup.model)} attention may not be deterministic in backward: a"
+                " resumed run will not match this one bit for bit; to get identical bits, use"
+                " --attn_implementation eager, --strategy local, or --deterministic with an fp32"
+                " base"
             )
         if total is None and config.scheduler_type != "constant":
             self.warn(
                 "the length of the stream is unknown, so the learning rate stays constant after"
-                f" warm-up; --max_steps gives it its {config.scheduler_type} end"
+                f" warm-up; set --max_steps to get the {config.scheduler_type} decay"
             )
         if total is not None and config.warmup_steps > total:
             self.warn(
-                f"--warmup_steps is {config.warmup_steps}, but the run has {total} steps: the"
-                " learning rate will not reach --learning_rate"
+                f"--warmup_steps {config.warmup_steps} is more than the run's {total} steps: the"
+                " learning rate will not reach --learning_rate; lower --warmup_steps"
             )
 
     def evaluate(self, step: int) -> Fidelity:
@@ -159,9 +159,7 @@ class Run:
         return fidelity
 
     def _judge(self, step: int, fidelity: Fidelity) -> None:
-        """Warn once if the student is worse than its floor, without adapters, by over one standard
-        error: the run is ruined although all of its numbers are finite.
-        """
+        """Warn once if the student is worse than its floor by more than one standard error."""
         figure = self.setup.config.judged_by
         student, floor = (getattr(f, figure) for f in (fidelity.student, fidelity.floor))
         name = "KL to its teacher" if figure == "kl" else figure
@@ -171,14 +169,16 @@ class Run:
         if worse and not self._warned:
             self._warned = True
             self.trackers.alert("npt: the run has diverged", cause)
-            advice = "a smaller --learning_rate or a longer --warmup_steps helps as a rule"
+            advice = "try a lower --learning_rate or a longer --warmup_steps"
             self.warn(f"step {step}: the run has diverged: {cause}; {advice}")
 
     def save(self, guard: Guard, state: Mapping[str, Any], last: bool = False) -> bool:
-        """Write a checkpoint of all processes' state. False if it could not be written, an older
-        one exists, and the run continues; at the `last` that is a CheckpointError.
+        """Write a checkpoint. If that fails, return False if the run can continue because there is
+        an older one.
 
-        ProcessError if another process is lost, or holds other adapters or moments.
+        Raises:
+            CheckpointError: the write failed, and there is no older checkpoint or `last` is set.
+            ProcessError: another process is lost, or its adapters or moments differ.
         """
         model, processes = self.setup.model, self.setup.processes
         audit_precision(model, policy_dtype(model))
@@ -192,10 +192,10 @@ class Run:
                 if checksum != first:
                     raise processes.everywhere(
                         ProcessError(
-                            f"process {process} holds other adapters or moments than process 0 at"
-                            f" step {state['step']} (checksums {checksum} and {first}); nothing was"
-                            " saved: look at the hardware of these processes, then continue with"
-                            " --resume auto"
+                            f"the adapters or moments of process {process} differ from those of"
+                            f" process 0 at step {state['step']} (checksums {checksum} and"
+                            f" {first}), so nothing was saved; check the hardware of both, then"
+                            " continue with --resume auto"
                         )
                     )
         return processes.first(lambda: self._write(guard, state, shrunk_to, last))
@@ -214,7 +214,7 @@ class Run:
         }
 
         def write(path: Path) -> None:
-            # micro-batches are seeded one by one; all other draws agree across processes
+            # Micro-batches are seeded individually; all other draws agree across processes.
             states = {0: random_state()}
             write_checkpoint(path, setup.model, guard.window, record, self.base, states)
 
@@ -222,21 +222,21 @@ class Run:
             path = folder.save_checkpoint(step, write, setup.config.save_total_limit)
         except (OSError, SafetensorError, CheckpointError) as error:
             older = folder.checkpoints()
-            good = f"the last good one is {older[-1]}" if older else "there is no other"
+            good = f"the last good one is {older[-1]}" if older else "there is no older one"
             self._failed("save_failed", step, error, f"{error}; {good}")
             if older and not last:
                 message = f"no checkpoint at step {step}: {error}; {good}, training continues"
                 setup.say(f"WARNING: {message}")
                 return False
             raise CheckpointError(
-                f"no checkpoint could be written at step {step}: {error}; {good}; make room and"
-                " continue with --resume"
+                f"cannot write the checkpoint of step {step}: {error}; {good}; free disk space and"
+                " continue with --resume auto"
             ) from error
         folder.event("save", step=step, folder=str(path.relative_to(folder.path)))
         return True
 
     def save_best(self, step: int, fidelity: Fidelity) -> None:
-        """Keep the adapters as the best so far; if that fails, say so."""
+        """Save the adapters as the best so far; warn if that fails."""
         with self._written("the best adapters", "training continues"):
             figures = {"step": step, **fidelity.as_dict()}
             self.folder.save_best(self.setup.model, self.base, figures)
@@ -247,10 +247,13 @@ class Run:
     def give_up(
         self, guard: Guard, outcome: Outcome, reason: str, steps: int, *batches: Sequence[Batch]
     ) -> None:
-        """Write the post-mortem and raise. Of a card that is lost it has what the host holds.
+        """Write the post-mortem and raise CardError or TooManyRefusalsError. If the GPU is lost,
+        the post-mortem holds what is left on the host.
 
-        The outcome is that of the last window with a refusal, batches are its own and those of the
-        last one without, `steps` are applied by now.
+        Args:
+            outcome: outcome of the last window with a refusal.
+            steps: number of applied steps.
+            batches: micro-batches of that window, then of the last window without a refusal.
         """
         from npt.forensics.bundle import write_postmortem  # few runs end so
         from npt.forensics.student import stored_batches, student_entry
@@ -273,7 +276,7 @@ class Run:
                         setup.model, settings, record["base_hash"], setup.splitter.samples
                     ),
                 )
-            except Exception as error:  # the run reports its end either way
+            except Exception as error:  # the run must report why it stopped either way
                 return {"postmortem": None, "error": str(error)}
             stated = read_json(bundle / POSTMORTEM, BundleError)["reason"]
             return {"postmortem": str(bundle.relative_to(path.absolute())), "reason": stated}
@@ -285,27 +288,27 @@ class Run:
         ending = f", the last: {outcome.refused[-1]}" if outcome.refused and not of_card else ""
         if bundle["postmortem"] is None:
             end = (
-                f"no post-mortem could be written below {path}: {bundle['error']}; free or choose a"
-                " disk that can be written to"
+                f"cannot write a post-mortem in {path}: {bundle['error']}; free disk space or"
+                " choose another --output_dir"
             )
         elif of_card:
             older = self.folder.checkpoints()
             remedy = f"continue with --resume {older[-1]}" if older else "there is no checkpoint"
             end = f"batches and settings are in {path / bundle['postmortem']}; {remedy}"
         else:
-            end = f"look into it with: npt replay {path / bundle['postmortem']}"
+            end = f"to find the cause, run: npt replay {path / bundle['postmortem']}"
         message = f"stopped at step {steps}: {reason}{ending}; {end}"
         kind = CardError if of_card else TooManyRefusalsError
         raise setup.processes.everywhere(kind(message))
 
     def rescue(self, loop: Loop, error: BaseException) -> None:
-        """Save the steps before an error that ended the loop; a second signal does not wait."""
+        """Save the applied steps after an error ended the loop, unless a second signal came."""
         processes = self.setup.processes
         if isinstance(error, KeyboardInterrupt) and self.setup.stop.number is not None:
             return
         if not isinstance(error, TooManyRefusalsError):
             self._failed("error", loop.steps, error, str(error))
-        # the others are elsewhere: leave out whatever would wait for them
+        # the other processes are not here, so nothing may wait for them
         if not processes.met_by_all(error):
             processes.leave()
         if isinstance(error, RuntimeError) and (why := card_error(self.setup.device)) is not None:
@@ -314,20 +317,20 @@ class Run:
             outcome.refused = (Refusal("card", why),)
             self.give_up(loop.guard, outcome, why, steps, batches, ())
         try:
-            loop.settle()  # a checkpoint bears the step of its weights
+            loop.settle()  # a checkpoint is named by the step of its weights
             if processes.broken and loop.guard.window.applied_steps != loop.steps:
-                return  # the weights are of a step whose result the others did not tell
+                return  # the weights are ahead of the last outcome that all processes sent
             if loop.steps and loop.unsaved:
                 loop.save(last=True)
-        except Exception as second:  # the first error is the one to be seen
+        except Exception as second:  # the first error is the one to raise
             self._failed("error", loop.steps, second, f"not saved: {second}")
 
     def finish(self, loop: Loop, fidelity: Fidelity, seconds: float) -> None:
-        """Write the figures and the final adapter of a run that came to its end."""
+        """Write the figures and the final adapter of a completed run."""
         folder, config, figures = self.folder, self.setup.config, fidelity.as_dict()
-        with self._written("fidelity.json", "npt evaluate measures the adapter again"):
+        with self._written("fidelity.json", "to measure again, run npt evaluate"):
             folder.write("fidelity.json", {**figures, "heldout": self.data.heldout})
-        with self._written("the final adapter", f"its numbers are in {CHECKPOINTS}"):
+        with self._written("the final adapter", f"its weights are in {CHECKPOINTS}"):
             folder.save_final(self.setup.model, self.base, figures)
         if config.eval_steps:
             loop.keep_if_best(fidelity)
@@ -337,7 +340,7 @@ class Run:
         if config.max_steps is not None and loop.steps < config.max_steps:
             self.warn(
                 f"the data ended after {loop.steps} of --max_steps {config.max_steps} steps and"
-                " cannot be read again; pass a list, which can"
+                " cannot be read again; pass a list instead of a generator"
             )
         self._judge(loop.steps, fidelity)
         folder.event(
@@ -351,7 +354,7 @@ class Run:
         )
 
     def report_data(self, position: Position) -> None:
-        """Report which records were cut, left out or not used, at the run's end."""
+        """Report at the end of a run which records were cut, left out or not used."""
         data = self.data
         read = [(data.loader.samples, position.place.epoch)]
         if data.loader.replay is not None:
@@ -363,11 +366,11 @@ class Run:
             if left_out := lost(counts):
                 self.warn(f"{label}: of {counts.records:,} records read, {left_out}")
             if begun_again and self.setup.config.max_steps is not None:
-                self.setup.say(f"{label}: came to its end and was begun again {begun_again} times")
+                self.setup.say(f"{label}: read again from the start (restarts: {begun_again})")
 
     @contextlib.contextmanager
     def reported(self, report: bool) -> Iterator[None]:
-        """Write `report.html` at the end, if asked for and unless a second signal interrupts."""
+        """Write `report.html` at the end if `report` is set, unless a second signal interrupts."""
         try:
             yield
         except Exception as error:
@@ -385,22 +388,22 @@ class Run:
                 write_report(path)
         self.trackers.files({**self.record, **self.record["settings"]})
         if lost := self.folder.lines_lost:
-            self.warn(f"{lost} lines of {METRICS} and {EVENTS} could not be written below {path}")
+            self.warn(f"{lost} lines of {METRICS} and {EVENTS} could not be written to {path}")
 
     @contextlib.contextmanager
     def _written(self, name: str, remedy: str = "") -> Iterator[None]:
-        """Warn of what could not be written: all that matters is in the checkpoints."""
+        """Turn a failed write into a warning, since the checkpoints hold all that matters."""
         try:
             yield
         except Exception as error:
             end = f"; {remedy}" if remedy else ""
             why = f"{type(error).__name__}: {error}"
-            failure = f"{name} could not be written below {self.folder.path}: {why}"
+            failure = f"cannot write {name} in {self.folder.path}: {why}"
             self.warn(failure[:500] + end)
 
 
 def write_report(folder: Path, output: Path | None = None) -> RunRecord:
-    """Read the run folder and write the page about it, by default as `report.html` in it."""
+    """Write the report of a run folder, by default as its `report.html`."""
     from npt.report.page import page
     from npt.report.run import RunRecord
 

@@ -1,4 +1,4 @@
-"""The parts of a run, checked before it: model, settings, processes, where it begins."""
+"""The parts of a run, checked before it starts: model, settings, processes, origin."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from npt.runs.signals import StopOnSignal
 from npt.versions import versions
 
 MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset")
-"""Settings in which the processes of a run may differ: paths on their machines."""
+"""Settings that may differ between the processes of a run: paths on their machines."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class RunSetup:
     """Model, settings and processes of a run.
 
     Attributes:
-        settings: all of them, as JSON gives them back.
-        changed: settings that the resumed run had otherwise, with both values.
-        date: that the chat template writes; None without one.
+        settings: all settings, as they read back from JSON.
+        changed: settings that differ from those of the resumed run, as (old, new).
+        date: date that the chat template writes; None without a template.
     """
 
     model: PreTrainedModel
@@ -67,17 +67,17 @@ class RunSetup:
 
     @property
     def deterministic(self) -> bool:
-        """True if every step gives the same bits again, the backward of attention included."""
+        """True if repeating a step gives the same bits, including the backward of attention."""
         return self.config.strategy != "end_to_end" or repeats_exactly(self.model)
 
     def check_stop(self) -> None:
-        """Raise StoppedError if a signal came; on a sharded base all processes do so together."""
+        """Raise StoppedError if a signal came; on a sharded base all processes raise together."""
         number = self.signal() if is_sharded(self.model) else self.stop.number
         if number is not None:
             raise StoppedError(number)
 
     def signal(self) -> int | None:
-        """Return the number of a signal that came to any process; every process must ask."""
+        """Return the number of a signal that any process received. Every process must call this."""
         number = self.stop.number
         numbers = [n for n in (number, *self.processes.gather(number)) if n is not None]
         return numbers[0] if numbers else None
@@ -87,10 +87,10 @@ class RunSetup:
 
     def say_lack(self, act: str, samples: int, now: int, message: str) -> None:
         lack = f"{act}: out of memory with {samples} samples at once ({message})"
-        self.say(f"{lack}; it is begun again with {now}")
+        self.say(f"{lack}; retrying with {now}")
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Refuse processes whose adapters, devices, versions or `facts` differ."""
+        """Raise ConfigError if adapters, devices, versions or `facts` differ between processes."""
         if self.processes.size == 1:
             return
         tensors = adapter_parameters(self.model).values()
@@ -117,8 +117,8 @@ def make_setup(
     console: Console,
     further: Mapping[str, Any],
 ) -> RunSetup:
-    """Check model, settings and processes of a run, and find where it begins. The adapters get the
-    ranks of the checkpoint that is resumed, the chat template its date.
+    """Check the parts of a run and find where it begins. A resumed run takes the adapters' ranks
+    and the chat template's date from its checkpoint.
     """
     from npt.data.chat import date_of, fix_date, has_template
 
@@ -129,7 +129,7 @@ def make_setup(
     if quantization_of(model) is not None:
         settings["compute_dtype"] = _name_of(declared_dtype(model)) or "other"
     settings = plain_settings({**settings, "attn_implementation": attention_name(model)})
-    # before an exchange that only some settings bring: it would be paired with another one
+    # compare settings first, since some add exchanges between processes
     alike = {f"--{name}": value for name, value in settings.items() if name not in MAY_DIFFER}
     processes.agree({**alike, "a chat template": has_template(tokenizer)})
     origin = find_origin(config.resume, config.output_dir, processes)
@@ -138,13 +138,13 @@ def make_setup(
     if origin.checkpoint is not None:
         recorded, date = origin.checkpoint.record["settings"], origin.checkpoint.record.get("date")
         if form.spends_ranks and recorded.get("ranks") is not None:
-            form = replace(form, ranks=tuple(recorded["ranks"]))  # the checkpoint has their numbers
+            form = replace(form, ranks=tuple(recorded["ranks"]))
         settings |= plain_settings(asdict(form))
         changed = changed_settings(recorded, settings)
         if form != attached_config(model):
             shapes = adapter_shapes(model, form).items()
             set_adapters(model, form, {name: torch.zeros(shape) for name, shape in shapes})
-    # a chat template writes the date of the run's start, on every process and after a resume
+    # the chat template writes the date of the run's start, on every process and after a resume
     if has_template(tokenizer):
         fix_date(tokenizer, processes.first(lambda: date or date_of(tokenizer)))
         date = date_of(tokenizer)
@@ -154,27 +154,25 @@ def make_setup(
 
 
 def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool = False) -> None:
-    """Refuse combinations that cannot be trained, before a base is loaded; `own_teacher` if the
-    teacher is another model than it.
-    """
+    """Refuse settings that cannot be trained before a base is loaded."""
     if config.residual == "keep" and not own_teacher:
         raise ConfigError(
-            "--residual keep starts equal to its base, so there is nothing to learn from it; give a"
-            " 4-bit base an unquantised teacher with --teacher_precision bf16, or use --residual"
+            "--residual keep starts equal to its base, so the base has nothing to teach; add"
+            " --teacher_precision bf16 to learn from the unquantised model, or use --residual"
             " modulate"
         )
     if data is not None and data.dataset_name in OWN_HELDOUT and data.dataset_split != "train":
         raise DataError(
-            f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated"
-            " on; train on 'train'"
+            f"--dataset_split {data.dataset_split} of the built-in text is reserved for evaluation;"
+            " use --dataset_split train"
         )
 
 
 def check_model(
     model: PreTrainedModel, config: TrainConfig, data: DataConfig, processes: int
 ) -> None:
-    """Refuse a model that cannot be trained with these settings, or (PrecisionError) whose modules
-    would compute otherwise than the policy says, as if npt.load_base did not load it.
+    """Refuse a model that cannot be trained with these settings, or (PrecisionError) that would not
+    compute in the expected precision because `npt.load_base` did not load it.
     """
     from npt.adapters.consolidate import consolidated
 
@@ -183,7 +181,7 @@ def check_model(
     check_unfrozen(adapter_parameters(model))
     if consolidated(model):
         raise ConfigError(
-            "a run does not record the updates that were consolidated into its base; call"
+            "the base contains consolidated updates, which a run does not record; call"
             " npt.unconsolidate first"
         )
     check_length(data.max_length, model.config)
@@ -191,13 +189,13 @@ def check_model(
     if samples * data.max_length >= EXACT:
         raise ConfigError(
             f"a window may have {samples * data.max_length} tokens (--gradient_accumulation_steps x"
-            f" --batch_size x --max_length x {processes} processes), and is counted exactly below"
-            f" {EXACT} only; lower one of them"
+            f" --batch_size x --max_length x {processes} processes), but only counts below {EXACT}"
+            " are exact; lower one of them"
         )
 
 
 def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> dict[str, Any]:
-    """Return the entries of `run.json` about a separate teacher; refuse one that cannot teach."""
+    """Return the teacher's entries of `run.json`; refuse a teacher that does not fit the model."""
     if teacher is None:
         return {"teacher_precision": None, "teacher_attention": None, "teacher": None}
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
@@ -210,8 +208,8 @@ def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> d
     dtype = teacher.model.layers[0].mlp.up_proj.weight.dtype
     precision = _name_of(dtype)
     faults = {
-        "is quantised as well": quantization_of(teacher) is not None,
-        "has adapters of its own": is_attached(teacher),
+        "is quantised": quantization_of(teacher) is not None,
+        "has adapters attached": is_attached(teacher),
         f"is stored in {str(dtype).removeprefix('torch.')}": precision is None,
     }
     for fault, present in faults.items():

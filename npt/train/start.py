@@ -1,6 +1,4 @@
-"""The work around the loop: smoke test, calibrated start, evaluations and the content of
-`run.json`, with as many samples at once as memory allows.
-"""
+"""The work around the loop: smoke test, closed-form start, evaluations, `run.json`."""
 
 from __future__ import annotations
 
@@ -38,33 +36,32 @@ T = TypeVar("T")
 DESCENT_STEPS = 3
 
 DESCENT_RATE = 1e-4
-"""Small enough that a step follows the gradient, whatever learning rate the run is going to use;
-large enough that its gain (1e-3 of the loss and more on the models tried) is far above fp32
-rounding."""
+"""Learning rate of the smoke test. It is small enough that a step follows the gradient, and large
+enough that the gain (at least 1e-3 of the loss on the models tried) exceeds fp32 rounding."""
 
 
 def fitting(
     model: PreTrainedModel, act: Callable[[], T], splitter: MicroBatchSplitter, batch: Batch
 ) -> T:
-    """Return the result of an act, begun again with fewer samples at once until it fits: `splitter`
-    is shrunk, from the largest batch. NoMemoryError if one sample is too much.
+    """Return the result of `act`, retried with fewer samples at once until it fits in memory.
+
+    Each failure shrinks `splitter`, starting from `batch`, the largest one. Raise NoMemoryError if
+    a single sample does not fit.
     """
     while True:
         try:
             return act()
         except (RuntimeError, MemoryError) as error:
             message = oom_message(error)
-            # processes that share a base would be out of step
+            # on a sharded base a retry would put this process out of step with the others
             if message is None or is_sharded(model):
                 raise
-        free_memory(next(model.parameters()).device)  # in the handler the error holds the graph
+        free_memory(next(model.parameters()).device)  # inside the handler the error holds the graph
         splitter.shrink(batch, message)
 
 
 def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
-    """Solve the adapters' start, all processes together; None if they were loaded or calibrated
-    before, and are left as they are.
-    """
+    """Compute the closed-form start; None if the adapters were loaded or calibrated before."""
     config, model, processes = setup.config, setup.model, setup.processes
     if not makes_start(model):
         return None
@@ -72,7 +69,7 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
     from npt.calibration.calibrate import calibrate
     from npt.calibration.report import print_calibration
 
-    # its graph goes through the whole teacher: an OOM here says nothing about a micro-batch
+    # The graph spans the whole teacher, so an OOM here says nothing about a training micro-batch.
     size = min(processes.gather(min(config.batch_size, setup.splitter.samples)))
     splitter = MicroBatchSplitter(size, partial(setup.say_lack, "the calibration"))
 
@@ -88,24 +85,22 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
             processes=processes,
         )
 
-    # the same on every process, as they are to halve alike
+    # the same on every process, so that all halve alike
     first = next(batches(data.start_samples, size), None) or data.first_batch()
     calibration = fitting(model, solve, splitter, first)
     print_calibration(calibration, setup.console)
-    line = f"training begins after the {data.start.begun} samples that the start was fitted to"
+    line = f"training skips the {data.start.begun} samples that calibration used"
     if not data.start.begun:
         line = (
-            "there are too few samples to leave out those that the start was fitted to, so the"
-            " first losses are of tokens that it has seen"
+            "too few samples to skip those that calibration used: the first losses are on text"
+            " that the start was fitted to"
         )
     setup.say(line)
     return calibration
 
 
 def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
-    """Return a function that measures the student as it is, with no more samples at once than in
-    training.
-    """
+    """Return a function that evaluates the student, with no more samples at once than training."""
     report, samples = partial(setup.say_lack, "an evaluation"), data.eval_samples
     splitter = MicroBatchSplitter(setup.config.batch_size, report)
     reference: list[Reference] = []  # a separate teacher's outputs
@@ -138,7 +133,7 @@ def run_record(
 ) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
     model = setup.model
-    form = plain_settings(asdict(attached_config(model)))  # with the ranks of the start
+    form = plain_settings(asdict(attached_config(model)))  # including the ranks of the start
     return {
         "settings": {**setup.settings, **form},
         "layers": [index for index, _ in npt_layers(model)],
@@ -165,19 +160,22 @@ def smoke_test(
     config: TrainConfig,
     splitter: MicroBatchSplitter | None = None,
 ) -> str:
-    """Prove that one batch trains, before a long run; return the verdict as one line.
+    """Check on one batch that training can work, before a long run; return the verdict as a line.
 
-    On the real model, data and settings the batch has no fault, the loss is finite, backward under
-    anomaly detection makes no NaN, every adapter tensor gets a finite, non-zero gradient and no
-    frozen tensor gets any, and a few small steps on this same batch lower its loss. Else
-    SmokeTestError. Weights and random state are as before afterwards.
+    The check uses the model, data and settings of the run. It requires a valid batch, a finite
+    loss, no NaN in backward under anomaly detection, a finite and non-zero gradient for every
+    adapter tensor, none for frozen tensors, and a lower loss after a few small steps on the same
+    batch. Weights and random state are restored.
+
+    Raises:
+        SmokeTestError: a requirement is not met.
     """
     fault = find_fault(batch, model.config.vocab_size)
     if fault is not None:
         raise _failure(f"the first batch cannot be used: {fault}; check the data and the tokenizer")
     parameters = adapter_parameters(model)
     snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    # it draws the same random numbers each time: with others a base would have another loss
+    # Every call draws the same random numbers: dropout must not change the loss between steps.
     compute = partial(forward_backward, model, strategy, batch, config, splitter)
     optimizer = torch.optim.AdamW(parameters.values(), lr=DESCENT_RATE, weight_decay=0.0)
     optimizer.zero_grad()
@@ -186,8 +184,7 @@ def smoke_test(
         loss = float(sums.loss) / sums.tokens
         if not math.isfinite(loss):
             raise _failure(
-                f"the loss of the first batch is {loss}; the base or an adapter holds non-finite"
-                " values"
+                f"the loss of the first batch is {loss}; run npt trace to find the operation"
             )
         _check_gradients(model)
         for _ in range(DESCENT_STEPS):
@@ -203,12 +200,12 @@ def smoke_test(
     if not after < loss:
         raise _failure(
             f"{DESCENT_STEPS} small steps on one batch took its loss from {loss:.6g} to"
-            f" {after:.6g}; the gradient does not point downhill, so loss and gradient disagree"
+            f" {after:.6g}; it should fall, so the gradient does not match the loss"
         )
     return (
         f"smoke test passed: loss {loss:.4g} per token, {after:.4g} after {DESCENT_STEPS} small"
-        f" steps on the same batch, finite gradients on {len(parameters)} adapter tensors, none on"
-        " the base"
+        f" steps on the same batch; all {len(parameters)} adapter tensors get finite gradients, the"
+        " base gets none"
     )
 
 
@@ -219,7 +216,7 @@ def _failure(message: str) -> SmokeTestError:
 def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
     try:
         with warnings.catch_warnings():
-            # anomaly mode announces itself, and a fault with the forward's traceback
+            # anomaly mode warns that it is on, and prints the forward's traceback
             warnings.simplefilter("ignore")
             with torch.autograd.detect_anomaly(check_nan=True):
                 return compute()
@@ -227,13 +224,13 @@ def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
         if "nan" not in str(error).lower():
             raise
         raise _failure(
-            f"backward produced NaN ({str(error).splitlines()[0]}); lower --additive_scale, or"
-            " start with --safe_mode"
+            f"backward produced NaN ({str(error).splitlines()[0]}); lower --additive_scale or add"
+            " --safe_mode"
         ) from error
 
 
 def _check_gradients(model: PreTrainedModel) -> None:
-    # by the chain rule an A whose B and M are all zero gets no gradient yet
+    # an A whose B and M are all zero gets no gradient yet, by the chain rule
     silent = {
         f"model.layers.{index}.npt.A"
         for index, layer in npt_layers(model)
@@ -243,14 +240,13 @@ def _check_gradients(model: PreTrainedModel) -> None:
     for name, parameter in adapters.items():
         if parameter.grad is None or not bool(parameter.grad.any()):
             if name not in silent:
-                raise _failure(f"{name} gets no gradient; it would never be trained")
+                raise _failure(f"{name} gets no gradient, so it would never be trained")
         elif not bool(torch.isfinite(parameter.grad).all()):
             raise _failure(
-                f"the gradient of {name} is not finite; lower --additive_scale, or start with"
-                " --safe_mode"
+                f"the gradient of {name} is not finite; lower --additive_scale or add --safe_mode"
             )
     for name, parameter in model.named_parameters():
         if name not in adapters and (parameter.requires_grad or parameter.grad is not None):
             raise _failure(
-                f"the frozen tensor {name} would be trained; attach the adapters with npt.attach"
+                f"the frozen tensor {name} would be trained; attach adapters with npt.attach"
             )

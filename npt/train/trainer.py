@@ -1,4 +1,4 @@
-"""`Trainer`: from records to a trained adapter and its run folder."""
+"""`Trainer`: train adapters on records and write a run folder."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ class TrainResult:
     """The outcome of a run.
 
     Attributes:
-        refused: micro-batches and windows.
-        heldout: `fidelity` is of held-out text; False if there was too little of it.
-        diverged: why the student is worse than one without adapters, though all is finite.
-        signal: number of the signal that ended the run early, if one did.
+        refused: number of refused micro-batches and windows.
+        fidelity: final figures; None if a signal ended the run.
+        heldout: `fidelity` was measured on held-out text; False if there was too little data.
+        diverged: why the student is worse than its floor although all numbers are finite.
+        signal: number of the signal that ended the run early, if any.
     """
 
     folder: Path
@@ -67,36 +68,36 @@ class TrainResult:
 
     @property
     def exit_status(self) -> int:
-        """0, or 128 plus the number of the signal."""
+        """0, or 128 plus the signal's number."""
         return 0 if self.signal is None else 128 + self.signal
 
 
 class Trainer:
-    """Distils the attached adapters of `model` from the model itself, or from a separate teacher.
+    """Train the adapters of `model` to reproduce their teacher: the base, or a separate model.
 
-    Settings and data that cannot work are refused before the run folder is made. Each of several
-    processes makes a Trainer with the same arguments; they share every window, and the main one
+    Settings and data are checked before the run folder is made. With several processes, make a
+    Trainer with the same arguments in each. They share every window, and only the main process
     writes.
 
     Args:
-        model: from `npt.load_base`, with `npt.attach` done.
-        tokenizer: of the base model.
-        data: records ({"text"}, {"prompt", "completion"} or {"input_ids"}): a list, a `datasets`
-            object, a generator; None for the data set that `data_config` names.
+        model: from `npt.load_base`, with adapters attached by `npt.attach`.
+        tokenizer: tokenizer of the base.
+        data: records ({"text"}, {"prompt", "completion"} or {"input_ids"}) in a list, a `datasets`
+            object or a generator. None loads the data set that `data_config` names.
         config: training settings.
-        data_config: how `data` is cut to samples.
-        teacher: from `npt.load_teacher`, an unquantised model to learn from; default the student's
-            own base.
-        eval_data: held-out records. Default: the built-in text's own held-out files if `data` is
-            None and names it, else one sample in twenty of `data`, which training then leaves out.
-        settings: further settings to record in `run.json`.
-        console: where to report; default standard output.
-        processes: the processes that train together; default those that a launcher started with
-            this one, or this one alone.
+        data_config: how to cut `data` into samples.
+        teacher: an unquantised model from `npt.load_teacher`; default: the student's own base.
+        eval_data: held-out records. Default: the held-out files of the built-in text if you train
+            on it, else one sample in twenty of `data`, which training leaves out.
+        settings: more settings to record in `run.json`.
+        console: where to print progress; default: standard output.
+        processes: the processes that train together; default: those that the launcher started.
         report: write `report.html`.
 
     Raises:
-        ConfigError, DataError, PrecisionError: settings, data or a base that cannot work.
+        ConfigError: settings do not work together.
+        DataError: the data give no sample to train or evaluate on.
+        PrecisionError: a module of the base would not compute in the precision asked for.
         ProcessError: another process failed or was lost.
     """
 
@@ -130,28 +131,24 @@ class Trainer:
         self.report, self._trained = report, False
         self.evaluate = evaluator(self.setup, self.data)
         self.calibration: Calibration | None = None
-        self._state: State | None = None  # that is resumed
+        self._state: State | None = None  # to restore when resuming
 
-    @torch.inference_mode(False)  # whatever the caller is in
+    @torch.inference_mode(False)  # even if the caller is in inference mode
     def train(self) -> TrainResult:
-        """Run smoke test, evaluation, loop, evaluation.
+        """Run the smoke test, evaluate, train, evaluate again and write the run folder.
 
         Raises:
-            NumericalError, SmokeTestError: the base or an adapter holds a non-finite number, or one
-                batch shows that training cannot work; before anything is written.
-            TooManyRefusalsError: with a post-mortem.
-            ConfigError: the run folder cannot be written, or the processes of the run differ in
-                something.
+            NumericalError: the base or an adapter holds NaN or Inf; nothing is written.
+            SmokeTestError: the first batch shows that training cannot work; nothing is written.
+            TooManyRefusalsError: too many micro-batches were refused; a post-mortem is written.
+            ConfigError: the run folder cannot be written, or the processes of the run differ.
             ProcessError: another process failed or was lost.
         """
         if self._trained:
-            raise ConfigError(
-                "this Trainer has trained already; make a new one, its data and output folder are"
-                " used up"
-            )
+            raise ConfigError("this Trainer has already trained; make a new Trainer")
         self._trained = True
         setup = self.setup
-        setup.stop.at_once = True  # until the loop there is nothing to save
+        setup.stop.at_once = True  # there is nothing to save before the loop
         from npt.runs.trackers import start_trackers
 
         with setup.processes.member(), setup.processes.exchanging(), setup.stop:
@@ -163,7 +160,7 @@ class Trainer:
                 self.initial = self._prepare()
                 record = run_record(setup, self.data, base, self.calibration)
                 setup.stop.check()
-                setup.stop.at_once = False  # from here on there is a folder to be left in order
+                setup.stop.at_once = False  # from now on a signal must leave the folder in order
                 folder: RunFolder = NullRunFolder(path)
                 if setup.processes.main:
                     folder = RunFolder(path, resume_at=resume_at)
@@ -174,15 +171,15 @@ class Trainer:
                     with run.reported(self.report):
                         result = self._train(run)
                 trackers.close(result.exit_status)
-            # A launcher may end the other processes when the first has ended, so wait for the main
-            # one to write everything.
+            # A launcher may kill the others once one process ends, so wait until the main process
+            # has written everything.
             setup.processes.wait()
             return result
 
     def _checked_base(self) -> BaseIdentity:
-        """Refuse non-finite numbers and another base; read the state to resume, if any."""
+        """Refuse a non-finite base or adapter; read the state to resume, checking its base."""
         setup = self.setup
-        # micro-batches are seeded one by one; this makes all other draws agree across processes
+        # Micro-batches are seeded individually; this makes all other draws agree across processes.
         torch.manual_seed(setup.config.seed)
         parameters = adapter_parameters(setup.model)
         check_unfrozen(parameters)
@@ -194,13 +191,13 @@ class Trainer:
         self._state = None if checkpoint is None else checkpoint.state(setup.model, base)
         data, facts = self.data, {"a base of hash": base.strict, **self.data.identity}
         counts = {"steps": data.total_steps, "evaluation samples": len(data.eval_samples)}
-        setup.agree({**facts, **counts})  # all have read the checkpoint, before its folder changes
+        setup.agree({**facts, **counts})  # all must read the checkpoint before its folder changes
         return base
 
     def _prepare(self) -> Fidelity:
         setup, data, resumed = self.setup, self.data, self.setup.origin.checkpoint
         if resumed is not None:
-            # it has passed the smoke test, and may next meet a batch that it will refuse
+            # The run passed its smoke test; the next batch may be one to refuse.
             setup.say(data.note())
             return resumed.initial
         if setup.config.smoke_test:
@@ -217,20 +214,21 @@ class Trainer:
         state, checkpoint, splitter = self._state, self.setup.origin.checkpoint, self.setup.splitter
         if state is None or checkpoint is None:
             return
-        self._state = None  # a copy of everything
+        self._state = None  # free this copy of all tensors
         state.restore(loop.guard.window)
         loop.load_state(checkpoint.record)
         index = self.setup.processes.index
         samples = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(index)
-        if samples is not None and not is_sharded(self.setup.model):  # whose parts must be alike
+        # on a sharded base all processes must split a micro-batch alike
+        if samples is not None and not is_sharded(self.setup.model):
             splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
-        states = state.random_states  # earlier versions wrote one for each process
+        states = state.random_states  # earlier versions wrote one per process
         set_random_state(states.get(index, states[0]))
 
     def _train(self, run: Run) -> TrainResult:
         setup, c, folder = self.setup, self.setup.config, run.folder
         rates = rate_table(c.learning_rate, c.scheduler_type, c.warmup_steps, run.data.total_steps)
-        # closed, it leaves the model as it was found, to be evaluated without its buffers
+        # closing the guard frees its buffers before the evaluation
         with student_guard(setup.model, c, rates, processes=setup.processes, trace=1) as guard:
             loop = Loop(run, guard, self.strategy)
             self._restore(loop)
@@ -250,15 +248,15 @@ class Trainer:
                 self._refuse_empty(loop)
             if loop.unsaved:
                 loop.save(last=True)
-        setup.splitter.report = nowhere  # the loop would stay in memory, and the guard's buffers
+        setup.splitter.report = nowhere  # or it would keep the loop and the guard in memory
         fidelity = None
         if number is not None:
             setup.say(
-                f"stopped by signal {number} at step {loop.steps}; the adapters are saved below"
-                f" {folder.path / CHECKPOINTS}"
+                f"stopped by signal {number} at step {loop.steps}; the checkpoint is in"
+                f" {folder.path / CHECKPOINTS}; continue with --resume auto"
             )
         else:
-            with contextlib.suppress(StoppedError):  # all is saved; only the figures are missing
+            with contextlib.suppress(StoppedError):  # the checkpoint is saved already
                 fidelity = self.evaluate().after(self.initial)
             number = setup.signal()
             if number is not None and setup.processes.size > 1:
@@ -288,7 +286,7 @@ class Trainer:
         error = no_sample(self.data.loader.samples.counts)
         if loop.micro_batches:
             error = DataError(
-                f"the data ended without one applied step ({loop.refused.total()} refusals, see"
+                f"the data ended before any step was applied ({loop.refused.total()} refusals, see"
                 f" {folder.path / EVENTS})"
             )
         raise self.setup.processes.everywhere(error)

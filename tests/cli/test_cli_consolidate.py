@@ -57,7 +57,7 @@ def test_writes_a_folder_that_loads_again_and_reports_both_sides(call, load_mode
     assert status == 0
     for words in (
         "student: log-probability of the fact -",
-        "held-out tokens KL",
+        "held-out tokens: KL",
         "(0.5 was asked for",
     ):
         assert words in " ".join(out.split())
@@ -97,7 +97,7 @@ def test_updates_stack_from_folder_to_folder(call, tmp_path, load_model):
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
-        (("--text", ""), 2, "--text is '', of which no token can be predicted"),
+        (("--text", ""), 2, "--text '' has no token to predict"),
         (("--text", "abc", "--token", "4"), 2, "there is no token 4: the text has 4 tokens"),
         (("--text", "abc", "--alpha", "0"), 2, "--alpha is 0.0; it must lie above 0"),
         (("--text", "abc", "--eval_samples", "1"), 2, "1 sample of held-out text is too few"),
@@ -139,5 +139,5 @@ def test_a_disk_that_fills_later_is_one_line_after_the_figures(call, monkeypatch
 
     monkeypatch.setattr(npt, "save_adapter", full)
     status, out, said = call("--text", "a fact")
-    assert status == 2 and "held-out tokens KL" in " ".join(out.split())
+    assert status == 2 and "held-out tokens: KL" in " ".join(out.split())
     assert said == "npt: error: out: No space left on device\n"

@@ -199,7 +199,7 @@ def test_a_run_resumed_with_it_says_so_and_ends_as_one_without(load_model, tmp_p
     runs.run("stopped", at(3))
     runs.run("stopped", resume="auto", gradient_checkpointing=True)
     runs.outcome("stopped").assert_equal(runs.outcome("whole"))
-    assert "changed since: gradient_checkpointing was False, is True" in runs.said.getvalue()
+    assert "changed setting: gradient_checkpointing was False, is now True" in runs.said.getvalue()
     assert events(tmp_path / "stopped", "resume")[0]["changed"] == {
         "gradient_checkpointing": [False, True]
     }

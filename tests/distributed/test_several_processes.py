@@ -337,7 +337,7 @@ def test_a_first_save_that_fails_ends_both(run: Any) -> None:
     assert ended[1].kind == "ProcessError"
     assert ended[0].status == ended[1].status == 5
     assert (
-        "process 0 failed: no checkpoint could be written at step 2: [Errno 28] No space left"
+        "process 0 failed: cannot write the checkpoint of step 2: [Errno 28] No space left"
         in str(ended[1].error)
     )
 
@@ -346,7 +346,7 @@ def test_weights_that_drift_apart_are_found_before_a_save(run: Any, tmp_path: Pa
     ended = run("run", plant="weight", at=1, save_steps=2, gradient_accumulation_steps=1)
     for one in ended:
         assert one.kind == "ProcessError" and one.status == 6
-        assert "process 1 holds other adapters or moments than process 0 at step 2" in str(
+        assert "adapters or moments of process 1 differ from those of process 0 at step 2" in str(
             one.error
         )
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))

@@ -105,7 +105,7 @@ def test_the_base_is_left_as_it_was(student, load_model, tokenizer) -> None:
 
 def test_a_reference_of_other_samples_is_refused(student, base, tokenizer) -> None:
     reference = reference_outputs(base, samples()[:3])
-    with pytest.raises(DataError, match="other samples"):
+    with pytest.raises(DataError, match="on the same samples"):
         evaluate(student, tokenizer, samples(), unquantized=reference)
     with pytest.raises(DataError, match=r"999.*sample there"):
         reference_outputs(base, [Sample("there", (5, 999))])

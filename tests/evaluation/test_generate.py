@@ -76,7 +76,7 @@ def test_prompts_are_tokenised_as_texts_or_by_the_chat_template() -> None:
     plain = tokenizer("hello")["input_ids"]
     assert prompt_ids(tokenizer, "hello") == plain and plain[0] == tokenizer.bos_token_id
     assert prompt_ids(tokenizer, "") == [tokenizer.bos_token_id]
-    with pytest.raises(DataError, match="broken at character 1"):
+    with pytest.raises(DataError, match="not valid text at character 1"):
         prompt_ids(tokenizer, "a\ud800")
     tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"

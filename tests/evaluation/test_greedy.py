@@ -175,5 +175,5 @@ def test_a_prompt_that_would_not_fit_loses_its_front() -> None:
     # the end of its first half
     assert parting_prompts([Sample("a", ids)], 10, 16)[0].input_ids == ids[19:25]
     for limit in (0, 16, 17):
-        with pytest.raises(ConfigError, match=f"max_new_tokens is {limit}"):
+        with pytest.raises(ConfigError, match=f"max_new_tokens {limit} must"):
             parting_prompts([Sample("a", ids)], limit, 16)

@@ -65,7 +65,7 @@ def test_attribution_and_positions_have_their_tables() -> None:
     positions = {"64-127": some(4)}
     whole = Fidelity(some(0), some(3), some(2), attribution=attribution, positions=positions)
     lines = shown(whole)
-    start = next(i for i, line in enumerate(lines) if "What quantisation costs" in line)
+    start = next(i for i, line in enumerate(lines) if "Cost of quantisation" in line)
     headings = row(lines[start:], "unquantised to 4-bit")
     assert headings == ["unquantised to 4-bit", "4-bit to NPT", "unquantised to NPT"]
     figures = row(lines[start:], "KL, nats")
@@ -76,8 +76,8 @@ def test_attribution_and_positions_have_their_tables() -> None:
 
 def test_partings_are_said_in_a_line() -> None:
     assert divergence_line(DIVERGENCE) == (
-        "Greedy texts of student and teacher after 20 prompts, up to 64 tokens: 12 part; 31.2 ± 2.5"
-        " tokens agree before that, on average."
+        "Greedy continuations of 20 prompts, up to 64 tokens: student and teacher diverge in 12;"
+        " they agree for 31.2 ± 2.5 tokens on average."
     )
 
 

@@ -262,13 +262,13 @@ def test_one_of_another_version_is_refused_and_not_passed_over(run) -> None:
     """Its sums are right: an older one would lose what this one holds."""
     change_record(run / "step-00000003", lambda record: record.update(format=2))
     with pytest.raises(
-        CheckpointError, match=r"step-00000003/state\.json is of format 2, this version reads 1"
+        CheckpointError, match=r"step-00000003/state\.json has format 2, this version reads 1"
     ):
         newest_good(run)
 
 
 RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "no format": (lambda r: r.pop("format"), "of format None"),
+    "no format": (lambda r: r.pop("format"), "has format None"),
     "a step missing": (lambda r: r.pop("step"), "'step' is missing"),
     "a step below zero": (entry("step")(-1), "step is -1"),
     "a fraction of a step": (entry("step")(1.5), "step is 1.5"),
@@ -277,14 +277,14 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "settings that are a list": (entry("settings")([]), "settings is []"),
     "refusals that are no counts": (entry("refused_by_kind")({"data": "x"}), "refused_by_kind is"),
     "refusals below zero": (entry("refused_by_kind")({"data": -1}), "refused_by_kind is"),
-    "no position": (entry("position")({}), "the position"),
+    "no position": (entry("position")({}), "position, figures"),
     "a position with an entry too many": (entry("position", "x")(1), "x"),
     "a place of two": (entry("position", "place")([1, 2]), "position"),
     "a place of text": (entry("position", "place")("abc"), "position"),
     "a place below zero": (entry("position", "place")([0, -1, 0]), "-1"),
     "an epoch of text": (entry("position", "epoch")("0"), "'0'"),
-    "no figures": (entry("initial")({}), "figures or counts cannot be used: \"'teacher'\""),
-    "figures of text": (entry("initial", "teacher", "kl")("low"), "a figure is no number"),
+    "no figures": (entry("initial")({}), "figures or counts are damaged: \"'teacher'\""),
+    "figures of text": (entry("initial", "teacher", "kl")("low"), "a figure is not a number"),
     "layers that are a list": (entry("initial", "layers")([]), "items"),
     "a layer without figures": (entry("initial", "layers", "1")({}), "nmse_student"),
     "a best that is text": (entry("best_kl")("0.1"), "best_kl is '0.1'"),
@@ -319,10 +319,10 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
         "B.up.step is F32 [2], the model needs F32 []",
     ),
     "a NaN": (lambda t: t[SOME].view(-1)[3:4].fill_(math.nan), f"{SOME} holds a non-finite value"),
-    "no random state": (lambda t: t.pop("rng.0.cpu"), "random states of the processes []"),
+    "no random state": (lambda t: t.pop("rng.0.cpu"), "random states of processes []"),
     "a process that is none": (
         lambda t: t.update({"rng.x.cpu": t["rng.0.cpu"].clone()}),
-        "'rng.x.cpu' is no random state",
+        "'rng.x.cpu' is not a random state",
     ),
     "a device that is none": (
         lambda t: t.update({"rng.0.tpu": t["rng.0.cpu"].clone()}),
@@ -330,9 +330,12 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
     ),
     "a short random state": (
         of_some(lambda r: r[:9], "rng.0.cpu"),
-        "'rng.0.cpu' is no random state",
+        "'rng.0.cpu' is not a random state",
     ),
-    "a random state of zeros": (lambda t: t["rng.0.cpu"].zero_(), "'rng.0.cpu' is no random state"),
+    "a random state of zeros": (
+        lambda t: t["rng.0.cpu"].zero_(),
+        "'rng.0.cpu' is not a random state",
+    ),
     "half a spike guard": (lambda t: t.pop("spikes.norms"), "lacks the tensor 'spikes.norms'"),
     "too many spikes": (
         of_some(lambda _: torch.zeros(129, dtype=torch.float64), "spikes.norms"),

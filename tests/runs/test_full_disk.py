@@ -94,14 +94,14 @@ def test_a_run_json_that_cannot_be_written_is_one_line_and_leaves_no_folder(
 ) -> None:
     failing(monkeypatch, run_folder, "write_json", errno.ENOSPC, range(1))
     trainer = here.trainer("run")
-    with pytest.raises(ConfigError, match=r"run cannot be written: No space .*; choose another"):
+    with pytest.raises(ConfigError, match=r"cannot write .*run: No space .*; choose another"):
         trainer.train()
     assert not (here.place / "run").exists()
 
 
 def test_without_any_checkpoint_the_run_ends_in_one_line_and_status_5(here, monkeypatch) -> None:
     failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(99))
-    message = r"no checkpoint could be written at step 1: .*No space left.*there is no other"
+    message = r"cannot write the checkpoint of step 1: .*No space left.*there is no older one"
     with pytest.raises(CheckpointError, match=message) as caught:
         here.run("run")
     assert caught.value.exit_status == 5 and "\n" not in str(caught.value)
@@ -114,7 +114,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_not_passed_over(
     """The adapters that the run was for are not on the disk: that is no success."""
     with monkeypatch.context() as patched:
         failing(patched, checkpoint_module, "save_file", errno.ENOSPC, range(5, 99))
-        good = r"at step 6: .*the last good one is .*step-00000005; make room and continue"
+        good = r"of step 6: .*the last good one is .*step-00000005; free disk space and continue"
         with pytest.raises(CheckpointError, match=good):
             here.run("run")
     here.run("run", resume="auto")
@@ -145,7 +145,7 @@ def test_figures_that_cannot_be_written_are_warned_of(here, monkeypatch) -> None
     monkeypatch.setattr(run_folder, "write_json", write)
     result = here.run("run", eval_steps=2)
     assert result.fidelity is not None and not (here.place / "run" / "fidelity.json").exists()
-    for words in ("fidelity.json could not be", "the best adapters could not be"):
+    for words in ("cannot write fidelity.json", "cannot write the best adapters"):
         assert any(words in e["message"] for e in events(here.place / "run", "warning"))
 
 
@@ -216,7 +216,7 @@ def test_a_read_only_place_is_refused_before_computing(here, open_place) -> None
     (open_place / "closed").mkdir(mode=0o555)
 
     def act() -> int:
-        message = r"cannot be made: .*closed is not a folder that may be written to"
+        message = r"cannot make .*closed is not a folder that you can write to"
         with pytest.raises(ConfigError, match=message):
             here.trainer("closed/run")
         return 0
@@ -231,7 +231,7 @@ def test_a_run_that_may_not_be_read_is_not_resumed(here, open_place) -> None:
 
     def act() -> int:
         for resume, folder in (("auto", "run"), (str(open_place / "run"), None)):
-            message = r"checkpoints cannot be read: Permission denied"
+            message = r"cannot read .*checkpoints: Permission denied"
             with pytest.raises(CheckpointError, match=message):
                 here.trainer(folder, resume=resume)
         return 0

@@ -336,7 +336,7 @@ def test_where_all_are_broken_nothing_is_started_and_nothing_touched(stopped) ->
     for name in checkpoint_names(run):
         damage(run / "checkpoints" / name)
     before = content_of(run)
-    message = r"no checkpoint below .* verifies: .*step-00000003/state.*step-00000001/state"
+    message = r"no checkpoint in .* can be resumed: .*step-00000003/state.*step-00000001/state"
     for _ in range(2):  # the second time as well: it is not an empty folder by then
         with pytest.raises(CheckpointError, match=message) as caught:
             stopped.run("run", resume="auto")
@@ -434,7 +434,7 @@ def test_what_is_no_checkpoint_is_refused_by_name(stopped, tmp_path) -> None:
         (tmp_path / "none", None, CheckpointError, "there is none"),
         (checkpoints / "step-00000002", None, CheckpointError, "00002 holds no manifest.json"),
         (checkpoints / "step-00000003", None, CheckpointError, "state.safetensors: sha256"),
-        (tmp_path / "copied" / "checkpoint", None, ConfigError, "lies in no run folder"),
+        (tmp_path / "copied" / "checkpoint", None, ConfigError, "is not inside a run folder"),
         ("auto", None, ConfigError, "--output_dir"),
         ("auto", other, ConfigError, "other holds something other than a run"),
         ("auto", str(tmp_path / "file"), ConfigError, "file"),
@@ -460,7 +460,7 @@ def test_a_copy_of_a_checkpoint_goes_on_in_a_folder_of_its_own(stopped) -> None:
 def test_a_run_that_is_being_written_is_not_resumed(stopped) -> None:
     with contextlib.closing(RunFolder(stopped.place / "run", resume_at=9)):
         for resume, folder in (("auto", "run"), (str(stopped.place / "run"), None)):
-            with pytest.raises(ConfigError, match="being written by another process"):
+            with pytest.raises(ConfigError, match="another process is writing"):
                 stopped.trainer(folder, resume=resume)
 
 
@@ -524,7 +524,7 @@ def test_what_may_change_is_taken_and_logged(stopped) -> None:
     # the table is fp32
     assert [line["lr"] for line in lines(run, "metrics")][-1] == pytest.approx(1e-3)
     assert strict(run / "run.json")["settings"]["learning_rate"] == 1e-3
-    assert "changed since: learning_rate was 0.01, is 0.001" in stopped.said.getvalue()
+    assert "changed setting: learning_rate was 0.01, is now 0.001" in stopped.said.getvalue()
     stopped.run("run", resume="auto", **other)
     # that of the checkpoint that the changed run made
     assert events(run, "resume")[-1]["changed"] == {}

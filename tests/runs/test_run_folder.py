@@ -229,7 +229,7 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(folder, load_mo
 
 def test_a_folder_has_one_writer(folder) -> None:
     for refuse in (lambda: RunFolder(folder.path, resume_at=0), lambda: tidy(folder.path)):
-        with pytest.raises(ConfigError, match="is being written by another process"):
+        with pytest.raises(ConfigError, match="another process is writing"):
             refuse()
     folder.close()
     tidy(folder.path)

@@ -52,8 +52,8 @@ def test_a_tracker_that_cannot_start_says_why_and_what_to_do(tmp_path, monkeypat
 
     monkeypatch.setattr(WandBTracker, "start", refuse)
     message = (
-        "wandb cannot be started: project npt belongs to somebody else; log in first (wandb"
-        " login), set WANDB_MODE=offline, or drop --use_wandb"
+        "cannot start wandb: project npt belongs to somebody else; run wandb"
+        " login, set WANDB_MODE=offline or remove --use_wandb"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         Trackers(TrainConfig(use_wandb=True), tmp_path / "run")
@@ -93,7 +93,9 @@ def test_one_that_fails_under_way_is_warned_of_and_the_run_continues(tmp_path) -
     for step in range(1, 6):
         trackers.log({"loss": 1.0}, step)
     assert one.calls == 5
-    assert said == ["wandb failed: call 2; the run continues, and wandb may lack some of it"]
+    assert said == [
+        "wandb failed: call 2; the run continues, but its wandb record may be incomplete"
+    ]
     trackers.close()  # has no run to finish
     assert len(said) == 1
 
@@ -136,7 +138,7 @@ def processes_log(processes: ProcessGroup, folder: str) -> tuple[bool, int]:
 def test_a_tracker_that_cannot_start_on_process_0_ends_every_process(tmp_path) -> None:
     ended = several(2, processes_start, str(tmp_path / "run"))
     assert [one.status for one in ended] == [2, 2]
-    assert all("wandb cannot be started: no rights" in str(one.error) for one in ended)
+    assert all("cannot start wandb: no rights" in str(one.error) for one in ended)
 
 
 def test_only_process_0_has_trackers_and_the_processes_go_on_together(tmp_path) -> None:

@@ -193,5 +193,5 @@ def test_wandb_without_a_login_is_refused_before_the_base_is_loaded(tmp_path, mo
     status, said = program.wait(), program.errors.read_text()
     assert status == 2, said
     (line,) = [line for line in said.splitlines() if "error" in line]
-    assert line.startswith("npt: error: wandb cannot be started: ") and "API key" in line
-    assert line.endswith("log in first (wandb login), set WANDB_MODE=offline, or drop --use_wandb")
+    assert line.startswith("npt: error: cannot start wandb: ") and "API key" in line
+    assert line.endswith("run wandb login, set WANDB_MODE=offline or remove --use_wandb")

@@ -339,7 +339,7 @@ def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) ->
     said = here.said.getvalue()
     for act, samples in (("the smoke test", 4), ("an evaluation", 2)):
         assert f"{act}: out of memory with {samples} samples at once" in said
-        assert f"; it is begun again with {samples // 2}" in said
+        assert f"; retrying with {samples // 2}" in said
     assert sizes[:2] == [2, 1] and set(sizes[1:]) == {1}  # never tried again
     assert len(lines(here.place / "run", "metrics")) == 4
 

@@ -149,7 +149,7 @@ def test_training_begins_after_the_samples_of_the_start(build, calls, stream) ->
     (given,) = ([sample.id for sample in samples] for samples in solved_on)
     assert [*given, *seen] == order_of(trainer)[: len(given) + 4]  # two steps of two
     said = trainer.setup.console.file.getvalue()
-    begins = f"training begins after the {len(given)} samples that the start was fitted to"
+    begins = f"training skips the {len(given)} samples that calibration used"
     assert said.count(begins) == 1
     assert events(trainer.setup.origin.folder, "calibration")[0]["passed_over"] == len(given)
 
@@ -177,7 +177,7 @@ def test_data_too_short_to_leave_out_are_trained_on_from_the_start(build, calls,
     assert seen == order_of(trainer) and trainer.data.total_steps in (7, None)
     said = trainer.setup.console.file.getvalue()
     assert "begins after" not in said
-    assert said.count("so the first losses are of tokens that it has seen") == 1
+    assert said.count("the first losses are on text that the start was fitted to") == 1
 
 
 def test_only_the_first_epoch_leaves_calibration_samples_out(build, calls) -> None:
@@ -240,7 +240,7 @@ def test_a_resumed_run_is_not_calibrated_again(build, calls, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data": iter(()), "eval_data": texts(2)}, "can be read once only; .*--init random"),
+        ({"data": iter(()), "eval_data": texts(2)}, "can be read only once; .*--init random"),
         ({"form": {"residual": "keep"}}, "residual keep"),
     ],
 )
@@ -264,7 +264,7 @@ def test_ranks_are_given_out_by_the_command_line_and_held_to_on_resume(
     arguments = [*SMALL.split(), "--output_dir", str(folder)]
     assert main([*arguments, "--max_steps", "1"]) == 0
     said = capsys.readouterr().out
-    assert said.index("Attention cut to R directions") < said.index("fidelity on")
+    assert said.index("Attention cut to R directions") < said.index("evaluating on")
     settings = json.loads((folder / "run.json").read_text())["settings"]
     assert sum(settings["ranks"]) == 16 and settings["modulation"] == "additive"
     assert main([*arguments, "--max_steps", "2", "--resume", "auto"]) == 0

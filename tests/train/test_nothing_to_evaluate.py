@@ -18,7 +18,8 @@ def test_ids_that_are_all_unknown_are_refused_in_one_line(load_model: Any, tmp_p
     npt.attach(model, npt.NPTConfig(rank=2, layers="1"))
     config = npt.TrainConfig(output_dir=str(tmp_path / "run"), smoke_test=False)
     with pytest.raises(
-        DataError, match=r"no sample to evaluate on: every one has ids outside the vocabulary \[0, "
+        DataError,
+        match=r"no sample to evaluate on: every sample has ids outside the vocabulary \[0, ",
     ):
         npt.Trainer(
             model, NoTokenizer(), UNKNOWN, config, data_config=npt.DataConfig(max_length=12)

@@ -89,7 +89,7 @@ def test_an_unwritable_report_is_warned_of_and_changes_nothing(here, monkeypatch
     result = here.run("run", max_steps=3)
     assert result.exit_status == 0 and result.fidelity == whole.fidelity
     (warning,) = (event["message"] for event in events(result.folder, "warning"))
-    assert warning.startswith("report.html could") and "RuntimeError: no ink" in warning
+    assert warning.startswith("cannot write report.html") and "RuntimeError: no ink" in warning
     assert warning in here.said.getvalue()
     assert not (result.folder / "report.html").exists()
 

@@ -105,7 +105,7 @@ def test_a_teacher_with_adapters_or_of_another_precision_is_refused(here, load_m
     adapted = load_model(None)
     npt.attach(adapted, npt.NPTConfig(rank=2))
     for teacher, said in (
-        (adapted, "the teacher has adapters of its own"),
+        (adapted, "the teacher has adapters attached"),
         (load_model(None, use_fp16=True), "the teacher is stored in float16"),
     ):
         with pytest.raises(ConfigError, match=said):

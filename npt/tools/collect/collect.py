@@ -1,8 +1,8 @@
-"""Disagreements of student and teacher as training data.
+"""Collect prompts on which student and teacher disagree, as training data.
 
-The teacher continues each prompt greedily. A prompt at which the student would have written another
-token becomes a record, with the teacher's continuation as the completion. The record holds the
-tokens with the texts, because text does not always encode back to its tokens.
+The teacher continues each prompt greedily. If the student would have written a different token, the
+prompt becomes a record with the teacher's continuation as its completion. A record holds tokens as
+well as texts, because a text does not always encode back to the same tokens.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ _KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "accep
 
 @dataclass(frozen=True)
 class CollectResult:
-    """A collection: means per token of the teacher's continuations after all `prompts` compared.
+    """The outcome of a collection.
 
     Attributes:
-        disagreements: prompts at which the student differs, which are the records.
-        tokens: of the continuations.
-        signal: the one that ended the collection early.
+        prompts: number of prompts compared.
+        disagreements: number of prompts on which the student differs; each is a record.
+        tokens: number of tokens in the teacher's continuations of all prompts.
+        top1: share of these tokens on which both agree.
+        kl: mean KL(teacher, student) over these tokens, nats.
+        acceptance: mean speculative acceptance over these tokens.
+        signal: number of the signal that ended the collection early, if any.
     """
 
     output: Path
@@ -75,42 +79,42 @@ def collect(
     base: BaseIdentity | None = None,
     report: Callable[[int], None] = lambda _: None,
 ) -> CollectResult:
-    """Write the prompts at which the student differs from its teacher to `output`, a .jsonl file,
-    batch by batch: what ends a collection loses the current batch at most.
+    """Write the prompts on which student and teacher differ to `output`, a .jsonl file, batch by
+    batch, so that an interruption loses at most one batch.
 
     Args:
         data: records with prompts or texts, see `read_prompts`.
         output: a file that does not exist yet or is empty.
-        data_config: columns and `max_length`, which prompt and completion together stay within.
-        num_prompts: how many at most; None for all.
-        base: `npt.base_identity(model)`, if known already.
-        report: told after every batch how many prompts were compared.
+        data_config: columns, and the `max_length` of prompt and completion together.
+        max_new_tokens: length limit of a continuation.
+        num_prompts: compare at most this many; None for all.
+        base: `npt.base_identity(model)`, if you have it.
+        report: called after every batch with the number of prompts compared.
 
     Raises:
-        ConfigError: settings that cannot work, or an output that exists.
-        DataError: no prompts.
-        NumericalError: logits that are not finite.
+        ConfigError: the settings do not work together, or the output exists.
+        DataError: the data give no prompt.
+        NumericalError: logits are not finite.
         ModelError: no adapters are attached.
     """
     attached_config(model)
     config, output = data_config if data_config is not None else DataConfig(), Path(output)
     if output.is_dir() or (output.exists() and output.stat().st_size):
-        raise ConfigError(f"--output {output} exists; choose another file, or remove it")
+        raise ConfigError(f"--output {output} exists; choose another file or remove it")
     check_length(config.max_length, model.config)
     length = config.max_length - max_new_tokens  # of a prompt, within one sample
     if max_new_tokens < 1 or length < 2:
         raise ConfigError(
-            f"--max_new_tokens is {max_new_tokens}; it must be at least 1, and leave room in"
-            f" --max_length {config.max_length} for a prompt of two tokens"
+            f"--max_new_tokens {max_new_tokens} must be at least 1 and leave room in --max_length"
+            f" {config.max_length} for a prompt of two tokens"
         )
     identity = base if base is not None else base_identity(model)
     origin = {"base_hash": identity.strict, "adapter_hash": adapter_hash(model)}
     prompts = read_prompts(data, tokenizer, config, length=length, seed=seed)
-    batch = list(itertools.islice(prompts, batch_size))  # before there is a file
+    batch = list(itertools.islice(prompts, batch_size))  # fail before making the file
     if not batch:
         raise DataError(
-            "no prompt of two tokens or more came out of the data; check --dataset_name and its"
-            " columns"
+            "the data give no prompt of two tokens or more; check --dataset_name and its columns"
         )
     ends = end_ids(model, tokenizer)
     compared = disagreements = tokens = 0

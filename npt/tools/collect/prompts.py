@@ -1,5 +1,5 @@
-"""Prompts out of any data: texts, prompts with or without completions, conversations, and samples
-with a loss mask, tokenised and ordered as training would.
+"""Prompts from any data: texts, prompts with or without completions, conversations, and samples
+with a loss mask. They are tokenised and ordered as in training.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _UNCUT = 2**31 - 1  # the greatest --max_length
 def read_prompts(
     records: Iterable[Record], tokenizer: Any, config: DataConfig, *, length: int, seed: int
 ) -> Iterator[Sample]:
-    """Yield prompts of at most `length` tokens, in an order that the seed fixes; raise DataError
-    for a record without one.
+    """Yield prompts of at most `length` tokens, in an order that depends on the seed. Raise
+    DataError for a record without a prompt.
 
-    A longer prompt keeps its end; a text is cut to pieces, each a prompt. Of a record with ids and
-    labels the leading tokens without a label are the prompt, of a conversation everything before
-    its last answer. End tokens are left out.
+    A longer prompt keeps its end, and a text is cut into pieces, each a prompt. In a record with
+    ids and labels, the prompt is the leading tokens without a label; in a conversation, everything
+    before the last answer. End tokens are removed.
     """
     how = (tokenizer, config, length)
     prompts: Iterable[Record] = Repeatable(
@@ -43,10 +43,10 @@ def read_prompts(
 def prompt_record(
     number: int, record: Any, tokenizer: Any, config: DataConfig, length: int
 ) -> dict[str, Any]:
-    """Return a record's prompt as a record of its own: {"id", "input_ids"}."""
+    """Return the prompt of a record as {"id", "input_ids"}."""
     record = filled(record) if isinstance(record, Mapping) else record
     if isinstance(record, Mapping) and "input_ids" not in record:
-        # a prompt needs no completion here
+        # fill in a completion, since the encoder needs one
         column = prompt_column({COMPLETION: _ANY_ANSWER, **record}, config)
         if column is not None:
             record, config = _with_any_answer(number, record, column), _AS_PROMPT
@@ -78,7 +78,7 @@ def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dic
 
 
 class _Sequence(Sequence[Record]):
-    """The prompts of a sequence of records, made when they are asked for."""
+    """The prompts of a sequence of records, made on access."""
 
     def __init__(self, records: Any, *how: Any):
         self._records, self._how = records, how

@@ -1,10 +1,9 @@
-"""The value of a consolidated fact: its recall without its context, against what is forgotten.
+"""Measure a consolidated fact: how well the model recalls it, and what the model forgets.
 
-Recall is the log-probability of the fact's tokens after nothing but the start token; with the
-context, or the fact itself, read before, it says how much there is to gain. Forgetting is the
-change on held-out text: perplexity, and the divergence from the model as it was. To first order
-recall grows with alpha and the divergence with its square, so a bound on what may be forgotten is a
-bound on alpha.
+Recall is the log-probability of the fact's tokens after only the start token. Their log-probability
+after the context, or after the fact itself, shows how much there is to gain. Forgetting is the
+change of perplexity and the KL from the model before on held-out text. To first order recall grows
+with alpha and the KL with its square, so a bound on the KL is a bound on alpha.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ ROUNDS = 20
 FORGETTING = ("tokens", "perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl", "kl_se")
 
 ERRORS_OF_MARGIN = 2.0
-"""Standard errors that the divergence stays below its bound, for other held-out text."""
+"""Standard errors by which the KL must stay below its bound, to hold on other text too."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact's tokens.
+    """The tokens of a fact.
 
     Attributes:
-        alone: start token and fact.
-        in_context: start token, context (or the fact once), fact.
-        scored: tokens of the fact that are predicted, at the end of both.
+        alone: start token, fact.
+        in_context: start token, context (or the fact itself), fact.
+        scored: number of tokens to predict at the end of both.
     """
 
     alone: tuple[int, ...]
@@ -62,27 +61,23 @@ class Fact:
 
 
 Retention = dict[str, dict[str, dict[str, Any]]]
-"""`recall` and `forgetting` by stream: log-probability of the fact, the sum of its tokens, in nats,
-and figures of the model after against the model before on held-out text."""
+"""`recall` and `forgetting` by stream: the log-probability of the fact in nats, summed over its
+tokens, and the figures of the model after against before on held-out text."""
 
 
 def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
-    """Return a fact and its context as tokens, the fact's own the same in both places; raise
-    ConfigError if it has no token that could be predicted.
-    """
+    """Return the tokens of a fact; ConfigError if there is no token to predict."""
     begin, words = opening_tokens(tokenizer), bare_tokens(tokenizer, text)
     front = bare_tokens(tokenizer, context) if context else words
     scored = len(words) - (not begin)
     if scored < 1:
-        raise ConfigError(
-            f"--text is {text!r}, of which no token can be predicted; give a fact of some words"
-        )
+        raise ConfigError(f"--text {text!r} has no token to predict; pass a longer text")
     return Fact((*begin, *words), (*begin, *front, *words), scored)
 
 
 class Baseline:
-    """The model as it is now, for comparison: final states on held-out samples, and the fact's
-    log-probabilities alone and in context. Raise DataError if the samples have nothing to predict.
+    """The model before an edit: its final states on held-out samples, and the log-probabilities of
+    the fact alone and in context. Raise DataError if the samples have no token to predict.
     """
 
     def __init__(
@@ -106,7 +101,7 @@ class Baseline:
 
     @torch.no_grad()
     def forgetting(self, model: PreTrainedModel, stream: Mode) -> Figures:
-        """Return the figures of the model as it is now against the model as it was."""
+        """Return the figures of the model now against the model before."""
         parts = []
         for batch, states in zip(self._batches, self._states[stream], strict=True):
             predicted = predicting(batch)
@@ -121,7 +116,7 @@ class Baseline:
         return figures(torch.cat(parts))
 
     def against(self, model: PreTrainedModel) -> Retention:
-        """Return the model as it is now against the model as it was."""
+        """Return recall and forgetting of the model now against the model before."""
         recall: dict[str, dict[str, Any]] = {}
         forgetting: dict[str, dict[str, Any]] = {}
         for stream, (alone, in_context) in self._recall.items():
@@ -145,12 +140,12 @@ def largest_alpha(
     asked: float,
     max_kl: float,
 ) -> float:
-    """Return the strength, at most the one asked for, at which neither stream's divergence on the
-    baseline's text is above a bound in nats per token (inf: no bound), by halving the divergence.
-    Raise ConfigError if none keeps it.
+    """Return the first alpha of `asked`, `asked` / sqrt(2), `asked` / 2, ... that keeps the KL of
+    both streams on the baseline's text below `max_kl` nats per token (inf: no bound). Raise
+    ConfigError if none of ROUNDS does.
     """
     if not max_kl > 0:
-        raise ConfigError(f"--max_kl is {max_kl}; it must be above 0 (inf for no bound)")
+        raise ConfigError(f"--max_kl {max_kl} must be above 0 (inf for no bound)")
     if not math.isfinite(max_kl):
         return asked
     alpha = asked
@@ -160,16 +155,16 @@ def largest_alpha(
         margins = [ERRORS_OF_MARGIN * f.kl_se if math.isfinite(f.kl_se) else 0.0 for f in both]
         if all(f.kl + margin <= max_kl for f, margin in zip(both, margins, strict=True)):
             return alpha
-        alpha /= math.sqrt(2.0)  # which halves the divergence, to first order
+        alpha /= math.sqrt(2.0)  # halves the KL, to first order
     raise ConfigError(
-        f"--max_kl {max_kl} cannot be kept: at alpha {alpha:.2g} the held-out divergence is above"
-        " it; raise it"
+        f"--max_kl {max_kl} is too low: even at alpha {alpha:.2g} the held-out KL exceeds it; raise"
+        " --max_kl"
     )
 
 
 @contextmanager
 def made(model: PreTrainedModel, update: Consolidation) -> Iterator[None]:
-    """Make the update part of the model within the context."""
+    """Consolidate the update into the model within the context."""
     consolidate(model, update)
     try:
         yield
@@ -179,9 +174,7 @@ def made(model: PreTrainedModel, update: Consolidation) -> Iterator[None]:
 
 @torch.no_grad()
 def log_probability(model: PreTrainedModel, ids: Sequence[int], scored: int, stream: Mode) -> float:
-    """Return the log-probability of the last `scored` tokens given those before, summed, in nats;
-    raise NumericalError if it is not a number.
-    """
+    """Return the log-probability, in nats, of the last `scored` tokens; NumericalError if NaN."""
     row = as_row(model, list(ids))
     with evaluating(model), adapter_mode(model, stream):
         states = model.model(row, use_cache=False).last_hidden_state[0, -scored - 1 : -1]
@@ -189,28 +182,27 @@ def log_probability(model: PreTrainedModel, ids: Sequence[int], scored: int, str
     value = float(log_p.gather(-1, row[0, -scored:].unsqueeze(-1)).sum(dtype=torch.float64))
     if math.isnan(value):
         raise NumericalError(
-            f"the {stream}'s log-probability of the fact is not a number; look with npt trace"
+            f"the {stream}'s log-probability of the fact is NaN; run npt trace to find out why"
         )
     return value
 
 
 @torch.no_grad()
 def _final(model: PreTrainedModel, batch: Batch, stream: Mode) -> Tensor:
-    """Return the states, after the final norm, that held-out tokens are predicted from: [P, D]."""
+    """Return the final states of the P predicting held-out tokens: [P, D]."""
     with evaluating(model), adapter_mode(model, stream):
         return final_states(model, batch)
 
 
 def print_retention(retention: Retention, console: Console, text: str = "held-out") -> None:
-    """Print of each stream the fact's log-probability without its context, and what is forgotten on
-    other text; `text` says which.
-    """
+    """Print recall and forgetting of each stream; `text` describes the tokens of the latter."""
     for stream, r in retention["recall"].items():
         f = retention["forgetting"][stream]
+        recall = f"{r['before']:.3f} nats before, {r['after']:.3f} after ({r['gain']:+.3f})"
         say(
             console,
-            f"{stream}: log-probability of the fact {r['before']:.3f} nats before, {r['after']:.3f}"
-            f" after ({r['gain']:+.3f}), {r['in_context']:.3f} in context; on {f['tokens']:,}"
-            f" {text} tokens KL {f['kl']:.4f} ± {f['kl_se']:.4f} nats, perplexity ratio"
-            f" {f['perplexity_ratio']:.4f} ± {f['perplexity_ratio_se']:.4f}",
+            f"{stream}: log-probability of the fact {recall}, {r['in_context']:.3f} in context",
+            f"{stream}: {f['tokens']:,} {text} tokens: KL from the model before {f['kl']:.4f} ±"
+            f" {f['kl_se']:.4f} nats, perplexity ratio {f['perplexity_ratio']:.4f} ±"
+            f" {f['perplexity_ratio_se']:.4f}",
         )

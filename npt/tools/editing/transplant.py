@@ -1,7 +1,7 @@
-"""Transplants: the modulation of one text's token at another text's token.
+"""Transplants: give a token the modulation of a token from another text.
 
-A token's modulation follows from its code z alone, so the code is exchanged, in every converted
-layer, at one position. The token itself stays; what it got out of its context is the other's.
+The code z alone determines a token's modulation, so a transplant replaces the code in every
+converted layer at one position. The token stays, but acts on the other token's context.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from npt.errors import ConfigError, ModelError
 def transplanted(
     model: PreTrainedModel, modulation: TokenModulation, position: int
 ) -> Iterator[None]:
-    """Give the token at `position` of every row this modulation within the context, in every layer
-    that it was read from. In generation the position counts cached tokens, too.
+    """Within the context, give the token at `position` of every row this modulation.
 
     Args:
-        model: with adapters attached, of the form that the modulation was read under.
-        modulation: of `npt.modulation_of`.
-        position: index in the row as it is given, padding on the left included; 0 or above.
+        model: a model with adapters attached, of the form that the modulation was read from.
+        modulation: from `npt.modulation_of`.
+        position: index in the row, 0 or above; counts left padding and, in generation, cached
+            tokens.
 
     Raises:
-        ConfigError: a negative position.
-        ModelError: no adapters are attached, the modulation is of other layers or another rank,
-            or a modulation is transplanted already.
+        ConfigError: the position is negative.
+        ModelError: no adapters are attached, the modulation has other layers or ranks, or another
+            modulation is transplanted already.
     """
     attached_config(model)
     layers = dict(npt_layers(model))
     if position < 0:
         raise ConfigError(
-            f"the position is {position}; it counts from the start of the row, 0 or above"
+            f"the position is {position}; it must be 0 or above, counted from the start of the row"
         )
     for index, code in modulation.codes.items():
         rank = len(layers[index].npt.A) if index in layers else None
@@ -50,11 +50,11 @@ def transplanted(
             here = "no adapter" if rank is None else f"rank {rank}"
             raise ModelError(
                 f"the modulation has a code of rank {len(code)} for layer {index}, the model has"
-                f" {here} there"
+                f" {here} there; read the modulation from this model"
             )
         if layers[index].npt.recode is not None:
             raise ModelError(
-                "a modulation is transplanted already; leave that npt.transplanted first"
+                "a modulation is transplanted already; exit that npt.transplanted context first"
             )
     cached = 0
 
@@ -81,8 +81,12 @@ def transplanted(
 
 @dataclass(frozen=True)
 class Transplant:
-    """Next-token log-probabilities [V] in fp32 on the host: after the donor's text, after the
-    receiver's, and after the receiver's with the donor's modulation at one token.
+    """Next-token log-probabilities before and after a transplant, [V] in fp32 on the host.
+
+    Attributes:
+        donor: after the donor's text.
+        receiver: after the receiver's text.
+        transplanted: after the receiver's text with the donor's modulation at one token.
     """
 
     donor: Tensor
@@ -92,7 +96,7 @@ class Transplant:
     token_to: int
 
     def top(self, count: int) -> dict[str, list[tuple[int, float]]]:
-        """Return the most probable next tokens of each, with their probabilities."""
+        """Return the `count` most probable next tokens of each, with their probabilities."""
         best = {}
         for name in ("donor", "receiver", "transplanted"):
             values, ids = getattr(self, name).exp().topk(min(count, len(self.donor)))
@@ -100,9 +104,7 @@ class Transplant:
         return best
 
     def divergences(self) -> dict[str, float]:
-        """Return in nats how far the transplanted distribution is from each of the two, and the
-        receiver's from the donor's.
-        """
+        """Return KLs in nats; `a_to_b` is KL(a, b)."""
         donor, receiver, moved = (
             log_p.double() for log_p in (self.donor, self.receiver, self.transplanted)
         )
@@ -120,18 +122,18 @@ def transplant(
     token_from: int = -1,
     token_to: int = -1,
 ) -> Transplant:
-    """Read the modulation of a token of one text, put it at a token of another, and return the
-    distributions of the next token; the model does not change.
+    """Give a token of one text the modulation of a token of another text, and return the next-token
+    distributions. The model does not change.
 
     Args:
-        model: with adapters attached.
+        model: a model with adapters attached.
         ids_from: the donor's tokens, start tokens included.
-        ids_to: the receiver's.
+        ids_to: the receiver's tokens, start tokens included.
         token_from: index of the donor's token, from the end if negative.
         token_to: index of the receiver's token, from the end if negative.
 
     Raises:
-        ConfigError: no such token, or ids outside the vocabulary.
+        ConfigError: there is no such token, or ids lie outside the vocabulary.
         ModelError: no adapters are attached.
         NumericalError: the modulation is not finite.
     """
@@ -146,7 +148,7 @@ def transplant(
 
 @torch.no_grad()
 def _next(model: PreTrainedModel, row: Tensor) -> Tensor:
-    """Return the student's log-probabilities [V] after a row of tokens."""
+    """Return the student's next-token log-probabilities [V] after a row of tokens."""
     with evaluating(model), adapter_mode(model, "student"):
         logits = model(row, use_cache=False, logits_to_keep=1).logits[0, -1]
     return torch.log_softmax(logits.to(torch.float32), dim=-1).cpu()

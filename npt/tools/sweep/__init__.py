@@ -1,1 +1,1 @@
-"""Studies: many short runs, shared by any number of workers, to see which settings train."""
+"""Studies: many short runs, shared by any number of workers, that show which settings train."""

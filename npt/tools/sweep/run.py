@@ -1,4 +1,4 @@
-"""A trial: an ordinary training run, whose figures are kept and whose folder is not."""
+"""Run a trial: an ordinary training run that keeps its figures and deletes its folder."""
 
 from __future__ import annotations
 
@@ -27,27 +27,26 @@ from npt.tools.sweep.table import Row
 from npt.train.trainer import Trainer
 
 GROWN = 1.01
-"""A run's KL has grown when it is more than this many times what it was at the start; less is the
-choice of the held-out tokens.
-"""
+"""A run is `worse` if its KL exceeds the KL at the start by this factor; a smaller rise may come
+from the choice of held-out tokens."""
 
-AT_THE_END = 3  # steps whose mean loss is the loss at the end
+AT_THE_END = 3  # last steps to average for the loss at the end
 
 Base = tuple[PreTrainedModel, Any, PreTrainedModel | None]
-"""A base without adapters, its tokenizer, and its teacher if that is another model."""
+"""A base without adapters, its tokenizer and, if separate, its teacher."""
 
 
 class Bases:
-    """The base of the trials of one process: loaded once for those in a row that share it."""
+    """The base of the trials in one process, loaded once for consecutive trials that share it."""
 
     def __init__(self, device: Any = None):
         self._device = device
         self._last: tuple[BaseConfig, Base] | None = None
 
     def get(self, base: BaseConfig) -> Base:
-        """Return the base; fp32 products are then as these settings want them."""
+        """Return the base, and set the matmul precision of these settings."""
         if self._last is None or self._last[0] != base:
-            self._last = None  # its memory is needed
+            self._last = None  # free its memory
             how = {"device": self._device, "attn_implementation": base.attn_implementation}
             model, tokenizer = load_base(
                 base.model_name,
@@ -65,8 +64,8 @@ class Bases:
 
 
 def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: None) -> Row:
-    """Run a trial: once, or if it seeks a limit as often as that takes; the row is then of the
-    largest value that trained, with the bracket. What `between` raises before a run ends the trial.
+    """Run a trial and return its row. A search runs several times; its row describes the largest
+    value that trained, with the bracket. `between` is called before each run.
     """
     between()
     if trial.bisect is None:
@@ -98,11 +97,7 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
 
 
 def run(bases: Bases, settings: TrialSettings) -> Row:
-    """Train once with these settings from the beginning; the base is as before afterwards.
-
-    Raises:
-        StoppedError: a signal came during the run.
-    """
+    """Train once with these settings and restore the base; StoppedError if a signal came."""
     started = time.perf_counter()
     model, tokenizer, teacher = bases.get(settings.base)
     attach(model, settings.adapter, seed=settings.training.seed)
@@ -129,16 +124,16 @@ def run(bases: Bases, settings: TrialSettings) -> Row:
 
 
 def _trained(trainer: Trainer) -> Row:
-    """Return how a run ended: `diverged` (stopped, or the student is not finite), `worse` (its KL
-    has grown) or `stable`, with the reason.
+    """Train and return the outcome with its reason: `diverged` (stopped, or the student is not
+    finite), `worse` (its KL has grown) or `stable`.
     """
     try:
         result = trainer.train()
     except (TooManyRefusalsError, NumericalError) as error:
-        if not hasattr(trainer, "initial"):  # the base itself is broken
+        if not hasattr(trainer, "initial"):  # the base itself is not finite
             raise
         kl = trainer.initial.aim.kl
-        reason = str(error).partition(";")[0][:500]  # what follows is about the folder
+        reason = str(error).partition(";")[0][:500]  # the rest is about the run folder
         return {"outcome": "diverged", "reason": reason, "kl_start": kl}
     if result.signal is not None or result.fidelity is None:
         raise StoppedError(result.signal or 15)

@@ -1,21 +1,21 @@
-"""A study's specification: one YAML file becomes a list of trials, the same in every process.
+"""Read a study: one YAML file becomes a list of trials, the same in every process.
 
     name: study                      default: the file's name
-    settings: {model_name: tiny, use_quantization: true, max_steps: 40}    of every trial, by flag
-    seeds: [0, 1]                    each trial once with each
+    settings: {model_name: tiny, use_quantization: true, max_steps: 40}    for every trial, by flag
+    seeds: [0, 1]                    run each trial with each seed
     parts:
       map:
         note: what this part is for
-        settings: {layers: all}      of every trial of this part
+        settings: {layers: all}      for every trial of this part
         arms: {plain: {}, safe: {safe_mode: true}}                         named bundles of settings
         grid: {learning_rate: [1.0e-3, 1.0e-2], adapter_rank: [4, 16]}     every combination
         random: {count: 8, seed: 0, over: {learning_rate: {low: 1.0e-4, high: 1.0, log: true}, loss:
             [nmse, mse]}}
-        bisect: {setting: learning_rate, low: 1.0e-4, high: 1.0, rounds: 5}   seeks the largest
-            value that trains
+        bisect: {setting: learning_rate, low: 1.0e-4, high: 1.0, rounds: 5}   find the largest value
+            that trains
 
-A part's trials are all arms with all points of the grid, all draws and all seeds. Equal settings in
-two places are one trial, run once.
+A part combines every arm with every point of the grid, every draw and every seed. Trials with equal
+settings run once.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _OF_FOLDER = (
     "sample_steps", "use_wandb", "use_tensorboard", "trace_steps", "smoke_test",
 )  # fmt: skip
 LEFT_OUT = {
-    "shard_base": "a trial is one process",
-    **dict.fromkeys(_OF_FOLDER, "of a trial the table alone is kept"),
+    "shard_base": "a trial runs in one process",
+    **dict.fromkeys(_OF_FOLDER, "a study keeps no run folders, only its table"),
     "seed": "write seeds: [0, 1] instead",
 }
-"""Settings of a run that a study does not take, and why."""
+"""Settings of a run that a study does not accept, and why."""
 
 _TOP = ("name", "settings", "seeds", "parts")
 _PART = ("note", "settings", "seeds", "arms", "grid", "random", "bisect")
 _FLAGS = [flag_of(f) for cls in CLASSES for f in fields(cls)]
 _EXTRA = {"safe_mode": bool}
 
-NAME = 200  # letters of a study's name, which is also a folder's
+NAME = 200  # longest name of a study, since it names a folder too
 
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """Everything that decides the result of a trial, but for the machine."""
+    """Everything except the machine that decides the result of a trial."""
 
     base: BaseConfig
     adapter: NPTConfig
@@ -66,16 +66,12 @@ class TrialSettings:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any], seed: int) -> TrialSettings:
-        """Return the settings of values by flag name, `safe_mode` among them.
-
-        Raises:
-            ConfigError: a value or a combination cannot work.
-        """
+        """Return the settings from values by flag name, or raise ConfigError."""
         flags = with_safe_mode({**flags, "seed": seed})
         return cls(*(build(kind, flags) for kind in CLASSES))
 
     def values(self) -> dict[str, Any]:
-        """Return every setting by flag name, as JSON takes it."""
+        """Return every setting by flag name, for JSON."""
         values: dict[str, Any] = {}
         for part in (self.base, self.adapter, self.data, self.training):
             plain = asdict(part)
@@ -87,8 +83,8 @@ class TrialSettings:
 
 @dataclass(frozen=True)
 class Bisection:
-    """A search for the largest value of a setting that trains: `rounds` times the bracket from
-    `low` to `high` is halved by its logarithm.
+    """A search for the largest value of a setting that trains. It halves the bracket [`low`,
+    `high`] `rounds` times on a log scale.
     """
 
     setting: str
@@ -99,7 +95,7 @@ class Bisection:
 
 @dataclass(frozen=True)
 class TrialOrigin:
-    """The part, arm (or "") and point, of the grid or drawn, that a trial is of."""
+    """The part, arm (or "") and point (from the grid or drawn) that a trial comes from."""
 
     part: str
     arm: str
@@ -112,14 +108,14 @@ class TrialOrigin:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study, or with `bisect` a few that seek a limit.
+    """One run of a study or, with `bisect`, the few runs of a search.
 
     Attributes:
-        key: its name to every worker; equal settings have equal keys.
-        settings: checked, with defaults.
-        flags: the settings as written, by flag name.
-        bisect: the search for a limit, if it is one.
-        origins: every part and arm that the trial is of.
+        key: identifies the trial; equal settings have equal keys.
+        settings: checked settings with defaults filled in.
+        flags: settings as written, by flag name.
+        bisect: the search, if the trial is one.
+        origins: every part, arm and point that gives this trial.
     """
 
     key: str
@@ -132,7 +128,7 @@ class Trial:
         return f"{self.origins[0]}, seed {self.settings.training.seed}"
 
     def at(self, value: float) -> TrialSettings:
-        """Return its settings with another value of the setting whose limit it seeks."""
+        """Return the settings with this value for the setting that `bisect` searches."""
         assert self.bisect is not None
         flags = {**self.flags, self.bisect.setting: value}
         return TrialSettings.of(flags, self.settings.training.seed)
@@ -140,7 +136,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Design:
-    """All trials of a study, in the order of the specification; `varied` settings differ."""
+    """All trials of a study, in order; `varied` names the settings that differ between them."""
 
     name: str
     parts: tuple[str, ...]
@@ -153,16 +149,13 @@ class Design:
 
 
 def read_design(path: str) -> Design:
-    """Return the design of a file; errors as of `design_of`."""
+    """Return the design in a file; raises like `design_of`."""
     return design_of(yaml_content(path, path), path)
 
 
 def design_of(content: Any, where: str) -> Design:
-    """Return the design of a specification's content, every trial's settings checked; the stem of
-    its file, `where`, is the default name.
-
-    Raises:
-        ConfigError: an unknown name, or settings of a trial that cannot work; the trial is named.
+    """Return the design of a study with all settings checked. `where` is its file, whose stem is
+    the default name. Raise ConfigError for an unknown name, or for settings that cannot work.
     """
     top = _mapping(where, content, _TOP)
     written = _mapping(f"{where}: parts", top.get("parts"))
@@ -175,8 +168,8 @@ def design_of(content: Any, where: str) -> Design:
     odd = "/" in name or "\\" in name or name in (".", "..") or len(name) > NAME
     if odd or not name.strip() or not name.isprintable():
         raise ConfigError(
-            f"{where}: name is {name[:NAME]!r}, which no folder can be called; use up to {NAME}"
-            " letters, digits and spaces"
+            f"{where}: name {name[:NAME]!r} cannot be a folder name; use up to {NAME} letters,"
+            " digits and spaces"
         )
     shared = _settings(f"{where}: settings", top.get("settings"))
     seeds = _seeds(where, top.get("seeds", [0]))
@@ -231,7 +224,7 @@ def _trial(
         TrialSettings.of({**flags, bisect.setting: bisect.high}, seed)  # both ends must work
         flags[bisect.setting] = bisect.low
     settings = TrialSettings.of(flags, seed)
-    # defaults too: if a version changes one, the results of the old one are of another trial
+    # includes defaults: if a version changes one, its trials are new
     content = [settings.values(), None if bisect is None else list(astuple(bisect))]
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -242,8 +235,8 @@ def _name(where: str, written: Any) -> str:
     name = str(written)
     if ";" in name or not name.strip() or not name.isprintable():
         raise ConfigError(
-            f"{where} is no name that a table can hold; use letters, digits and spaces, and no"
-            " semicolon"
+            f"{where}: the table cannot hold this name; use letters, digits and spaces, without"
+            " semicolons"
         )
     return name
 
@@ -252,29 +245,29 @@ def _mapping(where: str, value: Any, names: tuple[str, ...] = ()) -> dict[Any, A
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is {kind_of(value)}; write names with values")
+        raise ConfigError(f"{where} is {kind_of(value)}; write a mapping of names to values")
     odd = [name for name in value if name not in names] if names else []
     if odd:
-        raise ConfigError(f"{where} has the unknown entry {odd[0]!r}; it takes {', '.join(names)}")
+        raise ConfigError(f"{where} has the unknown entry {odd[0]!r}; use {', '.join(names)}")
     return value
 
 
 def _settings(where: str, value: Any) -> dict[str, Any]:
-    """Return settings by flag name, each one that a study takes and of its type."""
+    """Return settings by flag name, checked for type and for use in a study."""
     flags = checked_settings(where, _mapping(where, value), CLASSES, _EXTRA)
     for name in flags:
         if name in LEFT_OUT:
-            raise ConfigError(f"{where}: {name} is no setting of a study: {LEFT_OUT[name]}")
+            raise ConfigError(f"{where}: a study does not accept {name}: {LEFT_OUT[name]}")
     return flags
 
 
 def _by_flag(where: str, value: Any) -> dict[str, Any]:
-    """Return a mapping's entries by flag name, which may be written as `lr`; none twice."""
+    """Return the entries by full flag name; short names such as `lr` are expanded."""
     entries: dict[str, Any] = {}
     for written, entry in _mapping(where, value).items():
         name = canonical(str(written), [*_EXTRA, *_FLAGS])
         if name in entries:
-            raise ConfigError(f"{where}: {name} is given twice; drop one")
+            raise ConfigError(f"{where}: {name} is given twice; remove one")
         entries[name] = entry
     return entries
 
@@ -284,7 +277,7 @@ def _values(where: str, name: str, value: Any) -> list[Any]:
         raise ConfigError(f"{where}: {name} is {value!r}; write a list of values")
     values = [_settings(where, {name: entry})[name] for entry in value]
     if len({repr(entry) for entry in values}) < len(values):
-        raise ConfigError(f"{where}: {name} has a value twice; drop one")
+        raise ConfigError(f"{where}: {name} lists a value twice; remove one")
     return values
 
 
@@ -294,7 +287,7 @@ def _draws(where: str, value: Any) -> list[dict[str, Any]]:
     over = _by_flag(f"{where}: over", written.get("over"))
     if type(count) is not int or count < 1 or type(seed) is not int or not over:
         raise ConfigError(
-            f"{where} needs a count of trials, a whole seed and settings to draw from, under over"
+            f"{where} needs count (1 or more), seed (a whole number) and over (settings to draw)"
         )
     source = random.Random(seed)
     ranges = {name: _range(where, name, entry) for name, entry in over.items()}
@@ -302,7 +295,7 @@ def _draws(where: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _range(where: str, name: str, value: Any) -> tuple[Any, ...]:
-    """Return a list of values, or the ends of a range, and whether its logarithm is drawn."""
+    """Return a list of values, or both ends of a range and whether to draw on a log scale."""
     if isinstance(value, list):
         return (_values(where, name, value),)
     written = _mapping(f"{where}: {name}", value, ("low", "high", "log"))
@@ -311,8 +304,8 @@ def _range(where: str, name: str, value: Any) -> tuple[Any, ...]:
     numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high))
     if not numbers or not low < high or (log and low <= 0):
         raise ConfigError(
-            f"{where}: {name} is {value!r}; write a list of values, or low and high, and log: true"
-            " for a range above 0"
+            f"{where}: {name} is {value!r}; write a list of values, or low and high (both above 0"
+            " with log: true)"
         )
     return low, high, log
 
@@ -344,7 +337,7 @@ def _bisection(where: str, value: Any) -> Bisection:
     numbers = isinstance(low, float) and isinstance(high, float) and 0 < low < high
     if not numbers or type(rounds) is not int or not 1 <= rounds <= 20:
         raise ConfigError(
-            f"{where} is {value!r}; write a setting that is a number, low and high above 0, and 1"
-            " to 20 rounds"
+            f"{where} is {value!r}; write a setting that is a number, 0 < low < high, and 1 to 20"
+            " rounds"
         )
     return Bisection(name, low, high, rounds)

@@ -1,9 +1,9 @@
-"""A study's storage, by Optuna: an SQLite file, or a server's database for workers on many
+"""The storage of a study, by Optuna: an SQLite file, or a database server for workers on many
 machines.
 
-A trial of the design waits in it as one of Optuna's, whose attribute `key` says which it is. Optuna
-gives it to one worker alone, hears that worker's heartbeats, and lets a trial wait again whose last
-one is older than `grace` seconds by the database's clock.
+Each trial is stored as an Optuna trial with an attribute `key`, and Optuna gives it to only one
+worker. If that worker sends no heartbeat for `grace` seconds, by the database's clock, the trial
+waits again.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from npt.tools.sweep.spec import Trial
 
 BEAT_SECONDS = 5
 GRACE_SECONDS = 45
-"""Silence after which a trial is run again: many beats, since a busy database may delay some."""
+"""Silence after which a trial runs again: many beats, since a busy database may delay some."""
 
-RETRIES = 2  # of a trial whose worker falls silent, before it counts as failed
+RETRIES = 2  # reruns of a trial whose worker falls silent, before it counts as failed
 
 _UNREACHED = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.OperationalError)
 _OVER = optuna.exceptions.UpdateFinishedTrialError
 
 _LOCK_SECONDS = 60.0
-_OPENINGS = 5  # tries to open a database whose tables other workers make at that moment
+_OPENINGS = 5  # tries to open a database while other workers make its tables
 _STATES = ("COMPLETE", "RUNNING", "WAITING", "FAIL")
-"""Of several attempts at a trial the first in this order says what has come of it."""
+"""If a trial has several attempts, the one with the first of these states counts."""
 
 
 class Claim(NamedTuple):
-    """A trial that this worker has taken. id: Optuna's, of this attempt."""
+    """A trial that this worker has taken; `id` is Optuna's id of the attempt."""
 
     key: str
     id: int
 
 
 class Progress(NamedTuple):
-    """Trials of a study by their state."""
+    """Number of trials in each state."""
 
     finished: int
     running: int
@@ -71,11 +71,12 @@ def _reason(error: BaseException) -> str:
 
 
 class Storage:
-    """One study in a database, as one worker sees it; workers that name the same study share it.
+    """One worker's connection to a study; workers that name the same study share it.
 
     Args:
-        url: SQLAlchemy's address, as sqlite:///study.db.
-        grace: seconds without a heartbeat after which a trial is run again.
+        url: SQLAlchemy address, such as sqlite:///study.db.
+        name: name of the study.
+        grace: seconds without a heartbeat after which a trial runs again.
         beat: seconds between heartbeats.
 
     Raises:
@@ -87,24 +88,24 @@ class Storage:
     ):
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.ERROR)
-        # heartbeats are experimental
+        # Optuna's heartbeats are experimental
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         self._beat, self._grace = beat, grace
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
         try:
             address = sqlalchemy.make_url(url)
-        # a port that is no number is the latter
+        # SQLAlchemy raises ValueError for a bad port
         except (sqlalchemy.exc.ArgumentError, ValueError) as error:
             raise ConfigError(
-                f"--storage {url.split('://')[0]}... is no address of a database; write one like"
+                f"--storage {url.split('://')[0]}... is not a database address; write one like"
                 " sqlite:///study.db"
             ) from error
         self._shown = address.render_as_string(hide_password=True)
         file = address.database if address.get_backend_name() == "sqlite" else None
         if address.get_backend_name() == "sqlite" and file in (None, "", ":memory:"):
             raise ConfigError(
-                "--storage names an SQLite database in memory, which no other worker can join; name"
-                " a file"
+                "--storage is an in-memory SQLite database, which other workers cannot join; use a"
+                " file, like sqlite:///study.db"
             )
         failures = (OSError, ImportError, TypeError, ValueError, sqlalchemy.exc.SQLAlchemyError)
         try:
@@ -116,8 +117,8 @@ class Storage:
             )
         except (*failures, *_UNREACHED) as error:
             raise ConfigError(
-                f"the study's database {self._shown} cannot be opened: {_reason(error)}; check"
-                " --study and --storage"
+                f"cannot open the study's database {self._shown}: {_reason(error)}; check --study"
+                " and --storage"
             ) from error
 
     def _opened(self, url: str, local: bool) -> RDBStorage:
@@ -132,13 +133,13 @@ class Storage:
                     heartbeat_stale_trial_callback=retry,
                 )  # fmt: skip
                 break
-            # two workers that make the tables at once get into each other's way
+            # two workers that make the tables at the same time conflict
             except (sqlalchemy.exc.SQLAlchemyError, *_UNREACHED) as error:
                 at_once = re.search("already exists|duplicate|unique", str(error), re.IGNORECASE)
                 if not at_once or number == _OPENINGS - 1:
                     raise
                 time.sleep(0.1)
-        if local:  # Optuna reads a state and then changes it, which only a server locks a row for
+        if local:  # Optuna reads a state, then changes it; SQLite has no row lock for that
             sqlalchemy.event.listen(
                 storage.engine, "begin", lambda c: c.exec_driver_sql("begin immediate")
             )
@@ -146,19 +147,17 @@ class Storage:
 
     @contextlib.contextmanager
     def reached(self) -> Iterator[None]:
-        """Raise ConfigError if the database is out of reach within the context."""
+        """Raise ConfigError if the database cannot be reached within the context."""
         try:
             yield
         except _UNREACHED as error:
             raise ConfigError(
-                f"the study's database {self._shown} cannot be reached: {_reason(error)}; run npt"
-                " sweep again when it can be, which repeats no finished trial"
+                f"cannot reach the study's database {self._shown}: {_reason(error)}; once it is"
+                " back, run npt sweep again: finished trials are kept"
             ) from error
 
     def enqueue(self, trials: Iterable[Trial]) -> int:
-        """Let these trials wait, but for those that wait, run or are finished already, and count
-        them.
-        """
+        """Add the trials that are not waiting, running or finished; return their number."""
         attempts = self._attempts()
         kept = {key for key, a in attempts.items() if a.state != TrialState.FAIL}
         new = [trial for trial in trials if trial.key not in kept]
@@ -167,9 +166,7 @@ class Storage:
         return len(new)
 
     def claim(self, trials: Mapping[str, Trial]) -> Claim | None:
-        """Take the first waiting trial of these; None if none waits. Trials whose workers are gone
-        wait again first.
-        """
+        """Put abandoned trials back to waiting, then take the first of these that waits, if any."""
         optuna.storages.fail_stale_trials(self._study)
         attempts = self._attempts()
         for key in trials:
@@ -179,7 +176,7 @@ class Storage:
         return None
 
     def _take(self, id_: int) -> bool:
-        # first: what is running and has no heartbeat is never found silent
+        # before it runs, since Optuna never retries a running trial without heartbeats
         self._storage.record_heartbeat(id_)
         try:
             taken = self._storage.set_trial_state_values(id_, TrialState.RUNNING)
@@ -191,8 +188,8 @@ class Storage:
 
     @contextlib.contextmanager
     def alive(self, claim: Claim) -> Iterator[None]:
-        """Send heartbeats for the claim within the context. Optuna's own thread for that ends with
-        the first one that does not arrive.
+        """Send heartbeats for the claim within the context. Optuna's own thread would end at the
+        first one that fails.
         """
         over = threading.Event()
 
@@ -210,8 +207,8 @@ class Storage:
             thread.join()
 
     def finish(self, claim: Claim, row: Mapping[str, Any]) -> bool:
-        """Record the figures of a trial by name, with its KL for Optuna's own tools. Return False
-        if another worker has the trial by now, whose result counts.
+        """Record the figures of a trial, and its KL for Optuna's own tools. Return False if the
+        trial has passed to another worker.
         """
         kl = row.get("kl")
         with contextlib.suppress(_OVER):
@@ -221,7 +218,7 @@ class Storage:
         return bool(self._storage.get_trial(claim.id).state == TrialState.COMPLETE)
 
     def fail(self, claim: Claim, error: str) -> None:
-        """Record why a trial cannot be computed."""
+        """Record why a trial failed."""
         with contextlib.suppress(_OVER):
             self._storage.set_trial_user_attr(claim.id, "error", error)
             self._storage.set_trial_state_values(claim.id, TrialState.FAIL)
@@ -233,15 +230,15 @@ class Storage:
             self._wait(trial)
 
     def progress(self, keys: Iterable[str]) -> Progress:
-        """Count these trials by their state."""
+        """Count these trials by state."""
         attempts = self._attempts()
         states = [attempts[key].state.name if key in attempts else "WAITING" for key in keys]
         return Progress(*map(states.count, _STATES))
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Return the figures of the finished trials by key, and why others failed."""
+        """Return by key the figures of finished trials, and why others failed."""
         rows = {}
-        silent = f"its worker was not heard of for {self._grace:.0f} s"
+        silent = f"its worker sent no heartbeat for {self._grace:.0f} s"
         for key, attempt in self._attempts().items():
             attributes = attempt.user_attrs
             row = {"trial": attempt.number, "worker": attributes.get("worker")}
@@ -254,8 +251,8 @@ class Storage:
         return rows
 
     def _attempts(self) -> dict[str, FrozenTrial]:
-        """Return by key the attempt that counts. Of two that wait, as when two workers added them
-        at once, every worker takes the first; of two that failed the last has the reason.
+        """Return by key the attempt that counts. If two wait, because two workers added them at
+        once, every worker takes the first. If two failed, the last has the reason.
         """
 
         def rank(attempt: FrozenTrial) -> tuple[int, int]:

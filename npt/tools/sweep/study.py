@@ -1,9 +1,9 @@
-"""A study's folder, and its workers.
+"""The folder of a study, and its workers.
 
-spec.yaml        the specification, as it was given
+spec.yaml        the study's YAML file
 study.json       name, storage (without its password), versions
-study.db         the storage, unless another one was named
-trials.csv       the table; written anew while the study runs
+study.db         the storage, unless --storage names another one
+trials.csv       the table, updated while the study runs
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from npt.tools.sweep.table import rows_of, write_table
 SPEC, STUDY, DATABASE = "spec.yaml", "study.json", "study.db"
 
 POLL_SECONDS, LOOK_SECONDS = 1.0, 15.0
-"""Between looks at whether workers have ended, and at how far their study is."""
+"""Intervals to check whether workers have ended, and to report progress."""
 
 
 def study_name(folder: Path) -> Any:
@@ -37,17 +37,15 @@ def study_name(folder: Path) -> Any:
 
 
 def storage_url(folder: Path, storage: str | None) -> str:
-    """Return the database of the study's trials: in its folder, unless a storage is named."""
+    """Return the address of the study's database: `storage`, or by default a file in its folder."""
     return storage if storage is not None else f"sqlite:///{(folder / DATABASE).resolve()}"
 
 
 def check_folder(folder: Path, spec: Path, design: Design) -> None:
-    """Refuse a folder of another study or of something else with a ConfigError, and change
-    nothing.
-    """
+    """Raise ConfigError if the folder holds another study or anything else."""
     if not (folder / STUDY).is_file():
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
-        # what a study leaves that is killed before `study.json` is written
+        # a study killed before it wrote `study.json` may leave these
         if not all(name.startswith((DATABASE, f".{STUDY}.", f".{SPEC}.")) for name in names):
             raise ConfigError(
                 f"--study {folder} holds something other than a study; choose another folder"
@@ -56,37 +54,35 @@ def check_folder(folder: Path, spec: Path, design: Design) -> None:
     name = study_name(folder)
     if name != design.name:
         raise ConfigError(
-            f"--study {folder} is of the study {name!r}, {spec} describes {design.name!r}; choose"
-            " another folder"
+            f"--study {folder} holds the study {name!r}, but {spec} describes {design.name!r};"
+            " choose another folder"
         )
 
 
 def open_folder(
     folder: Path, spec: Path, design: Design, storage: str | None, versions: dict[str, str]
 ) -> None:
-    """Make the folder, or continue in it after `check_folder`."""
+    """Make or update the study's folder; call `check_folder` first."""
     if storage is not None:
         storage = sqlalchemy.make_url(storage).render_as_string(hide_password=True)
     record = {"name": design.name, "storage": storage}
     folder.mkdir(parents=True, exist_ok=True)
-    # first: from now on the folder is known for a study's, whenever this is killed
+    # written first, so that the folder is recognised even if this process is killed
     write_json(folder / STUDY, record | {"versions": versions})
     write_bytes(folder / SPEC, spec.read_bytes())
 
 
 def design_in(folder: Path) -> Design:
-    """Return the design of a study's folder, with the name on record: the file may give none."""
+    """Return the design in a study's folder, with the recorded name: the file may give none."""
     return replace(read_design(str(folder / SPEC)), name=study_name(folder))
 
 
 def run_workers(command: Sequence[str], count: int, threads: int, look: Callable[[], None]) -> int:
-    """Run so many worker processes of a study on this machine, each on so many threads, until all
-    have ended; `look` is called every LOOK_SECONDS. Return 0, or the status of a worker that failed
-    if none did its work to the end.
+    """Run `count` workers of a study, each on `threads` threads, until all have ended. `look` is
+    called every LOOK_SECONDS. Return 0 if any worker succeeded, else the status of one that failed.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    # In groups of their own: an interrupt from the terminal reaches this process alone, which then
-    # ends them all in one way.
+    # In their own process groups: Ctrl-C reaches only this process, which then ends the workers.
     processes = [
         subprocess.Popen([*command], env=environment, process_group=0) for _ in range(count)
     ]
@@ -110,9 +106,9 @@ def run_workers(command: Sequence[str], count: int, threads: int, look: Callable
 
 
 def progress_line(storage: Storage, design: Design) -> str:
-    """Return how many of a study's trials are done and under way."""
-    progress = storage.progress(design.by_key)
-    return f"{progress.finished} of {len(design.trials)} trials, {progress.running} under way"
+    """Return how many trials of a study are finished and running."""
+    progress, count = storage.progress(design.by_key), len(design.trials)
+    return f"{progress.finished} of {count} trials finished, {progress.running} running"
 
 
 def update_table(storage: Storage, design: Design, folder: Path) -> list[dict[str, Any]]:

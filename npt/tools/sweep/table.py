@@ -1,4 +1,4 @@
-"""A study's table as CSV: a row for each trial, in the design's order."""
+"""The table of a study as CSV: one row per trial, in the order of the design."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npt.tools.sweep.spec import Design
 CSV = "trials.csv"
 
 SETTINGS = ("learning_rate", "adapter_rank", "mult_form", "compute_dtype", "seed")
-"""Settings that have a column in every study."""
+"""Settings with a column in every table."""
 
 MEASURES = (
     "outcome", "reason", "kl", "kl_start", "kl_se", "perplexity_ratio", "top1", "acceptance",
@@ -22,13 +22,13 @@ MEASURES = (
     "refused_kinds", "limit_low", "limit_high", "runs", "parameters", "tokens", "seconds_training",
     "seconds", "heldout", "trial", "worker", "started", "ended",
 )  # fmt: skip
-"""Columns of the outcome, in their order; empty for a trial that has not been run."""
+"""Columns of the outcome, in order; empty for a trial that has not run."""
 
 Row = dict[str, Any]
 
 
 def rows_of(design: Design, figures: Mapping[str, Row]) -> list[Row]:
-    """Return the rows of a design, finished or not; `figures` are the outcomes, by key."""
+    """Return a row for every trial, finished or not; `figures` are the outcomes by key."""
     rows = []
     for trial in design.trials:
         values, outcome = trial.settings.values(), figures.get(trial.key, {})

@@ -1,6 +1,4 @@
-"""A worker takes one trial after the other until none is left. It talks to others through the
-storage alone.
-"""
+"""A worker runs one trial after another. Workers communicate only through the storage."""
 
 from __future__ import annotations
 
@@ -17,15 +15,17 @@ from npt.tools.sweep.storage import Claim, Progress, Storage
 from npt.tools.sweep.table import Row
 
 WAIT_SECONDS = 2.0
-"""Between two claims while other workers have the last trials: one of them may be killed."""
+"""Wait between two claims while other workers run the last trials, since one may be killed."""
 
 
 def work(
     design: Design, storage: Storage, bases: Bases, say: Callable[[str], None],
     parent: int | None = None,
 ) -> Progress:  # fmt: skip
-    """Run trials until all have ended, here or elsewhere, and `say` each that has. StoppedError: a
-    signal came, or the process `parent` has ended; the trial in flight waits again.
+    """Run trials until all have ended, here or elsewhere, and report each with `say`.
+
+    Raises:
+        StoppedError: a signal came or the process `parent` ended; the current trial waits again.
     """
     trials = design.by_key
     with StopOnSignal() as stop:
@@ -51,10 +51,10 @@ def work_on(
 ) -> None:  # fmt: skip
     """Run a claimed trial and record its outcome; let it wait again if `check` raises."""
     try:
-        with storage.alive(claim):  # until the outcome is on record
+        with storage.alive(claim):  # until the outcome is recorded
             try:
                 row = run_trial(bases, trial, check)
-            # its settings', its data's or the machine's: other trials may do
+            # due to settings, data or the machine: other trials may succeed
             except (NPTError, RuntimeError) as error:
                 message = f"{type(error).__name__}: {error}"
                 storage.fail(claim, message[:500])
@@ -62,15 +62,15 @@ def work_on(
             else:
                 if storage.finish(claim, row):
                     say(f"{trial}: {described(row)}")
-    except BaseException:  # of the worker and not of the trial
-        # a storage out of reach: the trial is run again when it has been silent for long
+    except BaseException:  # the worker failed, not the trial
+        # if the storage cannot be reached, the trial runs again once it has been silent too long
         with contextlib.suppress(ConfigError), storage.reached():
             storage.give_back(claim, trial)
         raise
 
 
 def described(row: Row) -> str:
-    """Return the outcome of a trial in a few words."""
+    """Return a summary of a trial's outcome."""
     words = [row["outcome"]]
     if row["outcome"] != "stable":
         words[0] += f" at step {row['steps']} ({row['reason']})"

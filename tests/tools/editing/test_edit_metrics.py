@@ -55,7 +55,7 @@ def test_without_a_start_token_the_first_token_is_not_predicted(tokenizer):
 
     fact = encode_fact(Startless(), TEXT)
     assert len(fact.alone) == len(TEXT) and fact.scored == len(TEXT) - 1
-    with pytest.raises(ConfigError, match="--text is 'x', of which no token can be predicted"):
+    with pytest.raises(ConfigError, match="--text 'x' has no token to predict"):
         encode_fact(Startless(), "x")
 
 
@@ -126,7 +126,7 @@ def test_without_a_bound_or_far_below_it_alpha_is_the_one_asked_for(model, token
             == 0.7
         )
     for max_kl in (0.0, -1.0, math.nan):
-        with pytest.raises(ConfigError, match="--max_kl is"):
+        with pytest.raises(ConfigError, match=r"--max_kl .* must be"):
             largest_alpha(model, before, lambda a: npt.update_from(modulation, a), 0.7, max_kl)
 
 
@@ -137,7 +137,5 @@ def test_what_cannot_be_measured_is_refused(load_model, model, tokenizer, fact):
         Baseline(load_model(), fact, samples(2, 0))
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)
-    with pytest.raises(
-        NumericalError, match="student's log-probability of the fact is not a number"
-    ):
+    with pytest.raises(NumericalError, match="student's log-probability of the fact is NaN"):
         Baseline(model, fact, samples(2, 0))

@@ -143,7 +143,7 @@ def test_a_folder_of_another_study_is_left_alone(spec, tmp_path, capsys) -> None
     (folder / "study.json").write_text('{"name": "large"}')
     assert main(["sweep", str(spec), "--study", str(folder)]) == 2
     error = capsys.readouterr().err
-    assert "is of the study 'large'" in error and error.count("\n") == 1
+    assert "holds the study 'large'" in error and error.count("\n") == 1
     assert [p.name for p in folder.iterdir()] == ["study.json"]
 
 

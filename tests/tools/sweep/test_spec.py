@@ -48,7 +48,7 @@ def test_settings_may_be_given_by_their_other_names() -> None:
         )
 
     assert named("lr") == named("learning_rate")
-    with pytest.raises(ConfigError, match="grid: learning_rate is given twice; drop one"):
+    with pytest.raises(ConfigError, match="grid: learning_rate is given twice; remove one"):
         design(a={"grid": {"lr": [1e-3], "learning_rate": [1e-2]}})
 
 
@@ -134,24 +134,24 @@ settings: {adapter_rnk: 4}, parts: {a: {}} => did you mean adapter_rank?
 parts: {a: {grid: {adapter_rank: [many]}}} => adapter_rank is 'many', expected int
 parts: {a: {grid: {learning_rate: [0.001, -1.0]}}} => learning_rate -1.0, seed 0: --learning_rate is
 parts: {a: {arms: {x: {safe_mode: true, mult_form: unbounded}}}} => arm x, seed 0: --mult_form
-parts: {a: {arms: {a;b: {}}}} => arm a;b is no name
-parts: {a: {arms: {? '' : {}}}} => is no name
+parts: {a: {arms: {a;b: {}}}} => arm a;b: the table cannot
+parts: {a: {arms: {? '' : {}}}} => the table cannot hold this name
 parts: {a: {grid: {learning_rate: 0.001}}} => write a list of values
-parts: {a: {grid: {learning_rate: [0.001, 1e-3]}}} => has a value twice
-parts: {a: {settings: {output_dir: x}}} => output_dir is no setting of a study
+parts: {a: {grid: {learning_rate: [0.001, 1e-3]}}} => lists a value twice
+parts: {a: {settings: {output_dir: x}}} => a study does not accept output_dir
 settings: {seed: 1}, parts: {a: {}} => write seeds: [0, 1] instead
 seeds: 3, parts: {a: {}} => seeds is 3
 seeds: [2147483648], parts: {a: {}} => seeds is
-parts: {a: {random: {count: 3}}} => needs a count
+parts: {a: {random: {count: 3}}} => needs count
 parts: {a: {random: {count: 3, over: {learning_rate: {low: 1, high: 0.1}}}}} => low and high
-parts: {a: {random: {count: 1, over: {lr: {low: 0, high: 1, log: true}}}}} => a range above 0
+parts: {a: {random: {count: 1, over: {lr: {low: 0, high: 1, log: true}}}}} => both above 0
 parts: {a: {settings: {adapter_rank: .inf}}} => adapter_rank is inf, expected int
 parts: {a: {random: {count: 1, over: {adapter_rank: {low: 1, high: .inf}}}}} => expected int
 parts: {a: {bisect: {setting: [learning_rate], low: 0.001, high: 1.0}}} => there is no setting
-name: '', parts: {a: {}} => which no folder can be called
-name: ../x, parts: {a: {}} => name is '../x'
-name: .., parts: {a: {}} => name is '..'
-name: "a\nb", parts: {a: {}} => which no folder can be called
+name: '', parts: {a: {}} => cannot be a folder name
+name: ../x, parts: {a: {}} => name '../x' cannot
+name: .., parts: {a: {}} => name '..' cannot
+name: "a\nb", parts: {a: {}} => cannot be a folder name
 parts: {a: {bisect: {setting: loss, low: nmse, high: mse}}} => write a setting that is a number
 """
 ROWS = dict(line.split(" => ") for line in REFUSED.strip().splitlines())

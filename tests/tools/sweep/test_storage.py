@@ -177,7 +177,7 @@ def test_a_trial_of_silent_workers_fails_until_started_anew(file: str) -> None:
             fall_silent(storage)
         assert storage.claim(design.by_key) is None and storage.progress(design.by_key).failed == 1
         (row,) = storage.rows().values()
-        assert row["outcome"] == "failed" and "was not heard of" in row["reason"]
+        assert row["outcome"] == "failed" and "sent no heartbeat" in row["reason"]
 
 
 def test_of_attempts_that_were_added_at_once_one_is_run(file: str) -> None:
@@ -219,7 +219,7 @@ def test_a_database_that_is_out_of_reach_is_said_in_one_line(file: str, monkeypa
     monkeypatch.setattr(storage, "_attempts", unreached)
     with (
         pytest.raises(
-            ConfigError, match=r"cannot be reached: .*database is locked.*; run npt sweep again"
+            ConfigError, match=r"cannot reach .*database is locked.*run npt sweep again"
         ) as caught,
         storage.reached(),
     ):

@@ -136,11 +136,13 @@ def test_the_progress_and_the_table_of_a_study_under_way(
     import npt.tools.sweep.worker as module
 
     monkeypatch.setattr(module, "run_trial", lambda *_: DONE)
-    assert progress_line(storage, design) == "0 of 4 trials, 0 under way"
+    assert progress_line(storage, design) == "0 of 4 trials finished, 0 running"
     claim = storage.claim(design.by_key)
-    assert claim is not None and progress_line(storage, design) == "0 of 4 trials, 1 under way"
+    assert (
+        claim is not None and progress_line(storage, design) == "0 of 4 trials finished, 1 running"
+    )
     work_on(storage, claim, design.by_key[claim.key], bases, print, lambda: None)
-    assert progress_line(storage, design) == "1 of 4 trials, 0 under way"
+    assert progress_line(storage, design) == "1 of 4 trials finished, 0 running"
     rows = update_table(storage, design, tmp_path)
     assert [row["outcome"] for row in rows] == ["stable", None, None, None]
     assert len((tmp_path / CSV).read_text().splitlines()) == 5
