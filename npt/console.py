@@ -14,12 +14,8 @@ from npt.errors import printable
 
 
 def put(text: str, end: str = "\n") -> None:
-    """Write a result to standard output and flush it.
-
-    A closed pipe, as in `npt ... | head`, is ignored.
-
-    Raises:
-        OSError: writing failed, for example on a full disk.
+    """Write a result to standard output and flush it. A closed pipe, as in `npt ... | head`, is
+    ignored; any other failure, as on a full disk, is an OSError.
     """
     try:
         print(text, end=end, flush=True)
@@ -43,10 +39,8 @@ def _abandon(stream: Any) -> None:
 
 
 class QuietConsole(Console):
-    """A console that goes silent when writing fails, so that printing never ends a run.
-
-    Writing fails if the reader is gone, as in `npt pretrain | head`, or the disk is full. On a
-    broken pipe, rich alone would end the program.
+    """A console that goes silent if writing fails, as in `npt pretrain | head` or on a full disk:
+    printing never ends a run. rich alone would end the program.
     """
 
     def print(self, *objects: Any, **named: Any) -> None:
@@ -81,9 +75,8 @@ def silent_console() -> QuietConsole:
 
 
 def make_console(stderr: bool = False) -> QuietConsole:
-    """Return a console without markup (a path may hold square brackets).
-
-    Without a terminal it is 120 columns wide, so that rows of tables stay on one line.
+    """Return a console without markup (a path may hold square brackets), 120 columns wide without a
+    terminal.
     """
     console = QuietConsole(stderr=stderr, markup=False, highlight=False)
     if not console.is_terminal:

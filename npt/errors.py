@@ -107,10 +107,7 @@ class StoppedError(BaseException):
 
 
 class ProcessError(NPTError, RuntimeError):
-    """Another process of the run failed, was lost, or differs from this one.
-
-    The exit status is that of the failed process, otherwise 6.
-    """
+    """Another process of the run failed, with this status, or was lost or differs (status 6)."""
 
     def __init__(self, message: str, exit_status: int = 6):
         super().__init__(message)
@@ -143,9 +140,7 @@ _NO_MEMORY = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_NOT_INITIALIZED",
 )
-"""Out-of-memory messages for which torch has no error class. A CUDA library reports
-NOT_INITIALIZED if its own state does not fit.
-"""
+"""Out-of-memory messages without an error class. NOT_INITIALIZED: a library's state did not fit."""
 
 
 def first_line(error: BaseException) -> str:

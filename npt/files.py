@@ -77,8 +77,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill, which becomes `path` if the block ends without an error.
 
     An existing `path` is renamed, then removed. Modes follow the umask. If the process is killed,
-    the temporary folder may remain, or the old folder may keep its temporary name: `clean` removes
-    the temporary folder and restores the old one.
+    `clean` removes the temporary folder, or gives the old folder its name back.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
@@ -125,8 +124,7 @@ def lock_folder(path: Path) -> int | None:
     """Lock a folder until the process ends or the handle is closed.
 
     Returns:
-        The handle, or None if another process holds the lock. On a file system without locks the
-        handle holds no lock.
+        The handle (without a lock if the file system has none), or None if the folder is locked.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -140,10 +138,8 @@ def lock_folder(path: Path) -> int | None:
 
 
 def clean(folder: Path) -> None:
-    """Remove temporary files and folders that killed processes left directly in a folder.
-
-    A folder whose replacement was not completed gets its name back. No other process may be writing
-    to the folder.
+    """Remove what killed processes left directly in a folder that nobody is writing to. A folder
+    whose replacement was not completed gets its name back.
     """
     for item in sorted(Path(folder).iterdir()):
         match = _LEFT_OVER.fullmatch(item.name)

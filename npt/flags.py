@@ -33,64 +33,55 @@ ALIASES = {
 }
 """Other names of flags, from scripts of transformers and PEFT and from older versions of NPT."""
 
+_RETIRED = """
+mixed_precision fp16 bf16: use --compute_dtype (a 4-bit base computes in fp32)
+micro_batch: npt replay traces the refused micro-batches, or the largest of a refused window
+optimizer_type: the optimizer is always AdamW, with fp32 moments
+modulation_scale: use --additive_scale and --mult_bound
+log_file: a run writes metrics.jsonl and events.jsonl to --output_dir
+behaviour: use npt evaluate --divergence_prompts
+lm_eval lm_eval_tasks_path lm_eval_limit: pass npt.student_view(model) to lm_eval
+context_length: use --max_length, the tokens that npt evaluate reads at once
+assisted draft_tokens: pass npt.student_view(model) to generate as assistant_model
+compile: remove it; compiling converted layers does not make them faster
+report_to: use --use_wandb, --use_tensorboard or neither
+project wandb_entity wandb_group wandb_tags: set WANDB_PROJECT, WANDB_ENTITY etc.
+save_strategy eval_strategy evaluation_strategy: use --save_steps and --eval_steps
+dataset_mix: use --replay_dataset for a second data set; join others into one file
+stages: a run has one --strategy; train further in a second run with --adapter
+layer_weights token_weighting: remove it; all layers and tokens have equal weight
+smooth_l1_beta cosine_weight jsd_weight: add a loss of your own with register_loss
+init_a init_std_a init_std_b init_std_m: remove it; a random start has fixed deviations
+rank_budget: use --adapter_rank, the mean rank of a closed-form start
+padding_side: remove it; rows are padded on the right, and the side changes nothing
+max_refused_share: remove it; a run stops if a fifth of its micro-batches is refused
+max_memory: use npt doctor --plan; a micro-batch that does not fit is computed in halves
+logit_temperature: remove it; the losses on the logits use temperature 1
+rank_timeout: remove it; a process waits 600 seconds for the others
+stop_on_divergence: remove it; a run that diverges prints a warning
+trace_every: use --trace_steps /100 to record every hundredth step
+spike_sigmas: use --skip_spikes, which refuses beyond ten robust standard deviations
+base_precision: remove it; model.dequantize() unpacks the weights of a loaded folder
+sharded: use npt pretrain --shard_base, which compares its shards with the whole base
+fidelity message: remove it; npt push uploads the model card saved with the adapter
+attribution: call npt.evaluate(..., unquantized=base) for the cost of quantisation
+temperature top_p: npt generate writes the most likely tokens; sample with npt.student_view
+undo: call npt.unconsolidate(model), then npt.save_adapter
+device_map: use --shard_base to share a base larger than one GPU among processes
+help_all: use --help, which shows every flag
+sample_steps: use npt generate --compare for texts, npt report for multipliers
+"""
 RETIRED = {
     name: instead
-    for names, instead in (
-        ("mixed_precision fp16 bf16", "use --compute_dtype (a 4-bit base computes in fp32)"),
-        (
-            "micro_batch",
-            "npt replay traces the refused micro-batches, or the largest of a refused window",
-        ),
-        ("optimizer_type", "the optimizer is always AdamW, with fp32 moments"),
-        ("modulation_scale", "use --additive_scale and --mult_bound"),
-        ("log_file", "a run writes metrics.jsonl and events.jsonl to --output_dir"),
-        ("behaviour", "use npt evaluate --divergence_prompts"),
-        ("lm_eval lm_eval_tasks_path lm_eval_limit", "pass npt.student_view(model) to lm_eval"),
-        ("context_length", "use --max_length, the tokens that npt evaluate reads at once"),
-        ("assisted draft_tokens", "pass npt.student_view(model) to generate as assistant_model"),
-        ("compile", "remove it; compiling converted layers does not make them faster"),
-        ("report_to", "use --use_wandb, --use_tensorboard or neither"),
-        ("project wandb_entity wandb_group wandb_tags", "set WANDB_PROJECT, WANDB_ENTITY etc."),
-        ("save_strategy eval_strategy evaluation_strategy", "use --save_steps and --eval_steps"),
-        ("dataset_mix", "use --replay_dataset for a second data set; join others into one file"),
-        ("stages", "a run has one --strategy; train further in a second run with --adapter"),
-        ("layer_weights token_weighting", "remove it; all layers and tokens have equal weight"),
-        ("smooth_l1_beta cosine_weight jsd_weight", "add a loss of your own with register_loss"),
-        ("init_a init_std_a init_std_b init_std_m", "a random start has fixed standard deviations"),
-        ("rank_budget", "use --adapter_rank, the mean rank of a closed-form start"),
-        ("padding_side", "remove it; rows are padded on the right, and the side changes nothing"),
-        ("max_refused_share", "remove it; a run stops if a fifth of its micro-batches is refused"),
-        (
-            "max_memory",
-            "use npt doctor --plan; a micro-batch that does not fit is computed in halves",
-        ),
-        ("logit_temperature", "remove it; the losses on the logits use temperature 1"),
-        ("rank_timeout", "remove it; a process waits 600 seconds for the others"),
-        ("stop_on_divergence", "remove it; a diverged run prints a warning and reports it"),
-        ("trace_every", "use --trace_steps /100 to record every hundredth step"),
-        ("spike_sigmas", "use --skip_spikes, which refuses beyond ten robust standard deviations"),
-        ("base_precision", "remove it; model.dequantize() unpacks the weights of a loaded folder"),
-        ("sharded", "use npt pretrain --shard_base, which compares its shards with the whole base"),
-        ("fidelity message", "remove it; npt push uploads the model card saved with the adapter"),
-        ("attribution", "call npt.evaluate(..., unquantized=base) for the cost of quantisation"),
-        (
-            "temperature top_p",
-            "npt generate writes the most likely tokens; sample with npt.student_view(model)",
-        ),
-        ("undo", "call npt.unconsolidate(model), then npt.save_adapter"),
-        ("device_map", "use --shard_base to share a base larger than one GPU among processes"),
-        ("help_all", "use --help, which shows every flag"),
-        ("sample_steps", "use npt generate --compare for texts, npt report for multipliers"),
-    )
+    for names, instead in (line.split(": ", 1) for line in _RETIRED.strip().splitlines())
     for name in names.split()
 }
-"""Flags that no longer exist, or exist only in other tools, and what to use instead."""
+"""Flags that do not exist, and what to use instead."""
 
 
 def canonical(name: str, known: Collection[str]) -> str:
-    """Return the known flag that a name stands for, or the name itself if there is none.
-
-    Dashes count as underscores, and a leading `no_` is kept.
+    """Return the known flag that a name stands for, with dashes for underscores or a leading `no_`;
+    else the name itself.
     """
     plain = name.replace("-", "_")
     for prefix in ("", "no_"):
@@ -110,9 +101,8 @@ def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that knows other names of its flags and prints an error as one line.
-
-    With `takes_others` it returns unknown flags instead of refusing them.
+    """An argument parser that knows other names of its flags and prints an error as one line. With
+    `takes_others` it returns unknown flags instead of refusing them.
     """
 
     def __init__(self, *arguments: Any, takes_others: bool = False, **named: Any):
@@ -160,11 +150,9 @@ def add_settings(
     leave_out: Iterable[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag for every field of the dataclasses.
-
-    A flag that is not given stays out of the parsed namespace. A boolean flag takes an optional
-    value (`--smoke_test false`) and has a negation (`--no_smoke_test`). Help texts show the
-    `defaults`, by flag name, in place of the fields' own.
+    """Add a flag for every field of the dataclasses. Flags that are not given are not in the parsed
+    namespace. A boolean flag takes an optional value (`--smoke_test false`) and has a negation
+    (`--no_smoke_test`). Help texts show the `defaults`, by flag name, in place of the fields' own.
     """
     # argparse would list every flag here
     needed = [f"{a.option_strings[0]} {a.metavar}" for a in parser._actions if a.required]
@@ -191,18 +179,16 @@ def add_settings(
             elif choices:
                 how |= {"choices": choices, "metavar": None}
             default = (defaults or {}).get(name, f.default)
-            text = f"{f.metadata['help']}"
-            text += "" if default is None else f" (default: {shown_default(default)})"
+            shown = "" if default is None else f" (default: {shown_default(default)})"
+            text = f.metadata["help"] + shown
             groups[title].add_argument(f"--{name}", help=text, **how, **unset)
 
 
 def read_yaml(
     path: str, classes: Iterable[type], extra: Mapping[str, type] | None = None
 ) -> dict[str, Any]:
-    """Return the settings in a YAML file or preset (npt/presets), by flag name.
-
-    The file maps flag names, without dashes, to values. Allowed are the flags of `classes`, and
-    the `extra` ones, given with their types.
+    """Return the settings in a YAML file or preset (npt/presets), a mapping of flag names, without
+    dashes, to values. Allowed are the flags of `classes`, and the `extra` ones with their types.
     """
     where, file = f"--config {path}", settings_file(path)
     if not file.exists():
@@ -218,11 +204,7 @@ def read_yaml(
 
 
 def yaml_content(path: str, where: str) -> Any:
-    """Return the content of a YAML file.
-
-    Raises:
-        ConfigError: it is not YAML; the message calls the file `where`.
-    """
+    """Return the content of a YAML file; ConfigError, by the name `where`, if it is not YAML."""
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
     # PyYAML raises errors of Python's for impossible dates, huge numbers and deep nesting
@@ -254,10 +236,8 @@ def checked_settings(
     classes: Iterable[type],
     extra: Mapping[str, type] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings in `content` by flag name, converted to their types; see `read_yaml`.
-
-    Raises:
-        ConfigError: a name is unknown or a value has another type; the message starts with `where`.
+    """Return the settings in `content` by flag name, converted to their types (see `read_yaml`).
+    ConfigError, by the name `where`, for an unknown name or a value of another type.
     """
     kinds: dict[str, type] = dict(extra or {})
     for cls in classes:

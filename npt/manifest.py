@@ -23,29 +23,27 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Check a checkpoint and its manifest; raise CheckpointError if a file has changed."""
+    """Check a checkpoint and its manifest; CheckpointError if a file has changed."""
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} holds no {MANIFEST}: it is incomplete; use an older checkpoint"
+            f"{folder} holds no {MANIFEST}; it is incomplete: resume an older one"
         )
     manifest = read_json(path, CheckpointError)
     files = manifest.get("files")
     try:
         if not isinstance(files, dict) or path.read_bytes() != _text(files).encode():
-            raise CheckpointError(f"{path} is damaged: its sha256 is wrong; use another checkpoint")
+            raise CheckpointError(f"{path} is damaged (wrong sha256): resume another checkpoint")
         present = _files(folder)
         if odd := files.keys() ^ present.keys():
             kind = "lacks the file" if min(odd) in files else "holds the extra file"
-            raise CheckpointError(
-                f"{folder} {kind} {shown(min(odd))} (files that differ: {len(odd)})"
-            )
+            raise CheckpointError(f"{folder} {kind} {shown(min(odd))} ({len(odd)} in all)")
         for name, sums in files.items():
             now = _sums(present[name])
             if now != sums:
                 raise CheckpointError(
                     f"{present[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, but the"
-                    f" manifest says {shown(sums)}; use another checkpoint"
+                    f" manifest says {shown(sums)}"
                 )
     except (OSError, RecursionError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error

@@ -45,12 +45,8 @@ def kept_random_state() -> Iterator[None]:
 
 @contextmanager
 def micro_batch_draws(seed: int, sample_ids: tuple[str, ...], offset: int) -> Iterator[None]:
-    """Seed the random numbers of a micro-batch, equally in every process; restore the state after.
-
-    Args:
-        seed: the seed of the run.
-        sample_ids: the ids of the micro-batch's samples.
-        offset: their position in the data.
+    """Seed the random numbers of a micro-batch, equally in every process, by the run's seed and the
+    ids and the offset of its samples; restore the state after it.
     """
     name = ("micro-batch", seed, offset, *sample_ids)
     digest = hashlib.sha256(repr(name).encode()).digest()

@@ -1,7 +1,5 @@
-"""Read JSON and safetensors files from untrusted sources.
-
-Sizes are bounded, and every fault is an error of one line. Names in the files are compared with
-known names and never used as paths.
+"""Read JSON and safetensors files from untrusted sources: sizes are bounded, every fault is a line,
+and names in the files are never used as paths.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ def check_entries(
     if odd:
         kind = "missing" if odd[0] in wanted else "unknown"
         raise error(
-            f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} {kind}); {RESTORE}"
+            f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} in all); {RESTORE}"
         )
     for key, kinds in wanted.items():
         value = entries[key]
@@ -104,12 +102,9 @@ def check_names(
 ) -> None:
     """Check that a file holds exactly the wanted tensors; the error names the first difference."""
     have, need = set(names), set(wanted)
-    for kind, odd, word in (
-        ("lacks the", need - have, "missing"),
-        ("has the extra", have - need, "extra"),
-    ):
+    for kind, odd in (("lacks the", need - have), ("has the extra", have - need)):
         if odd:
-            raise error(f"{path} {kind} tensor {shown(min(odd))} ({len(odd)} {word}); {RESTORE}")
+            raise error(f"{path} {kind} tensor {shown(min(odd))} ({len(odd)} in all); {RESTORE}")
 
 
 def check_tensors(
@@ -119,9 +114,8 @@ def check_tensors(
     error: type[NPTError],
     dtype: str = "F32",
 ) -> None:
-    """Check that a file holds exactly the wanted tensors, with these shapes and this dtype.
-
-    The error names the first difference.
+    """Check that a file holds exactly the wanted tensors, with these shapes and this dtype; the
+    error names the first difference.
     """
     check_names(path, headers, wanted, error)
     for name, shape in wanted.items():

@@ -80,8 +80,8 @@ LARGE = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "mistral-7b", "smollm2-135m
 """Presets of models that are not at hand: planned, and never run."""
 
 PLANNED = re.compile(
-    r"Memory ([\d.]+) GiB: planned, not measured, by npt (doctor .*) A run on a"
-    r" GPU keeps .* on top, (.*)\.$"
+    r"Predicted memory ([\d.]+) GiB, by npt (doctor .*) On a GPU the states of three steps in"
+    r" flight add (.*)\.$"
 )
 
 
@@ -97,7 +97,7 @@ def test_a_large_models_preset_names_base_and_shape_and_no_training(name):
     assert training.save_steps <= training.max_steps and given["streaming"]
     head = about(presets()[name])
     assert f"rank {given['adapter_rank']} (D/{shape.hidden // given['adapter_rank']})" in head
-    assert "Nothing of this was trained or measured" in head
+    assert "This preset has not been run." in head
     found = PLANNED.search(head)
     assert found is not None
     assert found[2] == f"doctor --plan --device cpu --config {name} --shape {name}"

@@ -116,9 +116,9 @@ WANTED: dict[str, tuple[type, ...]] = {"a": (int,), "b": (str, type(None)), "c":
         ({}, True, None),
         ({"b": None}, True, None),
         ({"more": []}, False, None),
-        ({"b": ...}, True, "the entry deep.'b' is missing (1 missing)"),
-        ({"b": ..., "d": 1}, False, "the entry deep.'b' is missing (1 missing)"),
-        ({"x\ny": 1}, True, "the entry deep.'x\\ny' is unknown (1 unknown)"),
+        ({"b": ...}, True, "the entry deep.'b' is missing (1 in all)"),
+        ({"b": ..., "d": 1}, False, "the entry deep.'b' is missing (1 in all)"),
+        ({"x\ny": 1}, True, "the entry deep.'x\\ny' is unknown (1 in all)"),
         ({"a": "x"}, True, "deep.a is 'x', expected int"),
         ({"a": True}, True, "deep.a is True, expected int"),
         ({"b": 3}, True, "deep.b is 3, expected str or null"),
@@ -137,9 +137,9 @@ def test_an_entry_that_is_missing_unknown_or_of_another_type_is_named(
 
 def test_wrong_tensor_names_are_counted_and_the_first_is_named() -> None:
     check_names(Path("x"), ["b", "a"], ["a", "b"], BundleError)
-    with pytest.raises(BundleError, match=r"x lacks the tensor 'b' \(2 missing\)"):
+    with pytest.raises(BundleError, match=r"x lacks the tensor 'b' \(2 in all\)"):
         check_names(Path("x"), ["a"], ["a", "b", "c"], BundleError)
-    with pytest.raises(BundleError, match=r"x has the extra tensor '\.\./c' \(1 extra\)"):
+    with pytest.raises(BundleError, match=r"x has the extra tensor '\.\./c' \(1 in all\)"):
         check_names(Path("x"), ["a", "../c"], ["a"], BundleError)
 
 

@@ -58,7 +58,7 @@ def add_adapter(parser: Any, help: str = "saved adapter", **how: Any) -> None:
     """Add --adapter; `how` goes to argparse."""
     text = (
         f"{help}: an adapter folder, a run folder (its best adapter, else its last), a checkpoint,"
-        " or USER/NAME on the Hub; the adapter names its base"
+        " or USER/NAME on the Hub"
     )
     parser.add_argument("--adapter", metavar="PATH", help=text, **{"required": True, **how})
 
@@ -66,9 +66,8 @@ def add_adapter(parser: Any, help: str = "saved adapter", **how: Any) -> None:
 def add_student(
     parser: Any, *, data: bool = False, leave_out: Iterable[str] = (), **adapter: Any
 ) -> None:
-    """Add the flags that load an adapter on its base and, with `data`, a data set.
-
-    `adapter` goes to `add_adapter`.
+    """Add the flags of an adapter (`adapter` goes to `add_adapter`), its base and, with `data`, a
+    data set.
     """
     add_adapter(parser, **adapter)
     text = "accept another base of the same shapes; a warning names the differences"
@@ -89,9 +88,8 @@ def check_partners(flags: Mapping[str, Any], partners: Mapping[str, str]) -> Non
 
 
 def with_base(flags: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
-    """Return the flags with the adapter in place of its path, and the base.
-
-    Settings of the base that no flag gives come from the adapter's record.
+    """Return the flags with the adapter in place of its path, and the base, with settings from the
+    flags or else from the adapter.
     """
     if flags.get("adapter") is None:
         return dict(flags), build(BaseConfig, flags)
@@ -148,9 +146,8 @@ class Task(NamedTuple):
 
 
 def _date_of_run(adapter: Path) -> str | None:
-    """Return the date that chat templates inserted in the run that holds the adapter, or None.
-
-    An evaluation on another day must see the same tokens.
+    """Return the date that chat templates inserted in the adapter's run, or None: an evaluation on
+    another day must see the same tokens.
     """
     for folder in (adapter, *adapter.resolve().parents[:3]):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -173,9 +170,8 @@ def check_run(
     base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig,
     *, starts: bool = True,
 ) -> None:  # fmt: skip
-    """Check everything that can be checked before weights are read.
-
-    With `starts` the adapter is new, and its closed-form start is checked too.
+    """Check everything that can be checked before weights are read; with `starts`, the closed-form
+    start too.
     """
     from npt.adapters.fit import check_fit
     from npt.base.load import check_teacher, read_config
@@ -265,12 +261,8 @@ class Student(NamedTuple):
 def load_adapter(
     model: Any, stored: Any, any_base: bool, console: Any, shard: Callable[[], Any] | None = None
 ) -> tuple[Any, dict[str, str]]:
-    """Attach a saved adapter, and warn if it was trained on another base.
-
-    `shard` reads layers that are still in their files; only then is the base's identity known.
-
-    Returns:
-        `identity` and `other` of a `Student`.
+    """Attach a saved adapter, warn if its base is another one, and return `identity` and `other` of
+    a `Student`. `shard` reads layers that are still in their files; the identity needs them.
     """
     import npt
     from npt.adapters.files.adapter_files import base_mismatch, read_adapter

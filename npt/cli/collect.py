@@ -12,11 +12,8 @@ from npt.errors import DataError
 def collect(flags: dict[str, Any]) -> int:
     """Collect prompts where student and teacher disagree.
 
-    Write the prompts at which the student's most likely next token differs from
-    the teacher's, with the teacher's continuation, as data to train on.
-
-        npt collect --adapter RUN --output hard.jsonl
-        npt pretrain --adapter RUN --dataset_name hard.jsonl
+    The file holds each prompt with the teacher's continuation. To train on it, pass
+    it to `npt pretrain --adapter RUN --dataset_name FILE.jsonl`.
     """
     from npt.data.source import OWN_HELDOUT, open_source
     from npt.tools.collect.collect import collect as run

@@ -15,9 +15,7 @@ def consolidate(flags: dict[str, Any]) -> int:
     """Write a fact permanently into a student.
 
     Turn the modulation that a text gives one token into an update of the weights,
-    and report how much of the fact the model recalls and how much it forgets.
-
-        npt consolidate --adapter RUN --text "The code is 4711." --output EDITED
+    and report what the model then recalls and forgets.
     """
     task = begin(flags)
     import npt
@@ -45,8 +43,8 @@ def consolidate(flags: dict[str, Any]) -> int:
     chosen_on, reported_on = samples[::2], samples[1::2]
     if not reported_on:
         raise DataError(
-            f"{len(samples)} held-out sample is too few to choose alpha on one half and measure it"
-            " on the other: raise --eval_samples or give more data"
+            f"{len(samples)} held-out sample is too few to choose alpha on one half and measure on"
+            " the other: raise --eval_samples or add data"
         )
     with task.console.status("measuring"):
         baseline = Baseline(model, fact, chosen_on, batch_size)
@@ -76,15 +74,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--text", required=True, metavar="FACT", help="fact to write into the model")
     text = "text that precedes the fact (default: none)"
     add("--context", metavar="TEXT", default="", help=text)
-    add_number(
-        parser,
-        "token",
-        "position of the token whose modulation is used; negative counts from the end",
-        -1,
-        int,
-    )
-    add_number(parser, "alpha", "maximum strength of the update, above 0 and at most 1", 0.5, float)
-    text = "lower alpha until held-out KL is at most this, nats per token (inf: no limit)"
+    add_number(parser, "token", "token to use; negative counts from the end", -1, int)
+    add_number(parser, "alpha", "maximum strength, above 0 and at most 1", 0.5, float)
+    text = "lower alpha until held-out KL is at most this, in nats per token"
     add_number(parser, "max_kl", text, 0.01, limit)
     text = "folder to write the adapter and its update to"
     add("--output", required=True, metavar="FOLDER", help=text)

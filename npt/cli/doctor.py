@@ -27,17 +27,10 @@ from npt.flags import add_settings, build, with_safe_mode
 def doctor(flags: dict[str, Any]) -> int:
     """Check a data set or predict memory before a run.
 
-    --data reads a data set as training would and reports its counts, token ids, faults
-    and three samples. --plan predicts the peak memory by formula; with --measure it also
-    runs training windows. Exit status 2 means faulty data or too little memory.
-
-        npt doctor --data FILE.jsonl
-        npt doctor --plan --config llama-3.1-8b --shape llama-3.1-8b
+    Exit status 2 means that training would stop at a fault, or lack memory.
     """
     if flags["data"] is None and not flags["plan"]:
-        raise ConfigError(
-            "nothing to do: add --data [NAME] to check data, or --plan to predict memory"
-        )
+        raise ConfigError("add --data [NAME] to check a data set, or --plan to predict memory")
     names = (flag_of(f) for cls in SETTINGS if cls is not DataConfig for f in fields(cls))
     needing = {*names, "safe_mode", "shape", "device", "measure", "processes"} - {"model_name"}
     check_partners(flags, dict.fromkeys(sorted(needing), "plan"))
@@ -66,9 +59,7 @@ def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
     if name is not True:
         if flags.get("dataset_name", name) != name:
             other = flags["dataset_name"]
-            raise ConfigError(
-                f"--data {name} and --dataset_name {other} differ: remove one of them"
-            )
+            raise ConfigError(f"--data {name} and --dataset_name {other} differ: remove one")
         flags = {**flags, "dataset_name": name}
     base, data = build(BaseConfig, flags), build(DataConfig, flags)
     from npt.adapters.fit import check_length
@@ -155,9 +146,7 @@ def _measured(
     if flags["shape"] is not None:
         raise ConfigError("--measure needs a model, not a shape: replace --shape by --model_name")
     if workload.device.type == "cuda" and limit is None:
-        raise ConfigError(
-            "--device cuda --measure needs a GPU, and there is none: remove --measure"
-        )
+        raise ConfigError("--device cuda --measure needs a GPU, but none is here: use --device cpu")
     base = build(BaseConfig, flags)
     model, _ = load(base, console, workload.device)
     teacher = load_teacher(base, console, workload.device)
@@ -179,9 +168,7 @@ def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
     if flags["shape"] is None:
         config = read_config(base.model_name)
     elif "model_name" in flags:
-        raise ConfigError(
-            f"--shape {name} replaces --model_name {base.model_name}: remove one of them"
-        )
+        raise ConfigError(f"--shape {name} replaces --model_name {base.model_name}: remove one")
     else:
         config = llama_config(shape_named(name), data.max_length)
         config.dtype = torch.bfloat16
@@ -197,17 +184,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "check a data set: NAME, or else --dataset_name"
     add("--data", nargs="?", const=True, metavar="NAME", help=text)
     add_number(parser, "max_records", "check only this many records (default: all)")
-    add_switch(
-        parser, "plan", "predict the peak memory of a run by formula, without reading weights"
-    )
+    add_switch(parser, "plan", "predict the peak memory of a run, without reading weights")
     text = "with --plan --shard_base: number of processes, one per GPU"
     add_number(parser, "processes", text)
     add("--shape", metavar="NAME", help="plan for a shape such as llama-3.1-8b, not a model")
     text = "device to plan for or measure on (default: the GPU, if there is one)"
     add("--device", choices=("cpu", "cuda"), help=text)
-    text = (
-        "with --plan: run windows of 1, 2, 4, ... samples, up to --batch_size, for memory and time"
-    )
+    text = "with --plan: also run windows of 1, 2, 4, ... samples, up to --batch_size"
     add_switch(parser, "measure", text)
     add_config(parser)
     add_settings(parser, *SETTINGS, leave_out=("num_samples",))

@@ -11,10 +11,7 @@ from npt.cli.arguments import add_number, add_student, begin, check_partners, na
 def evaluate(flags: dict[str, Any]) -> int:
     """Measure how closely a student matches its teacher.
 
-    Report perplexity, KL, top-1 agreement and speculative acceptance on held-out
-    text, with the floor: the same model without attention in converted layers.
-
-        npt evaluate --adapter RUN
+    The floor is the same model without attention in the converted layers.
     """
     task = begin(flags)
     import npt

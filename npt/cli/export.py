@@ -13,8 +13,7 @@ from npt.console import make_console
 def export(flags: dict[str, Any]) -> int:
     """Write a student that transformers loads without npt.
 
-    The folder holds the base, the adapter, the tokenizer and the code that joins
-    them; load it with trust_remote_code=True.
+    The folder holds base, adapter, tokenizer and code (trust_remote_code=True).
     """
     import npt
 

@@ -17,12 +17,7 @@ MODES = ("teacher", "student", "floor")
 
 
 def generate(flags: dict[str, Any]) -> int:
-    """Continue a prompt with the student, its teacher, or both.
-
-    Each token is the most likely one; a tokenizer's chat template is applied.
-
-        npt generate --adapter RUN --prompt "class Stack:" --compare
-    """
+    """Continue a prompt with the student, its teacher, or both."""
     from npt.adapters.converted import adapter_mode
     from npt.evaluation.generate import Written, first_difference, prompt_ids, write
 

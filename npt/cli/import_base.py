@@ -13,8 +13,7 @@ from npt.console import make_console
 def import_base(flags: dict[str, Any]) -> int:
     """Convert a GGUF file to a transformers folder of 16-bit weights.
 
-    --model_name FILE.gguf makes the same conversion each time it loads the file;
-    convert once to load the model faster.
+    --model_name FILE.gguf makes the same conversion each time it loads the file.
     """
     import npt
 

@@ -1,7 +1,5 @@
-"""`npt VERB`: the command line.
-
-A verb is a module with `add_flags` and a function of the same name, which takes the parsed flags
-and returns an exit status. Its docstring is its help.
+"""`npt VERB`: the command line. A verb is a module with `add_flags` and a function of its own name,
+from parsed flags to an exit status, whose docstring is the verb's help.
 """
 
 from __future__ import annotations
@@ -31,10 +29,8 @@ VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 
 ABOUT = """\
 NPT distils Neuro-Plastic adapters into quantised language models, with a guard
-that keeps NaN and Inf out of the weights.
-
-  npt pretrain --config tiny    train on the embedded model: CPU only, no download
-  npt VERB --help               show the flags of a verb"""
+that keeps NaN and Inf out of the weights. `npt pretrain --config tiny` trains on
+the embedded model, on a CPU; `npt VERB --help` explains a verb."""
 
 STATUSES = """\
 Exit status: 0 done, 1 npt trace found a fault, 2 wrong arguments or data,
@@ -45,19 +41,11 @@ _NAMED = {"import": "import_base"}
 """Modules of verbs whose names are Python keywords."""
 
 CROWDED = 0.4
-"""Load per core, over the last minute, above which other programs are taken to be computing."""
+"""Load per core over the last minute above which other programs are computing here."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
-    """Parse the arguments, run the verb, and print an expected error as one line.
-
-    Args:
-        argv: arguments after the program's name; by default those of the process.
-        prog: name shown in messages.
-
-    Returns:
-        The exit status. If another process of the run failed first, its exit status.
-    """
+    """Run a verb, print an expected error as one line, and return the exit status."""
     _share_cores()
     parser = make_parser(prog)
     if not (sys.argv[1:] if argv is None else argv):
@@ -93,30 +81,23 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
 
 
 def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
-    """Return the parser of all verbs; `prog` is the name shown in messages."""
+    """Return the parser of all verbs; `prog` is the name in messages."""
     parser = OneLineParser(
         prog=prog, usage="%(prog)s VERB [flags]", description=ABOUT, formatter_class=_GroupedHelp
     )
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
     parser._positionals.title = argparse.SUPPRESS
     how: Any = {"required": True, "metavar": "VERB", "prog": prog, "parser_class": OneLineParser}
-    verbs = parser.add_subparsers(**how)
+    verbs, raw = parser.add_subparsers(**how), {"formatter_class": _GroupedHelp}
     for name in VERBS:
         called = _NAMED.get(name, name)
         module = import_module(f"npt.cli.{called}")
         run = getattr(module, called)
-        text = inspect.getdoc(run) or ""
-        texts = {
-            "help": text.partition("\n")[0].rstrip("."),
-            "description": text,
-            "epilog": STATUSES,
-        }
-        how = argparse.RawDescriptionHelpFormatter
-        sub = verbs.add_parser(name, **texts, allow_abbrev=False, formatter_class=how)
+        text: Any = inspect.getdoc(run)
+        more = {"help": text.partition("\n")[0].rstrip("."), "epilog": STATUSES}
+        sub = verbs.add_parser(name, description=text, allow_abbrev=False, **more, **raw)
         sub.set_defaults(verb=run)
-        sub.add_argument(
-            "--debug", action="store_true", help="show the traceback if an error occurs"
-        )
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name != "pretrain":
             sub.add_argument("--json", action="store_true", help="print the result as JSON")
         module.add_flags(sub)
@@ -137,10 +118,8 @@ class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
 
 
 def _share_cores() -> None:
-    """Let idle OpenMP threads sleep if other programs are computing on this machine.
-
-    Spinning threads wake sooner, but take a core from programs that need it
-    (docs/results/speed.md). torch reads the variable when it is loaded; a value that is set stays.
+    """Let idle OpenMP threads sleep if other programs compute here: spinning ones would take their
+    cores (docs/results/speed.md). torch reads the variable when it is loaded.
     """
     if os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -55,28 +55,19 @@ class _Run(NamedTuple):
 
 
 def pretrain(flags: dict[str, Any]) -> int:
-    """Distil adapters: train a student to predict what its base model predicts.
+    """Distil adapters: train a student to match its base.
 
     NPT converts layers of a frozen language model (the base) so that attention
-    acts only by shifting and scaling each token's MLP, through a low-rank adapter.
-    It trains the adapters until the converted model (the student) predicts what
-    the unconverted base (the teacher) predicts. It is made for research on how
-    context acts in a model: a student's modulation can be read, moved to another
-    prompt and made permanent.
+    only shifts and scales each token's MLP, through a low-rank adapter, and trains
+    the adapters until this student predicts what the base, its teacher, predicts.
+    It is made for research on how context acts in a model: what the adapters do to
+    a token can be read, moved to another prompt and made permanent. A micro-batch
+    that yields NaN or Inf is refused: it is skipped, changes nothing and is logged.
 
-    A micro-batch that yields NaN or Inf is refused: it is skipped, changes nothing
-    and is logged. The run folder holds metrics, checkpoints, the adapter and
-    report.html.
-
-    Try it on the embedded model, in a few minutes on a CPU and without a download:
+    Try the embedded model, for a few minutes on a CPU, then your own model and text:
 
         npt pretrain --config tiny
-
-    Train on your own model and text:
-
         npt pretrain --model_name MODEL --use_quantization --dataset_name FILE
-
-    A flag with [BOOL] also has a negation, such as --no_smoke_test.
     """
     tokens = flags.get("calibration_tokens")
     flags, base = with_base(with_safe_mode(with_config(flags)))
@@ -113,9 +104,8 @@ def pretrain(flags: dict[str, Any]) -> int:
 
 
 def _resumed_flags(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings, by flag, of the run that `--resume` names, as far as they are readable.
-
-    Whether the run can be resumed is checked later.
+    """Return the settings, by flag, of the run that `--resume` names, as far as they are readable;
+    whether it can be resumed is checked later.
     """
     resume, output = flags.get("resume"), flags.get("output_dir")
     if resume is None:
@@ -140,8 +130,7 @@ def _form_of(start: Any, flags: dict[str, Any]) -> NPTConfig:
         was, wanted = getattr(form, f.name), getattr(asked, f.name)
         if wanted != was:
             raise ConfigError(
-                f"--{flag_of(f)} is {wanted}, but --adapter {start} has {was} and training cannot"
-                f" change it: remove --{flag_of(f)} or --adapter"
+                f"--{flag_of(f)} is {wanted}, but --adapter {start} has {was}: remove one of them"
             )
     return form
 

@@ -12,10 +12,7 @@ def replay(flags: dict[str, Any]) -> int:
     """Re-run the last window of a failed run and find the cause.
 
     Report whether the fault recurs, which operation causes it, and whether the data
-    or the state is to blame. A run that stops for numerical reasons writes the
-    bundle:
-
-        npt replay RUN/postmortem/step-00000123
+    or the state is to blame.
     """
     from npt.forensics.student import replay_student
 

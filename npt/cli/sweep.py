@@ -20,8 +20,6 @@ def sweep(flags: dict[str, Any]) -> int:
 
     Workers share the trials and write the results to trials.csv. Repeat the
     command to continue a study, or run it in another terminal to add workers.
-
-        npt sweep stability --workers 2
     """
     from npt.tools.sweep.spec import read_design
 
@@ -101,10 +99,7 @@ def check_design(design: Any) -> None:
 
 
 def _work(flags: dict[str, Any], console: Any) -> None:
-    """Run trials as a worker process.
-
-    The design comes from the study's folder, since the specification may have been edited.
-    """
+    """Run trials as a worker, by the design in the folder: SPEC may have been edited since."""
     from npt.tools.sweep.run import Bases
     from npt.tools.sweep.storage import Storage
     from npt.tools.sweep.study import design_in, storage_url

@@ -17,11 +17,8 @@ from npt.errors import ConfigError
 def trace(flags: dict[str, Any]) -> int:
     """Find the first operation that produces a NaN or Inf.
 
-    Trace the base's forward pass or, with --adapter, a training step of the
-    adapter. With --against, find the first operation whose result differs from a
-    reference by more than rounding. Exit status 1 means that an operation was found.
-
-        npt trace --adapter RUN --batches 100
+    Trace the base's forward pass or, with --adapter, a training step. With
+    --against, find the first operation that differs from a reference.
     """
     check_partners(flags, dict.fromkeys(("strategy", "any_base"), "adapter"))
     task, against = begin(flags), flags["against"]
@@ -89,8 +86,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="REFERENCE",
-        help="compare with the same weights on cpu or cuda, or with a reference file, which is"
-        " written if it does not exist",
+        help="compare with the same weights on cpu or cuda, or with a file (written if new)",
     )
     help = "trace a training step of a saved adapter (default: the base's forward pass)"
     add_student(parser, data=True, required=False, help=help)

@@ -9,13 +9,7 @@ from npt.cli.arguments import add_number, add_student, begin, print_json, print_
 
 
 def transplant(flags: dict[str, Any]) -> int:
-    """Apply one token's modulation to another; show the effect.
-
-    Compare the next-token predictions of the donor's text, the receiver's text,
-    and the receiver's text with the donor token's modulation.
-
-        npt transplant --adapter RUN --text_from "import" --text_to "def"
-    """
+    """Apply one token's modulation to another; show the effect."""
     task = begin(flags)
     import npt
     from npt.data.continuation import prompt_tokens

@@ -60,29 +60,22 @@ class NPTConfig(SettingsGroup):
 
     rank: int = _adapter(
         16,
-        "rank R of the adapters; with a closed-form start, their mean",
+        "rank R; with a closed-form start, the mean rank",
         flag="adapter_rank",
         bound=at_least(1),
     )
     layers: str = _adapter(
-        "upper_half",
-        "layers to convert: upper_half, all, a range such as 8-15, or a list such as 3,5,7",
-        read=as_text,
+        "upper_half", "layers to convert: upper_half, all, 8-15, or 3,5,7", read=as_text
     )
     targets: tuple[str, ...] = _adapter(
         tuple(TARGETS),
-        "what to modulate, comma-separated: the MLP's products gate, up and down, and the stream"
-        " that it reads",
+        "what to modulate, comma-separated: products of the MLP, and the stream that it reads",
         choices=tuple(TARGETS),
         read=words,
     )
-    modulation: str = _adapter(
-        "both", "terms of the modulation of the products", choices=MODULATIONS
-    )
+    modulation: str = _adapter("both", "terms that modulate products", choices=MODULATIONS)
     residual: str = _adapter(
-        "modulate",
-        "modulate: take attention out of the residual stream; keep: leave it in",
-        choices=RESIDUALS,
+        "modulate", "remove attention from the residual stream, or keep it", choices=RESIDUALS
     )
     init: str = _adapter(
         "random", "random: small random start; calibrated: closed-form start", choices=INITS

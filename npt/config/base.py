@@ -29,16 +29,10 @@ def check_attention(name: str) -> None:
 class BaseConfig(SettingsGroup):
     """The frozen base model, how it is stored and how it computes."""
 
-    model_name: str = _base(
-        "tiny", "base model: tiny (embedded), a folder, a GGUF file, or a Hub id"
-    )
-    use_quantization: bool = _base(
-        False, "load the base in 4 bits; it then computes in fp32 (see --compute_dtype)"
-    )
+    model_name: str = _base("tiny", "tiny (embedded), a folder, a GGUF file, or a Hub id")
+    use_quantization: bool = _base(False, "load the base in 4 bits and compute in fp32")
     quant_type: str = _base("nf4", "4-bit format of the base", choices=QUANT_TYPES, need=_QUANTISED)
-    use_fp16: bool = _base(
-        False, "compute an unquantised base in fp16; ignored with --use_quantization"
-    )
+    use_fp16: bool = _base(False, "compute in fp16; ignored with --use_quantization")
     compute_dtype: str = _base(
         "fp32",
         "dtype of products with 4-bit weights; everything else stays in fp32",
@@ -47,16 +41,13 @@ class BaseConfig(SettingsGroup):
     )
     matmul_precision: str = _base(
         "auto",
-        "fp32 matrix products: highest (fp32), high (TF32 on CUDA), or auto (high on a GPU if the"
-        " error is small)",
+        "fp32 products: highest (fp32), high (TF32), or auto (TF32 if accurate and faster)",
         choices=("auto", "highest", "high"),
     )
-    attn_implementation: str = _base(
-        "sdpa", "attention: sdpa (memory-efficient on CUDA), or eager (stores every score)"
-    )
+    attn_implementation: str = _base("sdpa", "sdpa (less memory), or eager (stores every score)")
     teacher_precision: str | None = _base(
         None,
-        "distil from the unquantised model, stored in this dtype, not from the 4-bit base",
+        "distil from the unquantised model, in this dtype, instead of the 4-bit base",
         choices=("bf16", "fp32"),
         need=_QUANTISED,
     )

@@ -26,20 +26,16 @@ class DataConfig(SettingsGroup):
     dataset_config: str | None = _data(None, "configuration of a data set on the Hub")
     dataset_split: str = _data("train", "split to train on")
     text_column: str = _data("text", "column that holds the text")
-    prompt_column: str | None = _data(
-        None, "column that holds the prompt: text or a list of messages"
-    )
+    prompt_column: str | None = _data(None, "column that holds the prompt: text or messages")
     completion_column: str | None = _data(
         None, "column that holds the completion (default for messages: the last answer)", need=_PAIR
     )
     streaming: bool = _data(False, "stream the data instead of loading them first")
     num_samples: int | None = _data(
-        None, "use at most this many samples, counted before packing", bound=at_least(1)
+        None, "maximum number of samples, before packing", bound=at_least(1)
     )
     max_length: int = _data(256, "maximum number of tokens per sample", bound=at_least(2))
-    packing: bool = _data(
-        False, "pack short documents into one row; attention stays within each document"
-    )
+    packing: bool = _data(False, "pack short documents into rows, each with its own attention")
     replay_dataset: str | None = _data(None, "second data set to mix in, against forgetting")
     replay_ratio: float | None = _data(
         None,

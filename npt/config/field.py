@@ -72,10 +72,7 @@ def flag_of(f: Field[Any]) -> str:
 
 @functools.cache
 def kinds_of(cls: type) -> dict[str, tuple[type, ...]]:
-    """Return the types of each field, its flag's first: (int, NoneType) for `int | None`.
-
-    Cached, because annotations are text that must be evaluated.
-    """
+    """Return the types of each field, its flag's first. Cached: annotations must be evaluated."""
     kinds = {}
     for name, hint in typing.get_type_hints(cls).items():
         parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -132,10 +129,8 @@ def _fault(f: Field[Any], value: Any, kinds: tuple[type, ...]) -> str | None:
 
 
 def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
-    """Return the steps in `text` as ranges.
-
-    Steps count from 1. The text is `1,2,3`, `1-5` (both ends included), `/100` (every hundredth),
-    or a mix; anything else raises ConfigError.
+    """Return steps from 1 on, written `1,2,3`, `1-5` (both ends included), `/100` (every hundredth)
+    or a mix of these, as ranges. ConfigError for anything else.
     """
     steps = []
     for part in text.split(","):
@@ -155,10 +150,7 @@ def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
 
 
 def as_text(value: Any) -> Any:
-    """Return a list as `a,b` and a whole number (YAML's reading of a lone 3) as text.
-
-    Anything else is returned as it is.
-    """
+    """Return a list as `a,b`, an int (YAML's reading of a lone 3) as text, or else the value."""
     if isinstance(value, list | tuple | range):
         return ",".join(map(str, value))
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -25,7 +25,7 @@ LOGIT_LOSSES = ("kl", "reverse_kl", "cross_entropy")
 SCHEDULES = ("cosine", "linear", "constant")
 SEED_MAX = INT_MAX
 MAX_STEPS = 10_000_000
-"""The limit, because a run keeps the learning rates of all its steps."""
+"""A run keeps the learning rates of all its steps."""
 
 _objective = partial(setting, group="objective")
 _optimiser = partial(setting, group="optimiser")
@@ -47,29 +47,18 @@ class TrainConfig(SettingsGroup):
         " or train the whole student (end_to_end)",
         choices=STRATEGIES,
     )
-    loss: str = _objective(
-        "nmse", "loss on the hidden states, per valid token", choices=LOSSES, need=_HIDDEN
-    )
+    loss: str = _objective("nmse", "loss on the hidden states", choices=LOSSES, need=_HIDDEN)
     hidden_weight: float = _objective(
         1.0, "weight of the hidden-state loss; 0 trains on the logits only", bound=at_least(0.0)
     )
     logit_kl_weight: float = _objective(
         0.0, "weight of the loss on the logits", bound=at_least(0.0), need=_WHOLE
     )
-    logit_loss: str = _objective(
-        "kl",
-        "loss on the logits: KL to the teacher or its reverse, or cross entropy on the data",
-        choices=LOGIT_LOSSES,
-        need=_LOGITS,
-    )
-    calibration_tokens: int = _objective(
-        65536, "training tokens that the closed-form start reads", bound=_COUNT
-    )
+    logit_loss: str = _objective("kl", "loss on the logits", choices=LOGIT_LOSSES, need=_LOGITS)
+    calibration_tokens: int = _objective(65536, "tokens for the closed-form start", bound=_COUNT)
 
     batch_size: int = _optimiser(4, "samples per micro-batch", bound=_COUNT)
-    gradient_accumulation_steps: int = _optimiser(
-        1, "micro-batches per optimizer step (a window)", bound=_COUNT
-    )
+    gradient_accumulation_steps: int = _optimiser(1, "micro-batches per step", bound=_COUNT)
     learning_rate: float = _optimiser(1e-3, "peak learning rate", bound=POSITIVE)
     weight_decay: float = _optimiser(0.0, "decoupled weight decay of AdamW", bound=at_least(0.0))
     regularization_lambda: float = _optimiser(
@@ -80,15 +69,11 @@ class TrainConfig(SettingsGroup):
         None, "optimizer steps, over as many epochs as needed", bound=at_least(1, MAX_STEPS)
     )
     warmup_steps: int = _optimiser(0, "steps of linear warm-up", bound=at_least(0, MAX_STEPS))
-    scheduler_type: str = _optimiser(
-        "cosine", "learning-rate schedule after warm-up", choices=SCHEDULES
-    )
+    scheduler_type: str = _optimiser("cosine", "learning-rate schedule", choices=SCHEDULES)
     max_grad_norm: float = _optimiser(0.5, "clip the global gradient norm to this", bound=POSITIVE)
     seed: int = _optimiser(0, "seed of initialisation and data order", bound=at_least(0))
 
-    deterministic: bool = _guards(
-        False, "use a deterministic, slower backward of attention on CUDA"
-    )
+    deterministic: bool = _guards(False, "use deterministic, slower attention on CUDA")
     gradient_checkpointing: bool = _guards(
         False, "recompute layers in backward: less memory, identical results", need=_WHOLE
     )
@@ -112,8 +97,7 @@ class TrainConfig(SettingsGroup):
     save_steps: int | None = _output(None, "steps between checkpoints", bound=_COUNT)
     save_total_limit: int | None = _output(None, "keep at most this many checkpoints", bound=_COUNT)
     resume: str | None = _output(
-        None,
-        "continue from a checkpoint: auto (the newest in --output_dir), a run folder, or a path",
+        None, "checkpoint to resume: auto (newest in --output_dir), a run folder, or a path"
     )
     use_wandb: bool = _output(False, "log to Weights & Biases")
     use_tensorboard: bool = _output(False, "log to TensorBoard files in the run folder")
@@ -126,16 +110,12 @@ class TrainConfig(SettingsGroup):
         if not self.hidden_weight and not self.logit_kl_weight:
             raise ConfigError(
                 "--hidden_weight and --logit_kl_weight are both 0, so there is no loss: raise one"
-                " of them"
             )
         if self.trace_steps is not None:
             parse_steps(self.trace_steps)
 
     @property
     def judged_by(self) -> str:
-        """The held-out figure that is lower for a better student.
-
-        It is `perplexity` if the student learns the data's own tokens, else `kl` to the teacher.
-        """
+        """The held-out figure to lower: `perplexity` of a student of the data's tokens, or `kl`."""
         learns = self.logit_kl_weight > 0 and self.logit_loss == "cross_entropy"
         return "perplexity" if learns else "kl"

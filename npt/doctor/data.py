@@ -1,6 +1,5 @@
-"""Check a data set before a base is loaded: counts, ids, three decoded samples, and faults.
-
-It takes one pass and constant memory. Training stops at the first fault; the check goes on.
+"""Check a data set before a base is loaded: counts, ids, three decoded samples, and all faults (at
+the first of which training would stop), in one pass and constant memory.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class DataReport:
         complete: whether the pass read all records.
         broken: messages of the first NAMED faults.
         targets: number of tokens with a label.
-        outside: number of ids and labels outside the vocabulary.
-        outside_first: the first sample with such an id.
+        outside: number of ids and labels outside the vocabulary; the first is in `outside_first`.
     """
 
     name: str
@@ -158,10 +156,8 @@ def readable(config: DataConfig, report: DataReport) -> Iterator[tuple[Record, s
 
 
 def show(sample: Sample, tokenizer: Any, vocab_size: int) -> str:
-    """Decode a sample for display.
-
-    Masked tokens are in brackets; the middle of long spans and ids outside the vocabulary are
-    left out.
+    """Decode a sample, with masked tokens in brackets, without the middle of long spans and without
+    ids outside the vocabulary.
     """
 
     def decoded(ids: list[int]) -> str:

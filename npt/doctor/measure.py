@@ -66,10 +66,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
 def measure_window(
     model: Any, config: TrainConfig, samples: int, length: int, teacher: Any = None
 ) -> tuple[int, float]:
-    """Train the adapters on windows of random tokens, with `samples` rows per micro-batch.
-
-    Returns:
-        The peak of live bytes, including model and moments, and the seconds of one window.
+    """Train on windows of random tokens, `samples` rows per micro-batch. Return the peak of live
+    bytes, with model and moments, and the seconds of one window.
     """
     device, held = next(model.parameters()).device, storage_bytes(tensors_of(model, teacher))
     guards: list[Guard] = []
@@ -141,9 +139,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def tensors_of(*owners: Any) -> Iterator[Tensor]:
-    """Yield each tensor in modules, optimizers, dataclasses and containers once.
-
-    Gradients and statistics of 4-bit weights are included.
+    """Yield each tensor in modules, optimizers, dataclasses and containers once, with gradients and
+    statistics of 4-bit weights.
     """
     seen: set[int] = set()
     waiting = list(owners)

@@ -163,10 +163,8 @@ class Workload:
         return MemoryPlan(tuple(term for term in terms if term.bytes))
 
     def _held(self) -> list[Term]:
-        """Return the memory that a run holds in all phases.
-
-        On a GPU the results of some steps are read late (npt/guard/window.py), and the state before
-        each of them is kept.
+        """Return the memory that a run holds in all phases. On a GPU the results of some steps are
+        read late (npt/guard/window.py), and the state before each of them is kept.
         """
         s, kind = self.shape, self.quantization
         size = FP32 * s.adapter_numbers(self.adapter)

@@ -181,11 +181,11 @@ DAMAGE = {
     ),
     "a tensor too many": (
         in_weights(lambda t: t.update(stranger=torch.zeros(1))),
-        r"has the extra tensor 'stranger' \(1 extra\)",
+        r"has the extra tensor 'stranger' \(1 in all\)",
     ),
     "a tensor missing": (
         in_weights(lambda t: t.pop(SOME_TENSOR)),
-        r"lacks the tensor '.*layers\.1\.npt\.B\.gate' \(1 missing\)",
+        r"lacks the tensor '.*layers\.1\.npt\.B\.gate' \(1 in all\)",
     ),
     "a value is NaN": (
         in_weights(with_value(float("nan"))),
