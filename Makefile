@@ -1,4 +1,4 @@
-# Commands for a fresh machine: `make pretrain`, `make real`, `make test`. Each makes .venv and installs what it needs.
+# Start here on a fresh machine: `make pretrain`, `make real` or `make test`. Each target creates .venv and installs what it needs.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -6,27 +6,27 @@ BIN    := $(VENV)/bin
 WORKERS ?= 2
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
-# What pytest makes of the tests' asserts is kept in __pycache__, whatever the environment says: making it takes longer than many tests.
+# pytest keeps rewritten asserts in __pycache__; rewriting them takes longer than many tests.
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: pretrain real stability test test-slow test-all test-gpu lint docs clean
 
-# The main job on the embedded model: a 4-bit Llama becomes an NPT student, measured on held-out text.
+# Train the embedded model, a 4-bit Llama, to an NPT student and measure it on held-out text.
 pretrain: $(VENV)/.core
 	$(BIN)/python pretrain_npt_safe.py --config tiny --output_dir outputs/pretrain-$(STAMP)
 
-# The same with a real language model, SmolLM2-135M-Instruct (93 MB, downloaded once). `make real REAL_MODEL=FILE.gguf` takes another one, or a
-# folder with one, and downloads nothing.
+# The same with SmolLM2-135M-Instruct (93 MB, downloaded once). `make real REAL_MODEL=PATH` uses another GGUF file, or a folder with one, and
+# downloads nothing.
 real: $(VENV)/.real
 	model=$$($(BIN)/python benchmarks/fetch_model.py) && \
 	$(BIN)/python pretrain_npt_safe.py --config real --model_name "$$model" --output_dir outputs/real-$(STAMP)
 
-# Which settings train the embedded model, and where that ends: some 320 short runs, shared by two workers. Started again after a kill it
-# goes on where it was; with outputs/stability removed it begins anew.
+# Find out which settings train the embedded model, with about 320 short runs shared by two workers. Run it again to continue a killed study;
+# remove outputs/stability to start from scratch.
 stability: $(VENV)/.sweep
 	$(BIN)/npt sweep stability --study outputs/stability --workers 2
 
-# The fast tests; test-slow has those that they leave out, test-all is both, and skips nothing: a browser has to be there.
+# Fast tests; test-slow runs the others. test-all runs both and fails if a test is skipped, so it needs a browser.
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=5 $(STRICT)
 
@@ -37,7 +37,7 @@ test-all:
 	$(MAKE) test STRICT=--no-skips
 	$(MAKE) test-slow STRICT=--no-skips
 
-# In an environment that is there already, on a machine with a GPU: `make test-gpu BIN=/path/to/its/bin`.
+# Run it in an existing environment on a machine with a GPU: `make test-gpu BIN=/path/to/its/bin`.
 test-gpu:
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
@@ -46,12 +46,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The documentation as a site, in site/; its search needs a server: python -m http.server -d site. A dead link is an error.
+# Build the documentation in site/ (a dead link is an error). Search needs a server: python -m http.server -d site
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/bin/python:
-	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "NPT needs Python 3.11 or newer, but this is Python " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
@@ -78,7 +78,7 @@ $(VENV)/.docs: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
-# All that .ci/run needs: torch by pip, which takes its CPU build where one is offered, the rest by uv in a fifth of pip's time.
+# Everything that .ci/run needs. pip installs torch, the CPU build where there is one; uv installs the rest in a fifth of pip's time.
 $(VENV)/.ci: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[test,dev,docs]'

@@ -1,12 +1,11 @@
 #!/usr/bin/env python
-"""Equivalence pre-training of NPT adapters: a base model in, a student that behaves as the base
-out.
+"""Distil NPT adapters: train a student to predict what its base model predicts.
 
-    python pretrain_npt_safe.py --use_quantization         the embedded model, on two cores
-    python pretrain_npt_safe.py --help                     every flag
-    python pretrain_npt_safe.py --config run.yaml --learning_rate 1e-4    flags win over the file
+    python pretrain_npt_safe.py --use_quantization     the embedded model, on two CPU cores
+    python pretrain_npt_safe.py --help                 all flags
+    python pretrain_npt_safe.py --config run.yaml --learning_rate 1e-4    flags override the file
 
-The same as `npt pretrain`.
+It is the same as `npt pretrain`.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Write the pages of docs/reference/ that are about code from that code.
+"""Generate docs/reference/api.md and docs/reference/flags.md from the code.
 
 python docs/generate.py [--check]
 
-With --check nothing is written; the exit status is 1 if a page is not what the code says.
+--check writes nothing; the exit status is 1 if a page is out of date.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 import npt.diagnostics  # noqa: E402
 import npt.guard  # noqa: E402
 from npt.cli.defaults import SETTINGS, with_defaults  # noqa: E402
+from npt.cli.main import GROUPS as VERBS_BY_GROUP  # noqa: E402
 from npt.cli.main import STATUSES, VERBS, make_parser  # noqa: E402
 from npt.config import GROUPS, flag_of, kinds_of  # noqa: E402
 from npt.flags import ALIASES, RETIRED, shown_default  # noqa: E402
@@ -56,7 +57,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "Training": (
-        "Distil, on one process or several.",
+        "Distil in one process or several.",
         ("npt.Trainer", "npt.TrainConfig", "npt.DataConfig", "npt.TrainResult", "npt.shard_base"),
     ),
     "Measuring": (
@@ -104,19 +105,19 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         tuple(f"npt.diagnostics.{name}" for name in npt.diagnostics.__all__),
     ),
 }
-"""The public names by purpose."""
+"""The public names, by purpose."""
 
 SETTINGS_CLASSES = ("npt.NPTConfig", "npt.TrainConfig", "npt.DataConfig")
-"""Documented field by field under their flags."""
+"""Classes whose fields are documented as flags."""
 
 
 def pages() -> dict[str, str]:
-    """Return each page's text by its name."""
+    """Return the text of each page, by file name."""
     return {"api.md": api_page(), "flags.md": flags_page()}
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table, with an empty line after it."""
+    """Return the lines of a Markdown table, with an empty line at the end."""
     lines = [heads, ["---"] * len(heads), *rows]
     cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
     return [*(f"| {' | '.join(line)} |" for line in cells), ""]
@@ -141,17 +142,19 @@ def flags_page() -> str:
     verbs = verb_parsers()
     lines = ["# Commands and flags", "", HEAD, ""]
     lines += [
-        "Every verb takes `--help`, and `--debug` to show the traceback of an error. Dashes in a"
-        " flag's name do for underscores, and a flag that is true or false has a negation"
-        f" (`--no_smoke_test`). `python pretrain_npt_safe.py` is `npt pretrain`. {STATUSES}",
+        "Every verb takes `--help`, and `--debug` to show the traceback of an error. Flags may be"
+        " written with dashes (`--max-steps`). A true-or-false flag has a negation"
+        " (`--no_smoke_test`). `python pretrain_npt_safe.py` is the same as `npt pretrain`."
+        f" {one_line(STATUSES)}",
         "",
     ]
-    links = ([f"[`npt {name}`](#npt-{name})", one_line(verbs[name].description)] for name in verbs)
-    lines += table(["verb", "does"], links)
+    for group, names in VERBS_BY_GROUP.items():
+        links = ([f"[`npt {name}`](#npt-{name})", summary(verbs[name])] for name in names)
+        lines += [f"**{group}**", "", *table(["verb", "what it does"], links)]
     lines += ["## Settings", ""]
     lines += [
-        "These flags set up a base, an adapter, data and a run, on the command line, in the YAML"
-        " file of `--config` and as fields in Python.",
+        "These settings are flags on the command line, keys in the YAML file of `--config`, and"
+        " fields in Python.",
         "",
     ]
     for group, title in GROUPS.items():
@@ -160,10 +163,12 @@ def flags_page() -> str:
     lines += chosen_defaults()
     for name, parser in verbs.items():
         lines += verb_lines(name, parser)
-    lines += ["## Other names", "", "Flags of other scripts that are taken:", ""]
-    lines += table(["name", "means"], ([f"`--{a}`", f"`--{b}`"] for a, b in ALIASES.items()))
-    lines += ["Flags that do not exist, and what to use:", ""]
-    lines += table(["name", "instead"], ([f"`--{name}`", said] for name, said in RETIRED.items()))
+    lines += ["## Other names", "", "These names from other tools are accepted:", ""]
+    lines += table(["name", "flag"], ([f"`--{a}`", f"`--{b}`"] for a, b in ALIASES.items()))
+    lines += ["These flags do not exist; use the replacement:", ""]
+    lines += table(
+        ["name", "replacement"], ([f"`--{name}`", text] for name, text in RETIRED.items())
+    )
     return "\n".join(lines)
 
 
@@ -187,7 +192,7 @@ def settings_rows(group: str) -> Iterable[list[str]]:
 
 
 def value_words(metadata: Mapping[str, Any], kind: type) -> str:
-    """Return the values that a setting takes, and what it needs."""
+    """Return the values that a setting accepts, and the setting that it needs."""
     bound, need = metadata["bound"], metadata["need"]
     if metadata["choices"]:
         words = ", ".join(metadata["choices"])
@@ -202,10 +207,10 @@ def value_words(metadata: Mapping[str, Any], kind: type) -> str:
 
 
 def chosen_defaults() -> list[str]:
-    """Return the defaults that depend on the start and the base."""
+    """Return the table of defaults that depend on the start and the base."""
     cases: dict[str, dict[str, Any]] = {
-        "closed form": {"model_name": "..."},
-        "closed form, embedded model and text": {},
+        "closed-form": {"model_name": "..."},
+        "closed-form, embedded model and text": {},
         "random": {"model_name": "...", "init": "random"},
         "random, embedded model and text": {"init": "random"},
     }
@@ -221,7 +226,7 @@ def chosen_defaults() -> list[str]:
     return [
         "### Defaults of `npt pretrain`",
         "",
-        "`--init auto`, its default, takes the closed-form start if it can. The start decides these"
+        "`--init auto`, the default, uses the closed-form start if it can. The start sets these"
         " defaults, which replace those above:",
         "",
         *table(["start", "defaults"], rows),
@@ -229,7 +234,7 @@ def chosen_defaults() -> list[str]:
 
 
 def verb_lines(name: str, parser: argparse.ArgumentParser) -> list[str]:
-    lines = [f"## npt {name}", "", one_line(parser.description), ""]
+    lines = [f"## npt {name}", "", *str(parser.description).splitlines(), ""]
     rows, taken = [], []
     for group in parser._action_groups:
         shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
@@ -247,19 +252,19 @@ def verb_lines(name: str, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def group_words(title: str, names: list[str]) -> str:
-    """Return a group of settings with a link, and which of them a verb takes if not all."""
-    group = next(key for key, said in GROUPS.items() if said == title)
+    """Return a link to a group of settings, and the ones that a verb takes if not all."""
+    group = next(key for key, text in GROUPS.items() if text == title)
     flags = [flag_of(f) for cls in SETTINGS for f in fields(cls) if f.metadata["group"] == group]
     link = f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
     left_out = [flag for flag in flags if flag not in names]
     if not left_out:
         return link
-    word, few = ("without", left_out) if len(left_out) <= len(names) else ("of which", names)
+    word, few = ("without", left_out) if len(left_out) <= len(names) else ("only", names)
     return f"{link}, {word} " + ", ".join(f"`--{flag}`" for flag in few)
 
 
 def written(action: argparse.Action) -> str:
-    """Return a flag, or an argument, as it is typed."""
+    """Return a flag or an argument as it is typed."""
     name = action.option_strings[0] if action.option_strings else ""
     choices = ",".join(map(str, action.choices or ()))
     value = "" if action.nargs == 0 else action.metavar or choices or action.dest.upper()
@@ -267,8 +272,12 @@ def written(action: argparse.Action) -> str:
 
 
 def help_of(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
-    said = parser._get_formatter()._expand_help(action) if action.help else ""
-    return f"{one_line(said)} (required)" if action.required and action.option_strings else said
+    text = parser._get_formatter()._expand_help(action) if action.help else ""
+    return f"{one_line(text)} (required)" if action.required and action.option_strings else text
+
+
+def summary(parser: argparse.ArgumentParser) -> str:
+    return str(parser.description).partition("\n")[0]
 
 
 def one_line(text: str | None) -> str:
@@ -276,7 +285,7 @@ def one_line(text: str | None) -> str:
 
 
 def stale() -> list[str]:
-    """Return the names of the pages that are not what the code says."""
+    """Return the names of the pages that are out of date."""
     found = []
     for name, text in pages().items():
         path = FOLDER / name
@@ -287,12 +296,14 @@ def stale() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; list pages that are out of date"
+    )
     given = parser.parse_args()
     for name in (names := stale()):
         if not given.check:
             (FOLDER / name).write_text(pages()[name], encoding="utf-8")
-        print(f"{name} is not what the code says: {COMMAND}" if given.check else f"wrote {name}")
+        print(f"{name} is out of date: run {COMMAND}" if given.check else f"wrote {name}")
     return 1 if given.check and names else 0
 
 

@@ -1,8 +1,8 @@
-"""NPT: distil Neuro-Plastic adapters into quantised language models, with training steps that no
-NaN can poison.
+"""NPT: distil Neuro-Plastic adapters into quantised language models, with a guard that keeps NaN
+and Inf out of the weights.
 
-`__init__.pyi` lists the public names. They are imported when they are first used, so that `npt
---help` and a wrong flag do not wait for torch.
+`__init__.pyi` lists the public names. They are imported on first use, so that `npt --help` and a
+wrong flag do not wait for torch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 
 from npt.version import __version__ as __version__
 
-# Without the optional package `kernels`, whose CPU code is not used here, bitsandbytes warns at its
-# import on some CPUs.
+# On some CPUs bitsandbytes warns that the optional package `kernels`, unused here, is missing.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-# bitsandbytes before 0.50 checks sizes by a function that torch has deprecated, in every call.
+# bitsandbytes before 0.50 calls a function that torch has deprecated, in every product.
 warnings.filterwarnings("ignore", message="_check_is_size will be removed", category=FutureWarning)
 
 _STUB = Path(__file__).with_name("__init__.pyi").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The consoles that the program writes to."""
+"""Consoles for the program's output."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from npt.errors import printable
 
 
 def put(text: str, end: str = "\n") -> None:
-    """Write a result to standard output at once: JSON, a text. It ends quietly if nobody reads any
-    more, as in `npt ... | head`.
-
-    Raises:
-        OSError: it cannot be written, as on a full disk.
+    """Write a result to standard output and flush it. A closed pipe, as in `npt ... | head`, is
+    ignored; any other failure, as on a full disk, is an OSError.
     """
     try:
         print(text, end=end, flush=True)
@@ -29,7 +26,7 @@ def put(text: str, end: str = "\n") -> None:
 
 
 def complain(line: str) -> None:
-    """Write a line to standard error, if that can be written to."""
+    """Write a line to standard error; ignore a failure."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -37,13 +34,13 @@ def complain(line: str) -> None:
 
 
 def _abandon(stream: Any) -> None:
-    """Let nothing that is still written to the stream fail: Python flushes it at exit."""
+    """Redirect the stream to /dev/null, because Python flushes it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class QuietConsole(Console):
-    """A console that falls silent when nobody reads it any more, as in `npt pretrain | head`, or
-    its disk is full: printing never ends a run. (rich ends the program on a broken pipe.)
+    """A console that goes silent if writing fails, as in `npt pretrain | head` or on a full disk:
+    printing never ends a run. rich alone would end the program.
     """
 
     def print(self, *objects: Any, **named: Any) -> None:
@@ -53,7 +50,7 @@ class QuietConsole(Console):
             self.on_broken_pipe()
 
     def render(self, renderable: RenderableType, options: Any = None) -> Iterable[Segment]:
-        """Render as `Console` does, with text made `printable`: that of tables and bars too."""
+        """Render as `Console` does, but make all text `printable`, in tables and bars too."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
 
@@ -66,9 +63,7 @@ class QuietConsole(Console):
 
 
 def say(console: Console, *lines: str) -> None:
-    """Print each line as it is, neither wrapped nor read as markup; a newline in one is written
-    out.
-    """
+    """Print each line unwrapped, without markup, and with its newlines escaped."""
     for line in lines:
         line = printable(line, one_line=True)
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -80,8 +75,8 @@ def silent_console() -> QuietConsole:
 
 
 def make_console(stderr: bool = False) -> QuietConsole:
-    """Return a console that prints text as it is (a path may hold square brackets), and 120 columns
-    wide if the output is no terminal: a table's rows stay on one line.
+    """Return a console without markup (a path may hold square brackets), 120 columns wide without a
+    terminal.
     """
     console = QuietConsole(stderr=stderr, markup=False, highlight=False)
     if not console.is_terminal:

@@ -1,8 +1,8 @@
-"""Errors a user can cause, each with the exit status it ends the program with.
+"""Errors that a user can cause, each with the exit status of the program.
 
-The command line prints their message as one line and no traceback (`--debug` shows it). A message
-names the thing, the values and the remedy. Anything that is *our* fault stays an `assert` or a
-plain exception and shows its traceback.
+The command line prints the message as one line without a traceback (`--debug` shows it). A message
+names the thing, the values and the remedy. A bug in NPT is an `assert` or a plain exception, and
+shows its traceback.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-"""All but tab and newline; with what turns the direction of text around."""
+"""Control characters except tab and newline, and characters that change the text direction."""
 
 
 def kind_of(value: object) -> str:
@@ -21,25 +21,25 @@ def kind_of(value: object) -> str:
 
 
 def printable(text: str, one_line: bool = False) -> str:
-    """Return text with its control characters written out, as Python writes them.
+    """Return text with control characters escaped as in Python source.
 
-    Names, records and templates come from outside, and a terminal obeys what it is sent: an escape
-    could hide a line, a newline forge one.
+    Names, records and templates come from outside. On a terminal, an escape sequence in them could
+    hide a line and a newline could forge one.
 
     Args:
-        one_line: newlines are written out too.
+        one_line: escape newlines too.
     """
     text = _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
     return text.replace("\n", "\\n") if one_line else text
 
 
 def printable_lines(lines: Iterable[str]) -> str:
-    """Return a text of these lines, each of them one whatever it quotes."""
+    """Join lines, with control characters and newlines in each of them escaped."""
     return "\n".join(printable(line, one_line=True) for line in lines)
 
 
 class NPTError(Exception):
-    """Base of every error meant for the user; `exit_status` is what the process ends with."""
+    """Base class of all errors for the user. `exit_status` is the exit status of the process."""
 
     exit_status = 2
 
@@ -49,7 +49,7 @@ class ConfigError(NPTError, ValueError):
 
 
 class NotSupportedError(ConfigError):
-    """A documented setting whose part is not built yet: it is refused, never ignored."""
+    """A documented setting that is not implemented yet."""
 
 
 class ModelError(NPTError, ValueError):
@@ -57,7 +57,7 @@ class ModelError(NPTError, ValueError):
 
 
 class DataError(NPTError, ValueError):
-    """Data that cannot be read, or from which nothing can be trained."""
+    """Data that cannot be read or trained on."""
 
 
 class PrecisionError(NPTError, RuntimeError):
@@ -65,42 +65,40 @@ class PrecisionError(NPTError, RuntimeError):
 
 
 class NoMemoryError(NPTError, RuntimeError):
-    """One sample at a time does not fit into memory. (If fewer samples fit, fewer are computed at
-    once, and nothing is raised.)
-    """
+    """A single sample does not fit into memory. (Larger micro-batches are split first.)"""
 
 
 class CardError(NPTError, RuntimeError):
-    """A card that computes nothing any more, after a CUDA error; runs have left a post-mortem."""
+    """A GPU that is unusable after a CUDA error. A run has written a post-mortem bundle."""
 
 
 class AdapterFileError(NPTError, ValueError):
-    """A saved adapter that does not fit: its file, its settings or its base."""
+    """A saved adapter that cannot be used: its files, settings or base are wrong."""
 
     exit_status = 5
 
 
 class HubError(NPTError, OSError):
-    """A model hub that cannot be reached, or that refuses what was asked of it."""
+    """A model hub that cannot be reached or refuses a request."""
 
 
 class BundleError(NPTError, ValueError):
-    """A post-mortem bundle that cannot be replayed: its files, or its base."""
+    """A post-mortem bundle that cannot be replayed: its files or base are wrong."""
 
     exit_status = 5
 
 
 class CheckpointError(NPTError, ValueError):
-    """A checkpoint that cannot be resumed from: its files, its form, or the run's settings."""
+    """A checkpoint that cannot be resumed: its files, form or settings are wrong."""
 
     exit_status = 5
 
 
 class StoppedError(BaseException):
-    """A signal ended the work before there was anything to save, or after all of it was saved.
+    """A signal ended the work when nothing was left to save.
 
-    Like KeyboardInterrupt it is no `Exception`: a signal may arrive inside a library that turns all
-    of those into its own.
+    Like KeyboardInterrupt it is not an `Exception`, because the signal may arrive inside a library
+    that converts every `Exception` into one of its own.
     """
 
     def __init__(self, number: int):
@@ -109,9 +107,7 @@ class StoppedError(BaseException):
 
 
 class ProcessError(NPTError, RuntimeError):
-    """Another process of the run failed, and this one ends as it does; or it was lost, or is no
-    longer like the others: status 6.
-    """
+    """Another process of the run failed, with this status, or was lost or differs (status 6)."""
 
     def __init__(self, message: str, exit_status: int = 6):
         super().__init__(message)
@@ -119,19 +115,19 @@ class ProcessError(NPTError, RuntimeError):
 
 
 class TooManyRefusalsError(NPTError, RuntimeError):
-    """Training stopped after too many refusals in a row; runs of NPT have written a post-mortem."""
+    """Training stopped after too many refusals. A run has written a post-mortem bundle."""
 
     exit_status = 3
 
 
 class SmokeTestError(NPTError, RuntimeError):
-    """The one-batch test before the loop failed."""
+    """The smoke test before training failed."""
 
     exit_status = 4
 
 
 class NumericalError(NPTError, ArithmeticError):
-    """Numbers that nothing can be computed from: not finite, or an unknown id."""
+    """Numbers that cannot be computed with: non-finite values or unknown token ids."""
 
 
 _NO_MEMORY = (
@@ -144,9 +140,7 @@ _NO_MEMORY = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_NOT_INITIALIZED",
 )
-"""Messages of torch without an error of their own. A library that finds no room for its own state
-is not initialised.
-"""
+"""Out-of-memory messages without an error class. NOT_INITIALIZED: a library's state did not fit."""
 
 
 def first_line(error: BaseException) -> str:
@@ -157,8 +151,8 @@ def first_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on any device. (By names: torch need not be loaded.)"""
-    if isinstance(error, NPTError):  # which may quote such an error
+    """Return whether an allocation failed, on any device. It does not load torch."""
+    if isinstance(error, NPTError):  # its message may quote such an error
         return False
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True

@@ -1,6 +1,6 @@
-"""Packages that only some features need, and the extra of this distribution that installs each.
+"""Optional packages, and the extra of this distribution that installs each.
 
-They are imported when they are used, so that the rest works without them.
+They are imported when they are used, so that everything else works without them.
 """
 
 from __future__ import annotations
@@ -16,32 +16,28 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }
-"""By importable package."""
+"""The extra that installs each importable package."""
 
 DISTRIBUTION = "npt-distill"
-"""What package indexes call this: `npt` is somebody else's there."""
+"""The name on package indexes, where `npt` is another project."""
 
 
 def installed(package: str) -> bool:
-    """Return whether a package can be imported, without importing it."""
+    """Return whether a package is installed, without importing it."""
     return find_spec(package) is not None
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs one of this distribution's extras."""
+    """Return the command that installs an extra of this distribution."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def lacking(package: str) -> str:
     """Return the end of a message about a feature whose package is missing."""
-    return f"needs {package}, which is not installed; {install_command(EXTRAS[package])}"
+    return f"needs {package}, which is not installed: {install_command(EXTRAS[package])}"
 
 
 def require(package: str, feature: str) -> None:
-    """Refuse a feature (the subject of the message) if its package is not installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError if the package of a feature, the message's subject, is not installed."""
     if not installed(package):
         raise ConfigError(f"{feature} {lacking(package)}")

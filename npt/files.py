@@ -1,4 +1,4 @@
-"""Write files and folders so that a reader never sees half of one."""
+"""Write files and folders atomically: a reader never sees an incomplete one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 PARTIAL, OLD = ".partial", ".old"
-"""Suffixes of temporary names: of a file or folder being made, and of one being replaced by it."""
+"""Suffixes of temporary names: for what is being written, and for what it replaces."""
 
 _LEFT_OVER = re.compile(
     rf"\.(?P<name>.+)\.[a-z0-9_]{{8}}(?P<kind>{re.escape(PARTIAL)}|{re.escape(OLD)})", re.DOTALL
 )
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
-"""What a file system without locks answers."""
+"""Error numbers of a file system without locks."""
 
 
 def finite_or_null(value: Any) -> Any:
-    """Replace every NaN and infinity, at any depth, by None: JSON has no word for them."""
+    """Replace every NaN and infinity, at any depth, by None, since JSON cannot hold them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -38,18 +38,18 @@ def finite_or_null(value: Any) -> Any:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return standard JSON, non-finite numbers as null."""
+    """Return standard JSON, with non-finite numbers as null."""
     return json.dumps(finite_or_null(value), indent=indent, allow_nan=False)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` atomically: a temporary file next to it, synced, then renamed.
+    """Replace `path` by `content` atomically: write a temporary file, sync it and rename it.
 
     Raises:
-        OSError: it could not be written, or `path` is a device, a pipe or a folder.
+        OSError: writing failed, or `path` is a device, a pipe or a folder.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():  # a rename would destroy /dev/null as gladly as a file
+    if path.exists() and not path.is_file():  # renaming would replace even /dev/null
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = _hidden(path, PARTIAL)
     try:
@@ -76,14 +76,13 @@ def write_json(path: Path, value: Any) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill, which becomes `path` if the block ends without an error.
 
-    An existing `path` is renamed, then removed. Modes follow the umask. A process that is killed
-    here may leave the temporary folder, or the old one under another name: `clean` removes the one
-    and restores the other.
+    An existing `path` is renamed, then removed. Modes follow the umask. If the process is killed,
+    `clean` removes the temporary folder, or gives the old folder its name back.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise OSError(errno.ENOTDIR, "not a folder", str(path))
-    # each is synced below whatever is made in it
+    # parents of new folders, to be synced too
     made = [folder.parent for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = _hidden(path, PARTIAL), _hidden(path, OLD)
@@ -92,7 +91,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield temporary
         mode = temporary.stat().st_mode & 0o777
         for item in [temporary, *temporary.rglob("*")]:
-            item.chmod(mode if item.is_dir() else mode & 0o666)  # safetensors' are 0600
+            item.chmod(mode if item.is_dir() else mode & 0o666)  # safetensors writes mode 0600
             _sync(item)
         if path.exists():
             os.replace(path, old)
@@ -111,10 +110,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder so that nobody ever sees half of it under its name.
+    """Rename a folder, then remove it, so that no reader sees a part of it under its name.
 
     Raises:
-        OSError: it could not be renamed, and still exists.
+        OSError: renaming failed, and the folder still exists.
     """
     temporary = _hidden(path, PARTIAL)
     os.replace(path, temporary)
@@ -122,10 +121,10 @@ def remove_folder(path: Path) -> None:
 
 
 def lock_folder(path: Path) -> int | None:
-    """Lock a folder until the process ends, however that ends, or the handle is closed.
+    """Lock a folder until the process ends or the handle is closed.
 
     Returns:
-        The handle, of no lock if the file system has none; None if another process holds the lock.
+        The handle (without a lock if the file system has none), or None if the folder is locked.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -139,8 +138,8 @@ def lock_folder(path: Path) -> int | None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed processes left directly below a folder that nobody else is writing to. A
-    folder whose successor never took its name gets the name back.
+    """Remove what killed processes left directly in a folder that nobody is writing to. A folder
+    whose replacement was not completed gets its name back.
     """
     for item in sorted(Path(folder).iterdir()):
         match = _LEFT_OVER.fullmatch(item.name)
@@ -155,7 +154,7 @@ def clean(folder: Path) -> None:
 
 
 def _hidden(path: Path, suffix: str) -> Path:
-    """Return a temporary name beside a path, of the form of `_LEFT_OVER`."""
+    """Return a temporary name beside a path, which `_LEFT_OVER` matches."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
 
 

@@ -1,6 +1,4 @@
-"""Command-line flags and YAML entries, made from the settings' dataclasses: one list of names,
-types and help texts.
-"""
+"""Command-line flags and YAML entries, made from the fields of the settings' dataclasses."""
 
 from __future__ import annotations
 
@@ -33,62 +31,57 @@ ALIASES = {
     "resume_from_checkpoint": "resume",
     "output": "output_dir",
 }
-"""A flag by each of its other names: those of transformers' and PEFT's scripts, and old ones."""
+"""Other names of flags, from scripts of transformers and PEFT and from older versions of NPT."""
 
+_RETIRED = """
+mixed_precision fp16 bf16: use --compute_dtype (a 4-bit base computes in fp32)
+micro_batch: npt replay traces the refused micro-batches, or the largest of a refused window
+optimizer_type: the optimizer is always AdamW, with fp32 moments
+modulation_scale: use --additive_scale and --mult_bound
+log_file: a run writes metrics.jsonl and events.jsonl to --output_dir
+behaviour: use npt evaluate --divergence_prompts
+lm_eval lm_eval_tasks_path lm_eval_limit: pass npt.student_view(model) to lm_eval
+context_length: use --max_length, the tokens that npt evaluate reads at once
+assisted draft_tokens: pass npt.student_view(model) to generate as assistant_model
+compile: remove it; compiling converted layers does not make them faster
+report_to: use --use_wandb, --use_tensorboard or neither
+project wandb_entity wandb_group wandb_tags: set WANDB_PROJECT, WANDB_ENTITY etc.
+save_strategy eval_strategy evaluation_strategy: use --save_steps and --eval_steps
+dataset_mix: use --replay_dataset for a second data set; join others into one file
+stages: a run has one --strategy; train further in a second run with --adapter
+layer_weights token_weighting: remove it; all layers and tokens have equal weight
+smooth_l1_beta cosine_weight jsd_weight: add a loss of your own with register_loss
+init_a init_std_a init_std_b init_std_m: remove it; a random start has fixed deviations
+rank_budget: use --adapter_rank, the mean rank of a closed-form start
+padding_side: remove it; rows are padded on the right, and the side changes nothing
+max_refused_share: remove it; a run stops if a fifth of its micro-batches is refused
+max_memory: use npt doctor --plan; a micro-batch that does not fit is computed in halves
+logit_temperature: remove it; the losses on the logits use temperature 1
+rank_timeout: remove it; a process waits 600 seconds for the others
+stop_on_divergence: remove it; a run that diverges prints a warning
+trace_every: use --trace_steps /100 to record every hundredth step
+spike_sigmas: use --skip_spikes, which refuses beyond ten robust standard deviations
+base_precision: remove it; model.dequantize() unpacks the weights of a loaded folder
+sharded: use npt pretrain --shard_base, which compares its shards with the whole base
+fidelity message: remove it; npt push uploads the model card saved with the adapter
+attribution: call npt.evaluate(..., unquantized=base) for the cost of quantisation
+temperature top_p: npt generate writes the most likely tokens; sample with npt.student_view
+undo: call npt.unconsolidate(model), then npt.save_adapter
+device_map: use --shard_base to share a base larger than one GPU among processes
+help_all: use --help, which shows every flag
+sample_steps: use npt generate --compare for texts, npt report for multipliers
+"""
 RETIRED = {
     name: instead
-    for names, instead in (
-        ("mixed_precision fp16 bf16", "a 4-bit base computes in fp32; see --compute_dtype"),
-        ("micro_batch", "npt replay traces the refused ones, or the largest of a refused window"),
-        ("optimizer_type", "the optimizer is AdamW, whose moments stay in fp32"),
-        ("modulation_scale", "see --additive_scale and --mult_bound"),
-        ("log_file", "a run writes metrics.jsonl and events.jsonl into --output_dir"),
-        ("behaviour", "npt evaluate --divergence_prompts measures it"),
-        ("lm_eval lm_eval_tasks_path lm_eval_limit", "give lm_eval npt.student_view(model)"),
-        ("context_length", "--max_length says how many tokens npt evaluate reads at once"),
-        ("assisted draft_tokens", "give generate npt.student_view(model) as assistant_model"),
-        ("compile", "leave it out: compiling what a converted layer computes gained nothing"),
-        ("report_to", "write --use_wandb, --use_tensorboard or neither"),
-        ("project wandb_entity wandb_group wandb_tags", "WANDB_PROJECT and the like say it"),
-        ("save_strategy eval_strategy evaluation_strategy", "see --save_steps and --eval_steps"),
-        ("dataset_mix", "--replay_dataset mixes in a second data set; join more into one file"),
-        ("stages", "a run has one --strategy; a second run continues with another by --adapter"),
-        ("layer_weights token_weighting", "every layer and every token counts alike"),
-        ("smooth_l1_beta cosine_weight jsd_weight", "register_loss adds losses of your own"),
-        ("init_a init_std_a init_std_b init_std_m", "a random A has deviation 0.02, B 0.001, M 0"),
-        ("rank_budget", "--adapter_rank is the mean of the ranks that a calibrated start gives"),
-        ("padding_side", "rows are padded on the right; the side changes nothing"),
-        ("max_refused_share", "a run stops when a fifth of its micro-batches was refused"),
-        (
-            "max_memory",
-            "a micro-batch that does not fit is computed again in halves; npt doctor --plan",
-        ),
-        ("logit_temperature", "the losses on the logits have temperature 1"),
-        ("rank_timeout", "a process waits 600 seconds for the others"),
-        ("stop_on_divergence", "a ruined run is warned of, and its report says so"),
-        ("trace_every", "--trace_steps /100 records every hundredth step"),
-        ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
-        ("base_precision", "nothing is rounded; a loaded folder's model.dequantize() unpacks it"),
-        (
-            "sharded",
-            "npt pretrain --shard_base compares the shares with the whole base as it starts",
-        ),
-        ("fidelity message", "the card of a pushed adapter is the one that it was saved with"),
-        ("attribution", "npt.evaluate(..., unquantized=base) says what quantisation costs"),
-        ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
-        ("undo", "npt.unconsolidate(model) takes updates back; then npt.save_adapter"),
-        ("device_map", "--shard_base shares a base that is larger than one GPU among processes"),
-        ("help_all", "--help shows every flag"),
-        ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
-    )
+    for names, instead in (line.split(": ", 1) for line in _RETIRED.strip().splitlines())
     for name in names.split()
 }
 """Flags that do not exist, and what to use instead."""
 
 
 def canonical(name: str, known: Collection[str]) -> str:
-    """Return the known flag that a name means, with dashes for underscores or a leading `no_`; else
-    the name itself.
+    """Return the known flag that a name stands for, with dashes for underscores or a leading `no_`;
+    else the name itself.
     """
     plain = name.replace("-", "_")
     for prefix in ("", "no_"):
@@ -99,22 +92,21 @@ def canonical(name: str, known: Collection[str]) -> str:
 
 
 def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
-    """Return what replaced an unknown flag, or a similar one, as a clause of a message, or ""."""
+    """Return the end of a message about an unknown name: its replacement, a similar name, or ""."""
     plain = name.replace("-", "_")
     if plain in RETIRED:
-        return f"; {RETIRED[plain]}"
+        return f": {RETIRED[plain]}"
     near = difflib.get_close_matches(plain, [*known, *ALIASES], n=1)
-    return f"; did you mean {mark}{near[0]}?" if near else ""
+    return f": did you mean {mark}{near[0]}?" if near else ""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, and status 2, and that knows other names of its
-    flags.
+    """An argument parser that knows other names of its flags and prints an error as one line. With
+    `takes_others` it returns unknown flags instead of refusing them.
     """
 
     def __init__(self, *arguments: Any, takes_others: bool = False, **named: Any):
         super().__init__(*arguments, **named)
-        # whether flags that it does not know are returned
         self._takes_others = takes_others
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -126,9 +118,14 @@ class OneLineParser(argparse.ArgumentParser):
         if left and self._subparsers is None and not self._takes_others:
             flag = left[0].partition("=")[0]
             if not flag.startswith("-"):
-                self.error(f"{left[0]!r} belongs to no flag")
+                self.error(f"{left[0]!r} does not belong to any flag")
             self.error(f"there is no flag {flag}{_hint(flag.lstrip('-'), self._flags())}")
         return parsed, left
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.error(f"there is no verb {value}{_hint(value, action.choices, mark='')}")
+        super()._check_value(action, value)
 
     def _flags(self) -> list[str]:
         return [
@@ -136,7 +133,7 @@ class OneLineParser(argparse.ArgumentParser):
         ]
 
     def _spelled(self, argument: str) -> str:
-        """Return an argument, a flag by its own name."""
+        """Return an argument, with a flag's other name replaced by its own."""
         if not argument.startswith("--"):
             return argument
         name, equals, value = argument[2:].partition("=")
@@ -153,11 +150,13 @@ def add_settings(
     leave_out: Iterable[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag for every field of the dataclasses; one that is not given stays out of the parsed
-    namespace. A boolean one takes an optional value (`--smoke_test false`) and has a negation
-    (`--no_smoke_test`). Help texts show the `defaults` by name in place of the fields' own.
+    """Add a flag for every field of the dataclasses. Flags that are not given are not in the parsed
+    namespace. A boolean flag takes an optional value (`--smoke_test false`) and has a negation
+    (`--no_smoke_test`). Help texts show the `defaults`, by flag name, in place of the fields' own.
     """
-    parser.usage = "%(prog)s [flags]"  # argparse would write a screen of them above their texts
+    # argparse would list every flag here
+    needed = [f"{a.option_strings[0]} {a.metavar}" for a in parser._actions if a.required]
+    parser.usage = " ".join(["%(prog)s", *needed, "[flags]"])
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
     groups: dict[str, Any] = {}
     for cls in classes:
@@ -180,49 +179,52 @@ def add_settings(
             elif choices:
                 how |= {"choices": choices, "metavar": None}
             default = (defaults or {}).get(name, f.default)
-            text = f"{f.metadata['help']} (default: {shown_default(default)})"
+            shown = "" if default is None else f" (default: {shown_default(default)})"
+            text = f.metadata["help"] + shown
             groups[title].add_argument(f"--{name}", help=text, **how, **unset)
 
 
 def read_yaml(
     path: str, classes: Iterable[type], extra: Mapping[str, type] | None = None
 ) -> dict[str, Any]:
-    """Return settings from a YAML mapping of flag names, without dashes, to values: a file's, or
-    that of a preset (npt/presets). Allowed are the flags of `classes`, and `extra` ones by type.
+    """Return the settings in a YAML file or preset (npt/presets), a mapping of flag names, without
+    dashes, to values. Allowed are the flags of `classes`, and the `extra` ones with their types.
     """
     where, file = f"--config {path}", settings_file(path)
     if not file.exists():
         raise ConfigError(
-            f"{where} is neither a file nor one of the presets {', '.join(presets())}"
+            f"{where} is neither a file nor a preset: name a file or one of {', '.join(presets())}"
         )
     content = yaml_content(str(file), where)
     if content is not None and not isinstance(content, dict):
-        raise ConfigError(f"{where} holds {kind_of(content)}; write one 'flag_name: value' a line")
+        raise ConfigError(
+            f"{where} holds {kind_of(content)}: write one 'flag_name: value' per line"
+        )
     return checked_settings(where, content or {}, classes, extra)
 
 
 def yaml_content(path: str, where: str) -> Any:
-    """Return the content of a YAML file; ConfigError, by the name `where`, if it cannot be read."""
+    """Return the content of a YAML file; ConfigError, by the name `where`, if it is not YAML."""
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
-    # PyYAML raises others for an impossible date or number, thousands of digits or nested lists
+    # PyYAML raises errors of Python's for impossible dates, huge numbers and deep nesting
     except (yaml.YAMLError, OSError, ValueError, OverflowError, RecursionError) as error:
         mark, problem = (getattr(error, key, None) for key in ("problem_mark", "problem"))
         line = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise ConfigError(
-            f"{where} cannot be read as YAML: {line}{problem or first_line(error)}"
+            f"{where} is not valid YAML: {line}{problem or first_line(error)}"
         ) from error
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key twice, of which the last would win, and so lose a setting."""
+    """Refuse duplicate keys; YAML would keep the last one and lose a setting."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
         for key, _ in node.value:
             if key.value in seen and isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value} is given twice; drop one of the two", key.start_mark
+                    None, None, f"{key.value} is given twice: remove one of them", key.start_mark
                 )
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return super().construct_mapping(node, deep)
@@ -234,8 +236,8 @@ def checked_settings(
     classes: Iterable[type],
     extra: Mapping[str, type] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings written in `content` by flag name, each known (see `read_yaml`) and of
-    its type; else ConfigError, by the name `where`.
+    """Return the settings in `content` by flag name, converted to their types (see `read_yaml`).
+    ConfigError, by the name `where`, for an unknown name or a value of another type.
     """
     kinds: dict[str, type] = dict(extra or {})
     for cls in classes:
@@ -249,19 +251,19 @@ def checked_settings(
             )
         if name in settings:
             raise ConfigError(
-                f"{where}: {name} is given twice, once as {written}; drop one of the two"
+                f"{where}: {name} is given twice, once as {written}: remove one of them"
             )
         settings[name] = _typed(where, name, value, kinds[name])
     return settings
 
 
 def build(cls: type, given: Mapping[str, Any]) -> Any:
-    """Return a settings object from values by flag name, and its defaults for the rest."""
+    """Return a settings object from values by flag name, with defaults for the rest."""
     return cls(**{f.name: given[flag_of(f)] for f in fields(cls) if flag_of(f) in given})
 
 
 def _typed(where: str, name: str, value: Any, kind: type) -> Any:
-    """Return a value of YAML as its flag would give it, from the text that it would be there."""
+    """Return a YAML value as its flag would parse it from text."""
     if value is None:
         return None
     parts = value if isinstance(value, list) and kind in (str, tuple) else [value]
@@ -272,11 +274,11 @@ def _typed(where: str, name: str, value: Any, kind: type) -> Any:
         except (ValueError, argparse.ArgumentTypeError):
             pass
     expected = "a list" if kind is tuple else kind.__name__
-    raise ConfigError(f"{where}: {name} is {value!r}, expected {expected}")
+    raise ConfigError(f"{where}: {name} is {value!r}; expected {expected}")
 
 
 def _reader(kind: type) -> Callable[[str], Any]:
-    """Return the function that reads a flag's value; a list stays text, which its setting reads."""
+    """Return the function that parses a flag's value. A list stays text; its setting parses it."""
     return _boolean if kind is bool else str if kind is tuple else kind
 
 
@@ -290,7 +292,7 @@ def _boolean(text: str) -> bool:
 
 
 def shown_default(value: Any) -> str:
-    """Return a default as help texts have it."""
+    """Return a default as help texts show it."""
     if isinstance(value, tuple):
         return ",".join(value)
     if isinstance(value, bool):
@@ -299,13 +301,13 @@ def shown_default(value: Any) -> str:
 
 
 def with_safe_mode(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by flag name, with `safe_mode` replaced by the form that it means."""
+    """Return values by flag name, with `safe_mode` replaced by `modulation: additive`."""
     plain = {name: value for name, value in given.items() if name != "safe_mode"}
     if not given.get("safe_mode", False):
         return plain
     if given.get("modulation", "additive") != "additive":
         raise ConfigError(
-            f"--safe_mode is the additive form, but --modulation is {given['modulation']}; drop one"
-            " of the two"
+            f"--safe_mode means --modulation additive, but --modulation is {given['modulation']}:"
+            " remove one of them"
         )
     return {**plain, "modulation": "additive"}

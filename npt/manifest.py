@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: sha256 and size of every file, and a sum of its own entries."""
+"""The manifest of a checkpoint: sha256 and size of each file, and a sha256 of the manifest."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ POSTMORTEM = "postmortem.json"
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the sums of every file below the folder."""
+    """Write the manifest of all files below a folder."""
     files = {name: _sums(path) for name, path in _files(folder).items()}
     (folder / MANIFEST).write_text(_text(files), encoding="utf-8")
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Check a checkpoint against its manifest, and that against its own sum, or raise."""
+    """Check a checkpoint and its manifest; CheckpointError if a file has changed."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise CheckpointError(f"{folder} holds no {MANIFEST}; it was not written to its end")
+        raise CheckpointError(
+            f"{folder} holds no {MANIFEST}; it is incomplete: resume an older one"
+        )
     manifest = read_json(path, CheckpointError)
     files = manifest.get("files")
     try:
         if not isinstance(files, dict) or path.read_bytes() != _text(files).encode():
-            raise CheckpointError(f"{path} does not add up: its entries have not the sum it says")
+            raise CheckpointError(f"{path} is damaged (wrong sha256): resume another checkpoint")
         present = _files(folder)
         if odd := files.keys() ^ present.keys():
-            kind = "lacks" if min(odd) in files else "holds the extra file"
-            raise CheckpointError(f"{folder} {kind} {shown(min(odd))} ({len(odd)} such)")
+            kind = "lacks the file" if min(odd) in files else "holds the extra file"
+            raise CheckpointError(f"{folder} {kind} {shown(min(odd))} ({len(odd)} in all)")
         for name, sums in files.items():
             now = _sums(present[name])
             if now != sums:
                 raise CheckpointError(
-                    f"{present[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, the"
+                    f"{present[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, but the"
                     f" manifest says {shown(sums)}"
                 )
     except (OSError, RecursionError) as error:
@@ -48,7 +50,7 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return the files below the folder by relative path; CheckpointError for links and such."""
+    """Return the files below a folder by relative path; CheckpointError for a link or device."""
     files: dict[str, Path] = {}
     for parent, folders, names in os.walk(folder):
         for path in (Path(parent, name) for name in (*folders, *names)):
@@ -57,7 +59,7 @@ def _files(folder: Path) -> dict[str, Path]:
                 files[path.relative_to(folder).as_posix()] = path
             elif not stat.S_ISDIR(mode):
                 what = "link" if stat.S_ISLNK(mode) else "special file"
-                raise CheckpointError(f"{path} is a {what}; a checkpoint holds plain files only")
+                raise CheckpointError(f"{path} is a {what}; a checkpoint holds only plain files")
     return {name: files[name] for name in sorted(set(files) - {MANIFEST})}
 
 

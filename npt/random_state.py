@@ -1,7 +1,7 @@
-"""torch's random state, of the CPU and of every CUDA device: taken, restored, seeded for a batch.
+"""Save, restore and seed torch's random state on the CPU and all CUDA devices.
 
-CUDA's generators keep theirs (a seed and an offset) on the host: nothing here waits for a device.
-Python's and numpy's are left alone; nothing in a step draws from them.
+CUDA's generators keep their state (a seed and an offset) on the host, so nothing here waits for a
+device. Python's and numpy's generators are left alone; no step draws from them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return this process's, by device: `cpu`, and `cuda.INDEX` once CUDA is in use."""
+    """Return the random state by device: `cpu`, and `cuda.INDEX` once CUDA is in use."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states |= {
@@ -25,7 +25,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(states: Mapping[str, Tensor]) -> None:
-    """Set this process's; states of devices that it does not have are ignored."""
+    """Set the random state; ignore states of devices that this process does not have."""
     for name, state in states.items():
         if name == "cpu":
             torch.set_rng_state(state)
@@ -45,18 +45,14 @@ def kept_random_state() -> Iterator[None]:
 
 @contextmanager
 def micro_batch_draws(seed: int, sample_ids: tuple[str, ...], offset: int) -> Iterator[None]:
-    """Draw the random numbers of one micro-batch in training within the context, the same in every
-    process; restore the state after it.
-
-    Args:
-        seed: of the run.
-        sample_ids, offset: of its samples, and their place in the data.
+    """Seed the random numbers of a micro-batch, equally in every process, by the run's seed and the
+    ids and the offset of its samples; restore the state after it.
     """
     name = ("micro-batch", seed, offset, *sample_ids)
     digest = hashlib.sha256(repr(name).encode()).digest()
     with kept_random_state():
         number = int.from_bytes(digest[:8], "big") >> 1
-        # Not torch.manual_seed, which queues CUDA's seeding, with a stack trace, if CUDA is unused.
+        # torch.manual_seed would queue a CUDA call, with a stack trace, if CUDA is not in use
         torch.default_generator.manual_seed(number)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(number)

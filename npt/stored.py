@@ -1,6 +1,5 @@
-"""Read JSON and safetensors that may come from somebody else: bounded, and every fault one line.
-
-Names in such a file are compared with known names, and lead nowhere on disk.
+"""Read JSON and safetensors files from untrusted sources: sizes are bounded, every fault is a line,
+and names in the files are never used as paths.
 """
 
 from __future__ import annotations
@@ -19,17 +18,19 @@ from torch import Tensor
 from npt.errors import NPTError, kind_of
 
 JSON_BYTES = 64 << 20
-"""The largest JSON file that is read: a large model's record is a few megabytes."""
+"""Size limit of JSON files. The record of a large model takes a few megabytes."""
+
+RESTORE = "restore it from the original"
 
 Header = tuple[str, tuple[int, ...]]
-"""Dtype, as safetensors calls it, and shape."""
+"""Dtype, by its name in safetensors, and shape."""
 
 
 def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        `error`: unreadable, too long, not JSON in the strict sense, or no object.
+        `error`: the file is unreadable, too large, not strict JSON, or not an object.
     """
 
     def refuse(word: str) -> NoReturn:
@@ -37,34 +38,32 @@ def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
 
     def whole(digits: str) -> int:
         if len(digits) > 20:
-            raise ValueError(f"the number {digits[:20]}... is longer than any that is written")
+            raise ValueError(f"the number {digits[:20]}... has too many digits")
         return int(digits)
 
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no file")
+            raise ValueError("not a regular file")
         if status.st_size > JSON_BYTES:
-            raise ValueError(
-                f"{status.st_size} bytes are more than the {JSON_BYTES} that it may have"
-            )
+            raise ValueError(f"it has {status.st_size} bytes, more than the limit of {JSON_BYTES}")
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse, parse_int=whole)
     except (OSError, ValueError, RecursionError) as problem:
-        raise error(f"{path} cannot be read: {problem}; copy it again") from problem
+        raise error(f"{path} cannot be read: {problem}; {RESTORE}") from problem
     if not isinstance(value, dict):
-        raise error(f"{path} holds {kind_of(value)}, not an object; copy it again")
+        raise error(f"{path} holds {kind_of(value)}, not an object; {RESTORE}")
     return value
 
 
 def require_file(path: Path, remedy: str, error: type[NPTError]) -> None:
-    """Refuse a folder that is missing, or that lacks a file which one of its kind has."""
+    """Raise `error` if the file is missing; the message names the folder and the remedy."""
     folder = path.parent
     if path.is_file():
         return
     if folder.is_dir():
-        raise error(f"{folder} holds no {path.name}; {remedy}")
-    what = f"{folder} is no folder" if folder.exists() else f"there is no folder {folder}"
-    raise error(f"{what}; {remedy}")
+        raise error(f"{folder} holds no {path.name}: {remedy}")
+    what = f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}"
+    raise error(f"{what}: {remedy}")
 
 
 def check_entries(
@@ -75,37 +74,37 @@ def check_entries(
     error: type[NPTError],
     exact: bool = True,
 ) -> None:
-    """Check that an object has the wanted entries, each of a wanted type.
+    """Check that an object has the wanted entries, each with a wanted type.
 
     Args:
-        path, prefix: the name of an entry in the message.
+        path, prefix: the file and the start of an entry's name, for the message.
         entries: the object.
-        wanted: by entry, the types that it may have; `bool` is no `int` here.
-        error: the type that is raised.
-        exact: refuse other entries as well.
+        wanted: the allowed types of each entry; a `bool` does not count as an `int`.
+        error: the type to raise.
+        exact: refuse other entries too.
     """
     extra = sorted(set(entries) - set(wanted)) if exact else []
     odd = sorted(set(wanted) - set(entries)) or extra
     if odd:
         kind = "missing" if odd[0] in wanted else "unknown"
         raise error(
-            f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} such); copy it again"
+            f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} in all); {RESTORE}"
         )
     for key, kinds in wanted.items():
         value = entries[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise error(f"{path}: {prefix}{key} is {shown(value)}, expected {names}; copy it again")
+            raise error(f"{path}: {prefix}{key} is {shown(value)}, expected {names}; {RESTORE}")
 
 
 def check_names(
     path: Path, names: Iterable[str], wanted: Iterable[str], error: type[NPTError]
 ) -> None:
-    """Check that a file holds exactly the wanted tensors; the first that differs is named."""
+    """Check that a file holds exactly the wanted tensors; the error names the first difference."""
     have, need = set(names), set(wanted)
     for kind, odd in (("lacks the", need - have), ("has the extra", have - need)):
         if odd:
-            raise error(f"{path} {kind} tensor {shown(min(odd))} ({len(odd)} such); copy it again")
+            raise error(f"{path} {kind} tensor {shown(min(odd))} ({len(odd)} in all); {RESTORE}")
 
 
 def check_tensors(
@@ -115,8 +114,8 @@ def check_tensors(
     error: type[NPTError],
     dtype: str = "F32",
 ) -> None:
-    """Check that a file holds exactly the wanted tensors, of these shapes and this dtype; the first
-    that differs is named.
+    """Check that a file holds exactly the wanted tensors, with these shapes and this dtype; the
+    error names the first difference.
     """
     check_names(path, headers, wanted, error)
     for name, shape in wanted.items():
@@ -128,41 +127,41 @@ def check_tensors(
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first tensor with a value that is not finite, or None."""
+    """Return the name of the first tensor with a non-finite value, or None."""
     return next((n for n, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
 
 
 def described(header: Header) -> str:
-    """Return a tensor's dtype and shape for a message."""
+    """Return a tensor's dtype and shape, for a message."""
     return f"{shown(header[0])[1:-1]} {list(header[1])}"
 
 
 def read_headers(path: Path, error: type[NPTError]) -> dict[str, Header]:
-    """Return dtype and shape of every tensor in a safetensors file, without reading the tensors."""
+    """Return dtype and shape of each tensor in a safetensors file, without reading the tensors."""
     with opened(path, error) as stored:
         slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
         return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 def read_tensors(path: Path, names: Iterable[str], error: type[NPTError]) -> dict[str, Tensor]:
-    """Return these tensors of a safetensors file, on the host."""
+    """Return these tensors of a safetensors file, on the CPU."""
     with opened(path, error) as stored:
         return {name: stored.get_tensor(name) for name in names}
 
 
 @contextmanager
 def opened(path: Path, error: type[NPTError]) -> Iterator[Any]:
-    """Open a safetensors file; a fault that its library finds is raised as `error`."""
+    """Open a safetensors file; raise the library's errors as `error`."""
     try:
-        if not path.is_file():  # a pipe would be waited for
-            raise FileNotFoundError("it is no file")
+        if not path.is_file():  # reading a pipe would wait
+            raise FileNotFoundError("not a regular file")
         with safe_open(path, framework="pt") as stored:
             yield stored
     except (SafetensorError, OSError) as problem:
-        raise error(f"{path} cannot be read: {str(problem)[:200]!r}; copy it again") from problem
+        raise error(f"{path} cannot be read: {str(problem)[:200]!r}; {RESTORE}") from problem
 
 
 def shown(value: Any) -> str:
-    """Return a value of whatever kind, short and on one line."""
+    """Return the repr of a value, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""The versions that decide a run's numerics, for its records."""
+"""Versions of the packages that affect a run's numerics, for its records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGES = ("torch", "transformers", "bitsandbytes", "accelerate", "datasets", 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package and of those that decide a run's numerics."""
+    """Return the versions of Python, npt and the packages that affect a run's numerics."""
     return {
         "python": platform.python_version(),
         "npt": __version__,
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _version(package: str) -> str:
-    # cached: every checkpoint asks, and reading a package's metadata takes as long as writing one
+    # cached: every checkpoint calls this, and reading metadata takes as long as writing it
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

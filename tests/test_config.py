@@ -68,7 +68,7 @@ BAD_VALUES = [
         TrainConfig,
         "trace_steps",
         ("", "0", "0-3", "3-1", "1,,2", "1-", "-2", "1.5", "all", "1;2", "/0", "1/2"),
-        "write steps from 1 on as a list 1,2,3, a range 1-5, /100 for every hundredth",
+        "write steps as a list 1,2,3, a range 1-5, /100 for every hundredth",
     ),
 ]
 
@@ -105,17 +105,17 @@ def test_a_bad_value_is_refused_with_flag_value_and_what_would_do(cls, name, val
 TOGETHER = [
     (NPTConfig, {"mult_form": "unbounded", "modulation": "additive"}, "--modulation both"),
     (NPTConfig, {"mult_form": "one_plus_tanh", "mult_bound": 0.3}, "--mult_form sigmoid"),
-    (NPTConfig, {"residual": "keep", "mult_form": "half_sigmoid"}, "starts equal to its base"),
-    (BaseConfig, {"quant_type": "fp4"}, "means nothing without --use_quantization"),
-    (BaseConfig, {"teacher_precision": "bf16"}, "means nothing without --use_quantization"),
-    (BaseConfig, {"compute_dtype": "bf16"}, "means nothing without --use_quantization"),
-    (DataConfig, {"completion_column": "a"}, "a means nothing without --prompt_column"),
+    (NPTConfig, {"residual": "keep", "mult_form": "half_sigmoid"}, "half_sigmoid start at 0.75"),
+    (BaseConfig, {"quant_type": "fp4"}, "has no effect without --use_quantization"),
+    (BaseConfig, {"teacher_precision": "bf16"}, "has no effect without --use_quantization"),
+    (BaseConfig, {"compute_dtype": "bf16"}, "has no effect without --use_quantization"),
+    (DataConfig, {"completion_column": "a"}, "a has no effect without --prompt_column"),
     (DataConfig, {"prompt_column": "a", "completion_column": "a"}, "are both 'a'"),
-    (TrainConfig, {"logit_loss": "reverse_kl"}, "without a --logit_kl_weight above 0"),
+    (TrainConfig, {"logit_loss": "reverse_kl"}, "without --logit_kl_weight above 0"),
     (TrainConfig, {"logit_kl_weight": 0.5}, "without --strategy end_to_end"),
     (TrainConfig, {"hidden_weight": 0, "strategy": "propagated"}, "--logit_kl_weight are both 0"),
     (TrainConfig, {"hidden_weight": 0, **WHOLE}, "--logit_kl_weight are both 0"),
-    (TrainConfig, {"loss": "direction", "hidden_weight": 0, **LOGITS}, "a --hidden_weight above 0"),
+    (TrainConfig, {"loss": "direction", "hidden_weight": 0, **LOGITS}, "--hidden_weight above 0"),
     (TrainConfig, {"gradient_checkpointing": True}, "without --strategy end_to_end"),
 ]
 

@@ -79,7 +79,7 @@ def test_a_run_and_its_report_need_no_optional_package(tmp_path) -> None:
         assert (tmp_path / name).is_file()
     said = ran.stderr.splitlines()
     assert [line for line in said if "error" in line] == [
-        f"npt: error: --use_{name} needs {name}, which is not installed; pip install"
+        f"npt: error: --use_{name} needs {name}, which is not installed: pip install"
         f" 'npt-distill[{name}]'"
         for name in ("wandb", "tensorboard")
     ]
@@ -92,7 +92,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tracker, monkeypatch, tmp_pa
     with pytest.raises(
         ConfigError,
         match=(
-            rf"^--use_{tracker} needs {tracker}, which is not installed; pip install"
+            rf"^--use_{tracker} needs {tracker}, which is not installed: pip install"
             rf" 'npt-distill\[{tracker}\]'$"
         ),
     ):
@@ -109,7 +109,7 @@ def test_hub_data_sets_and_parquet_need_datasets(monkeypatch, tmp_path) -> None:
     ):
         with pytest.raises(
             ConfigError,
-            match=rf"^{re.escape(what)} needs datasets, .*; pip install 'npt-distill\[hub\]'$",
+            match=rf"^{re.escape(what)} needs datasets, .*: pip install 'npt-distill\[hub\]'$",
         ):
             check_source(DataConfig(dataset_name=name))
 
@@ -150,7 +150,7 @@ def test_a_feature_without_its_package_is_refused_and_names_the_extra(
 ) -> None:
     absent(monkeypatch, package)
     extra = re.escape(f"pip install 'npt-distill[{EXTRAS[package]}]'")
-    with pytest.raises(ConfigError, match=f"{named}, which is not installed; {extra}$"):
+    with pytest.raises(ConfigError, match=f"{named}, which is not installed: {extra}$"):
         feature(tmp_path)
 
 

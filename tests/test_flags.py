@@ -86,15 +86,15 @@ def test_dashes_negations_and_the_names_of_transformers_scripts_are_taken(
         ("--batch_size x", "--batch_size: invalid int value: 'x'"),
         ("--smoke_test perhaps", "--smoke_test: 'perhaps' is neither true nor false"),
         ("--quant_type int8", "--quant_type: invalid choice: 'int8'"),
-        ("--learing_rate 1", "there is no flag --learing_rate; did you mean --learning_rate?"),
-        ("--save-step 1", "there is no flag --save-step; did you mean --save_steps?"),
+        ("--learing_rate 1", "there is no flag --learing_rate: did you mean --learning_rate?"),
+        ("--save-step 1", "there is no flag --save-step: did you mean --save_steps?"),
         ("--per_device_train_batch 1", "did you mean --per_device_train_batch_size?"),
         ("--zzz", "there is no flag --zzz (see npt pretrain --help)"),
-        ("--mixed_precision fp16", "no flag --mixed_precision; a 4-bit base computes in fp32"),
-        ("--optimizer-type=adamw", "no flag --optimizer-type; the optimizer is AdamW"),
-        ("--stages local:1", "there is no flag --stages; a run has one --strategy"),
+        ("--mixed_precision fp16", "no flag --mixed_precision: use --compute_dtype"),
+        ("--optimizer-type=adamw", "no flag --optimizer-type: the optimizer is always AdamW"),
+        ("--stages local:1", "there is no flag --stages: a run has one --strategy"),
         ("--padding_side left", "rows are padded on the right"),
-        ("stray", "'stray' belongs to no flag"),
+        ("stray", "'stray' does not belong to any flag"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_status_2(
@@ -150,24 +150,24 @@ def test_yaml_gives_what_flags_would(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("batch_sise: 4\n", "there is no setting 'batch_sise'; did you mean batch_size"),
-        ("fp16: true\n", "there is no setting 'fp16'; a 4-bit base computes in fp32"),
-        ("batch_size: four\n", "batch_size is 'four', expected int"),
-        ("batch_size: 2.5\n", "batch_size is 2.5, expected int"),
-        ("batch_size: .inf\n", "batch_size is inf, expected int"),
-        ("batch_size: true\n", "batch_size is True, expected int"),
-        ("learning_rate: [1]\n", "learning_rate is [1], expected float"),
-        ("smoke_test: perhaps\n", "smoke_test is 'perhaps', expected bool"),
+        ("batch_sise: 4\n", "there is no setting 'batch_sise': did you mean batch_size"),
+        ("fp16: true\n", "there is no setting 'fp16': use --compute_dtype"),
+        ("batch_size: four\n", "batch_size is 'four'; expected int"),
+        ("batch_size: 2.5\n", "batch_size is 2.5; expected int"),
+        ("batch_size: .inf\n", "batch_size is inf; expected int"),
+        ("batch_size: true\n", "batch_size is True; expected int"),
+        ("learning_rate: [1]\n", "learning_rate is [1]; expected float"),
+        ("smoke_test: perhaps\n", "smoke_test is 'perhaps'; expected bool"),
         ("dataset_name: {a: 1}\n", "expected str"),
         ("layers: [[1], 2]\n", "expected str"),
         ("- 1\n- 2\n", "holds a list"),
-        ("a: [1\nb: 2\n", "cannot be read as YAML: line 2"),
+        ("a: [1\nb: 2\n", "is not valid YAML: line 2"),
         ("max_steps: 1\nmax_steps: 2\n", "line 2, column 1: max_steps is given twice"),
         ("batch_size: 1\nper_device_train_batch_size: 2\n", "batch_size is given twice, once as"),
-        ("max_steps: 2001-99-99\n", "cannot be read as YAML: month must be"),
-        ("max_steps: !!int abc\n", "cannot be read as YAML: invalid literal"),
-        (f"max_steps: {'9' * 6000}\n", "cannot be read as YAML: Exceeds the limit"),
-        (f"layers: {'[' * 2000}{']' * 2000}\n", "cannot be read as YAML: maximum recursion depth"),
+        ("max_steps: 2001-99-99\n", "is not valid YAML: month must be"),
+        ("max_steps: !!int abc\n", "is not valid YAML: invalid literal"),
+        (f"max_steps: {'9' * 6000}\n", "is not valid YAML: Exceeds the limit"),
+        (f"layers: {'[' * 2000}{']' * 2000}\n", "is not valid YAML: maximum recursion depth"),
     ],
 )
 def test_a_wrong_yaml_file_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
@@ -178,5 +178,5 @@ def test_a_wrong_yaml_file_is_refused_by_name(tmp_path: Path, text: str, words: 
 
 
 def test_a_missing_yaml_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is neither a file nor one of the presets"):
+    with pytest.raises(ConfigError, match="is neither a file nor a preset: name"):
         read_yaml(str(tmp_path / "none.yaml"), CLASSES)

@@ -55,9 +55,7 @@ def test_a_file_of_that_name_goes_first(tmp_path, monkeypatch):
 
 
 def test_what_is_neither_is_refused_with_the_names_of_all():
-    with pytest.raises(
-        ConfigError, match=r"--config tinny is neither a file nor one of the presets .*tiny"
-    ):
+    with pytest.raises(ConfigError, match=r"--config tinny is neither a file nor a preset: .*tiny"):
         read_yaml("tinny", CLASSES)
 
 
@@ -82,8 +80,8 @@ LARGE = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "mistral-7b", "smollm2-135m
 """Presets of models that are not at hand: planned, and never run."""
 
 PLANNED = re.compile(
-    r"Memory ([\d.]+) GiB: planned, not measured, by npt (doctor .*) A run on a"
-    r" GPU keeps .* on top, (.*)\.$"
+    r"Predicted memory ([\d.]+) GiB, by npt (doctor .*) On a GPU the states of three steps in"
+    r" flight add (.*)\.$"
 )
 
 
@@ -99,7 +97,7 @@ def test_a_large_models_preset_names_base_and_shape_and_no_training(name):
     assert training.save_steps <= training.max_steps and given["streaming"]
     head = about(presets()[name])
     assert f"rank {given['adapter_rank']} (D/{shape.hidden // given['adapter_rank']})" in head
-    assert "Nothing of this was trained or measured" in head
+    assert "This preset has not been run." in head
     found = PLANNED.search(head)
     assert found is not None
     assert found[2] == f"doctor --plan --device cpu --config {name} --shape {name}"
@@ -128,4 +126,4 @@ def test_a_presets_base_yields_to_a_shape_and_a_preset_to_flags(capsys):
     assert main(["doctor", "--data", "--config", "tiny", "--max_records", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["data"]["records"] == 3
     assert main(["doctor", "--plan", "--config", "none.yaml"]) == 2
-    assert "--config none.yaml is neither a file nor one of the presets" in capsys.readouterr().err
+    assert "--config none.yaml is neither a file nor a preset" in capsys.readouterr().err

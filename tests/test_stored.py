@@ -47,7 +47,7 @@ def refused(path: Path, read: Any = read_json) -> str:
         (b"\xff{}", "cannot be read"),
         (b"[" * 100_000, "cannot be read"),
         (b'{"a":' * 100_000, "cannot be read"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "longer than any"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "has too many digits"),
     ],
 )
 def test_what_is_no_object_in_strict_json_is_refused_and_named(tmp_path, content, named) -> None:
@@ -78,7 +78,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, read) -> None:
 def test_a_json_file_larger_than_any_is_not_read(tmp_path) -> None:
     with (tmp_path / "x.json").open("w") as stream:
         stream.truncate((64 << 20) + 1)
-    assert "67108865 bytes are more than the 67108864" in refused(tmp_path / "x.json")
+    assert "67108865 bytes, more than the limit of 67108864" in refused(tmp_path / "x.json")
 
 
 def test_headers_are_read_without_the_tensors(tmp_path) -> None:
@@ -116,9 +116,9 @@ WANTED: dict[str, tuple[type, ...]] = {"a": (int,), "b": (str, type(None)), "c":
         ({}, True, None),
         ({"b": None}, True, None),
         ({"more": []}, False, None),
-        ({"b": ...}, True, "the entry deep.'b' is missing (1 such)"),
-        ({"b": ..., "d": 1}, False, "the entry deep.'b' is missing (1 such)"),
-        ({"x\ny": 1}, True, "the entry deep.'x\\ny' is unknown (1 such)"),
+        ({"b": ...}, True, "the entry deep.'b' is missing (1 in all)"),
+        ({"b": ..., "d": 1}, False, "the entry deep.'b' is missing (1 in all)"),
+        ({"x\ny": 1}, True, "the entry deep.'x\\ny' is unknown (1 in all)"),
         ({"a": "x"}, True, "deep.a is 'x', expected int"),
         ({"a": True}, True, "deep.a is True, expected int"),
         ({"b": 3}, True, "deep.b is 3, expected str or null"),
@@ -137,9 +137,9 @@ def test_an_entry_that_is_missing_unknown_or_of_another_type_is_named(
 
 def test_wrong_tensor_names_are_counted_and_the_first_is_named() -> None:
     check_names(Path("x"), ["b", "a"], ["a", "b"], BundleError)
-    with pytest.raises(BundleError, match=r"x lacks the tensor 'b' \(2 such\)"):
+    with pytest.raises(BundleError, match=r"x lacks the tensor 'b' \(2 in all\)"):
         check_names(Path("x"), ["a"], ["a", "b", "c"], BundleError)
-    with pytest.raises(BundleError, match=r"x has the extra tensor '\.\./c' \(1 such\)"):
+    with pytest.raises(BundleError, match=r"x has the extra tensor '\.\./c' \(1 in all\)"):
         check_names(Path("x"), ["a", "../c"], ["a"], BundleError)
 
 
@@ -158,10 +158,10 @@ def test_a_header_is_described_by_dtype_and_shape() -> None:
 
 def test_a_folder_that_is_missing_is_not_said_to_lack_a_file(tmp_path) -> None:
     (tmp_path / "file").touch()
-    for name, words in (("gone", "there is no folder {}"), ("file", "{} is no folder")):
+    for name, words in (("gone", "there is no folder {}"), ("file", "{} is not a folder")):
         path = tmp_path / name
         message = refused(path, lambda where, _: read_postmortem(where))
-        assert message.startswith(f"{words.format(path)}; name a ")
+        assert message.startswith(f"{words.format(path)}: name a ")
     assert refused(tmp_path, lambda where, _: read_postmortem(where)).startswith(
         f"{tmp_path} holds no post"
     )

@@ -1,1 +1,1 @@
-"""The command line, on top of everything."""
+"""The command line."""

@@ -1,4 +1,4 @@
-"""Flags that several verbs share, and loading a base and its adapter as they say."""
+"""Flags that several verbs share, and loading the base and the adapter that they name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from npt.files import to_json
 from npt.flags import add_settings, build
 
 _OF_TRAINING = {"num_samples", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"}
-"""Settings of base and data without effect for a verb that does not train."""
+"""Settings of base and data that have no effect without training."""
 
 
 def natural(text: str, least: int = 0) -> int:
-    value = int(text)  # whose error argparse words
+    value = int(text)  # argparse reports a ValueError
     if not least <= value <= INT_MAX:
-        raise argparse.ArgumentTypeError(f"{value} is not from {least} to {INT_MAX}")
+        raise argparse.ArgumentTypeError(f"{value} is not between {least} and {INT_MAX}")
     return value
 
 
@@ -41,7 +41,7 @@ def limit(text: str) -> float:
 def add_number(
     parser: Any, flag: str, help: str, default: Any = None, kind: Callable[[str], float] = positive
 ) -> None:
-    """Add a flag of one number; a default that is a number is added to its help."""
+    """Add a flag for a number; its help ends with the default, if that is a number."""
     metavar = "INT" if kind in (int, natural, positive) else "FLOAT"
     shown = f" (default: {default:g})" if isinstance(default, int | float) else ""
     parser.add_argument(
@@ -54,11 +54,11 @@ def add_switch(parser: Any, flag: str, help: str, default: Any = False) -> None:
     parser.add_argument(f"--{flag}", action="store_true", default=default, help=help)
 
 
-def add_adapter(parser: Any, help: str = "a saved adapter", **how: Any) -> None:
+def add_adapter(parser: Any, help: str = "saved adapter", **how: Any) -> None:
     """Add --adapter; `how` goes to argparse."""
     text = (
-        f"{help}: its folder, a run's folder (the best, else the last), a checkpoint, or"
-        " USER/NAME on the hub; it knows its base"
+        f"{help}: an adapter folder, a run folder (its best adapter, else its last), a checkpoint,"
+        " or USER/NAME on the Hub"
     )
     parser.add_argument("--adapter", metavar="PATH", help=text, **{"required": True, **how})
 
@@ -66,30 +66,30 @@ def add_adapter(parser: Any, help: str = "a saved adapter", **how: Any) -> None:
 def add_student(
     parser: Any, *, data: bool = False, leave_out: Iterable[str] = (), **adapter: Any
 ) -> None:
-    """Add the flags by which a verb loads an adapter on its base, and with `data` a data set;
-    `adapter` goes to `add_adapter`.
+    """Add the flags of an adapter (`adapter` goes to `add_adapter`), its base and, with `data`, a
+    data set.
     """
     add_adapter(parser, **adapter)
-    text = "accept another base whose shapes fit; a warning and the result name the differences"
+    text = "accept another base of the same shapes; a warning names the differences"
     add_switch(parser, "any_base", text)
     classes = (BaseConfig, DataConfig) if data else (BaseConfig,)
     add_settings(parser, *classes, leave_out={*_OF_TRAINING, *leave_out})
 
 
 def check_partners(flags: Mapping[str, Any], partners: Mapping[str, str]) -> None:
-    """Refuse flags that have no effect without another one, their partner."""
+    """Refuse flags that are given without the partner that they need."""
     for name, partner in partners.items():
         value = flags.get(name)
         if value not in (None, False) and flags.get(partner) in (None, False, 0):
             shown = f"--{name}" if value is True else f"--{name} {value}"
             raise ConfigError(
-                f"{shown} has no effect without --{partner}: add --{partner}, or remove --{name}"
+                f"{shown} has no effect without --{partner}: add --{partner} or remove --{name}"
             )
 
 
 def with_base(flags: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
-    """Return the flags with the adapter loaded from its path, and the base. What flags do not say
-    about the base is taken from the adapter.
+    """Return the flags with the adapter in place of its path, and the base, with settings from the
+    flags or else from the adapter.
     """
     if flags.get("adapter") is None:
         return dict(flags), build(BaseConfig, flags)
@@ -111,8 +111,8 @@ class Task(NamedTuple):
     """The arguments of a verb that loads a student.
 
     Attributes:
-        flags: with the adapter in place of its path.
-        console: for notes; on standard error if standard output is for results alone.
+        flags: the flags, with the adapter in place of its path.
+        console: the console for notes; standard error if standard output holds only results.
     """
 
     flags: dict[str, Any]
@@ -121,7 +121,7 @@ class Task(NamedTuple):
     console: Any
 
     def load(self) -> Student:
-        """Load the base and attach the adapter, if one is named."""
+        """Load the base, and attach the adapter if there is one."""
         adapter = self.flags["adapter"]
         model, tokenizer = load(self.base, self.console, adapter=adapter)
         if adapter is None:
@@ -130,7 +130,7 @@ class Task(NamedTuple):
         return Student(model, tokenizer, *load_adapter(model, adapter, any_base, self.console))
 
     def heldout_samples(self, model: Any, tokenizer: Any) -> tuple[list[Any], bool]:
-        """Return --eval_samples samples to evaluate on, and whether training holds them out."""
+        """Return --eval_samples samples, and whether training holds them out."""
         from npt.data.chat import fix_date
         from npt.data.source import open_source, own_heldout
         from npt.evaluation.heldout import evaluation_samples
@@ -146,8 +146,8 @@ class Task(NamedTuple):
 
 
 def _date_of_run(adapter: Path) -> str | None:
-    """Return the date that chat templates wrote in the run whose folder the adapter is in: on
-    another day an evaluation is to see the same tokens. None if there is no such record.
+    """Return the date that chat templates inserted in the adapter's run, or None: an evaluation on
+    another day must see the same tokens.
     """
     for folder in (adapter, *adapter.resolve().parents[:3]):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -157,7 +157,7 @@ def _date_of_run(adapter: Path) -> str | None:
 
 
 def begin(flags: Mapping[str, Any], *, stderr: bool = False) -> Task:
-    """Find the adapter of the flags, and check the settings of base and data."""
+    """Find the adapter, and check the settings of base and data."""
     from npt.data.source import check_source
 
     flags, base = with_base(flags)
@@ -170,8 +170,8 @@ def check_run(
     base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig,
     *, starts: bool = True,
 ) -> None:  # fmt: skip
-    """Refuse what can be refused before weights are read; an adapter that `starts` may be
-    calibrated.
+    """Check everything that can be checked before weights are read; with `starts`, the closed-form
+    start too.
     """
     from npt.adapters.fit import check_fit
     from npt.base.load import check_teacher, read_config
@@ -199,9 +199,7 @@ def load(
     adapter: Any = None,
     layers_later: bool = False,
 ) -> tuple[Any, Any]:
-    """Load the base of these settings, see `npt.load_base`, and print a line about it. The record
-    of a saved adapter may hold how its base was stored.
-    """
+    """Load the base with `npt.load_base`, stored as the adapter records it, and print a line."""
     import npt
     from npt.base.gguf.configuration import describe_origin
     from npt.base.precision import policy_dtype, quantization_of, set_matmul_precision
@@ -235,7 +233,7 @@ def load(
 
 
 def load_teacher(base: BaseConfig, console: Any, device: Any) -> Any:
-    """Load the teacher of --teacher_precision and print a line about it; None without one."""
+    """Load the teacher of --teacher_precision and print a line; return None without the flag."""
     import npt
 
     name, precision = base.model_name, base.teacher_precision
@@ -250,8 +248,8 @@ class Student(NamedTuple):
     """A base with its adapter attached.
 
     Attributes:
-        identity: of the base; None without an adapter.
-        other: `other_base`, in what the adapter's own base differs; empty if it does not.
+        identity: the identity of the base; None without an adapter.
+        other: under `other_base`, how the adapter's own base differs; empty if it does not.
     """
 
     model: Any
@@ -263,8 +261,8 @@ class Student(NamedTuple):
 def load_adapter(
     model: Any, stored: Any, any_base: bool, console: Any, shard: Callable[[], Any] | None = None
 ) -> tuple[Any, dict[str, str]]:
-    """Attach a saved adapter; warn if its base is another one. Return `identity` and `other` of a
-    `Student`. A base whose layers are still in their files is known once `shard` has read them.
+    """Attach a saved adapter, warn if its base is another one, and return `identity` and `other` of
+    a `Student`. `shard` reads layers that are still in their files; the identity needs them.
     """
     import npt
     from npt.adapters.files.adapter_files import base_mismatch, read_adapter
@@ -287,12 +285,12 @@ def load_adapter(
 
 
 def print_json(value: Any) -> None:
-    """Print standard JSON on stdout."""
+    """Print JSON on standard output."""
     put(to_json(value, indent=2))
 
 
 def tell(flags: Mapping[str, Any], figures: Any, *lines: str) -> None:
-    """Print a verb's result: the figures under --json, else the lines."""
+    """Print a verb's result: the figures with --json, else the lines."""
     if flags["json"]:
         print_json(figures)
     else:
@@ -300,7 +298,7 @@ def tell(flags: Mapping[str, Any], figures: Any, *lines: str) -> None:
 
 
 def print_table(console: Any, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table below an empty line: the first column holds names, the others numbers."""
+    """Print an empty line and a table of a column of names and columns of numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 

@@ -10,8 +10,10 @@ from npt.errors import DataError
 
 
 def collect(flags: dict[str, Any]) -> int:
-    """Write the prompts at which a student's greedy token leaves its teacher's, as data to train
-    on.
+    """Collect prompts where student and teacher disagree.
+
+    The file holds each prompt with the teacher's continuation. To train on it, pass
+    it to `npt pretrain --adapter RUN --dataset_name FILE.jsonl`.
     """
     from npt.data.source import OWN_HELDOUT, open_source
     from npt.tools.collect.collect import collect as run
@@ -20,8 +22,8 @@ def collect(flags: dict[str, Any]) -> int:
     data = task.data
     if data.dataset_name in OWN_HELDOUT and data.dataset_split != "train":
         raise DataError(
-            f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated"
-            " on; collect from 'train'"
+            f"--dataset_split {data.dataset_split} of the built-in text is reserved for evaluation:"
+            " use --dataset_split 'train'"
         )
     student = task.load()
     names = ("max_new_tokens", "num_prompts", "batch_size", "seed")
@@ -40,10 +42,10 @@ def collect(flags: dict[str, Any]) -> int:
     tell(
         flags,
         {**figures, **student.other},
-        f"{figures['prompts']:,} prompts: the student leaves its teacher in"
-        f" {figures['disagreements']:,}; over {figures['tokens']:,} tokens top-1"
-        f" {figures['top1']:.1%}, KL {figures['kl']:.4f} nats, acceptance"
-        f" {figures['acceptance']:.1%}; written to {figures['output']}",
+        f"student and teacher disagree in {figures['disagreements']:,} of {figures['prompts']:,}"
+        f" prompts; over {figures['tokens']:,} tokens top-1 {figures['top1']:.1%}, KL"
+        f" {figures['kl']:.4f} nats, acceptance {figures['acceptance']:.1%}; written to"
+        f" {figures['output']}",
     )
     return result.exit_status
 
@@ -57,8 +59,8 @@ def _jsonl(text: str) -> str:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     where = {"metavar": "FILE.jsonl", "help": "file to write"}
     parser.add_argument("--output", required=True, type=_jsonl, **where)
-    add_number(parser, "max_new_tokens", "tokens of a completion", 64)
-    add_number(parser, "num_prompts", "prompts in all", 256)
-    add_number(parser, "batch_size", "prompts at a time", 8)
-    add_number(parser, "seed", "of the order of prompts", 0, natural)
+    add_number(parser, "max_new_tokens", "tokens per completion", 64)
+    add_number(parser, "num_prompts", "prompts to compare", 256)
+    add_number(parser, "batch_size", "prompts per batch", 8)
+    add_number(parser, "seed", "seed of the order of prompts", 0, natural)
     add_student(parser, data=True, leave_out=("packing", "completion_column"))

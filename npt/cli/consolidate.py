@@ -12,8 +12,10 @@ from npt.errors import DataError
 
 
 def consolidate(flags: dict[str, Any]) -> int:
-    """Make what a text does to one token part of the model, and report what is recalled and what
-    forgotten.
+    """Write a fact permanently into a student.
+
+    Turn the modulation that a text gives one token into an update of the weights,
+    and report what the model then recalls and forgets.
     """
     task = begin(flags)
     import npt
@@ -28,21 +30,21 @@ def consolidate(flags: dict[str, Any]) -> int:
     fact = encode_fact(tokenizer, flags["text"], flags["context"])
     ids = fact.in_context if flags["context"] else fact.alone
     config = task.flags["adapter"].config
-    # At the same cost the additions to the residual stream alone recall most.
+    # at the same cost, updates of down recall the most
     targets = ("down",) if "down" in config.targets else config.targets
     record = {name: flags[name] for name in ("text", "context")}
     record |= {"adapter_hash": adapter_hash(model), **student.other}
     modulation = modulation_of(model, ids, flags["token"])
     make = partial(update_from, modulation, targets=targets, record=record)
     max_alpha, max_kl, batch_size = flags["alpha"], flags["max_kl"], flags["batch_size"]
-    make(max_alpha)  # refuse what cannot work before measuring
+    make(max_alpha)  # raise errors before measuring
     samples, heldout = task.heldout_samples(model, tokenizer)
-    # alpha is chosen on one half and reported on the other
+    # one half chooses alpha, the other half measures it
     chosen_on, reported_on = samples[::2], samples[1::2]
     if not reported_on:
         raise DataError(
-            f"{len(samples)} sample of held-out text is too few to choose alpha on one part and"
-            " report on another; give more"
+            f"{len(samples)} held-out sample is too few to choose alpha on one half and measure on"
+            " the other: raise --eval_samples or add data"
         )
     with task.console.status("measuring"):
         baseline = Baseline(model, fact, chosen_on, batch_size)
@@ -56,28 +58,28 @@ def consolidate(flags: dict[str, Any]) -> int:
     npt.save_adapter(model, output, base=student.identity)
     updates = len(npt.consolidated(model))
     choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
-    bounded = f" ({max_alpha:g} was asked for: --max_kl {max_kl:g})" if alpha < max_alpha else ""
+    bounded = f" (lowered from {max_alpha:g} by --max_kl {max_kl:g})" if alpha < max_alpha else ""
     tell(
         flags,
         {**choice, **retention, "heldout": heldout, "output": flags["output"]},
         f"token {modulation.token} ({tokenizer.decode([modulation.token_id])!r}), layers"
-        f" {update.record['layers']}, {', '.join(targets)}, alpha {alpha:.3g}{bounded}; update"
-        f" {updates} is in {flags['output']}",
+        f" {update.record['layers']}, {', '.join(targets)}, alpha {alpha:.3g}{bounded}; wrote"
+        f" update {updates} to {flags['output']}",
     )
     return 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--text", required=True, metavar="FACT", help="the fact that becomes part of the model")
-    text = "text read before the fact (default: nothing)"
+    add("--text", required=True, metavar="FACT", help="fact to write into the model")
+    text = "text that precedes the fact (default: none)"
     add("--context", metavar="TEXT", default="", help=text)
-    add_number(parser, "token", "whose modulation is taken, from the end if negative", -1, int)
-    add_number(parser, "alpha", "strength, above 0 and at most 1", 0.5, float)
-    text = "largest held-out divergence, nats per token (inf: any); alpha is lowered to keep it"
+    add_number(parser, "token", "token to use; negative counts from the end", -1, int)
+    add_number(parser, "alpha", "maximum strength, above 0 and at most 1", 0.5, float)
+    text = "lower alpha until held-out KL is at most this, in nats per token"
     add_number(parser, "max_kl", text, 0.01, limit)
-    text = "folder for the adapter together with the update"
+    text = "folder to write the adapter and its update to"
     add("--output", required=True, metavar="FOLDER", help=text)
-    add_number(parser, "eval_samples", "samples of held-out text", 64)
-    add_number(parser, "batch_size", "samples at a time", 8)
+    add_number(parser, "eval_samples", "held-out samples to measure on", 64)
+    add_number(parser, "batch_size", "samples per batch", 8)
     add_student(parser, data=True)

@@ -1,8 +1,7 @@
-"""Values for a run's flags that were measured to be good together, by the start of the run.
+"""Defaults of a run's flags that depend on each other.
 
-The fields' own defaults (npt/config/) are those of single settings. Which rate, scale and
-objective are good depends on the start (docs/results/choosing-settings.md), and the start on what
-there is to solve it with; so the command line chooses them, and says so.
+The best rate, scale and objective depend on the start (docs/results/choosing-settings.md), so the
+command line chooses them together and prints its choice. Defaults in npt/config/ are independent.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from npt.flags import add_settings, read_yaml
 from npt.presets import presets
 
 SETTINGS = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
-"""The settings of a run."""
+"""The classes of a run's settings."""
 
 AUTO = "auto"
 
@@ -31,10 +30,10 @@ NEAR_DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5,
     "warmup_steps": 10,
 }
-"""Of a student that is near its teacher from the first step on. Larger rates lose the start, and at
-this rate M and B of the products lose it as well (docs/results/real-model.md)."""
+"""Defaults for a student that starts close to its teacher. Higher rates make it worse, and at this
+rate so does training M and B of the products (docs/results/real-model.md)."""
 OF_PRODUCTS = {"mult_bound", "mult_form"}
-"""Flags that the stream alone would leave without effect, as it would --modulation."""
+"""Flags that have no effect if the stream is the only target."""
 END_TO_END_DEFAULTS: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
 EMBEDDED_DEFAULTS: dict[str, dict[str, Any]] = {
     "calibrated": {
@@ -46,14 +45,15 @@ EMBEDDED_DEFAULTS: dict[str, dict[str, Any]] = {
     "random": {"max_steps": 600},
 }
 OTHER_WAYS = {"adapter_rank": ("ranks",), "max_steps": ("num_epochs", "num_samples")}
-"""By default, flags that say the same in another way."""
+"""Flags that replace a default flag."""
 
 
 class Chosen(NamedTuple):
-    """The flags of a run, with defaults filled in.
+    """The flags of a run.
 
     Attributes:
-        notes: lines to print about them.
+        flags: the flags, with defaults filled in.
+        notes: lines to print about the defaults.
     """
 
     flags: dict[str, Any]
@@ -61,7 +61,7 @@ class Chosen(NamedTuple):
 
 
 def with_config(flags: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
-    """Return the flags over the settings of the file in --config, without ignored ones."""
+    """Return the flags and the settings of --config, except `ignored` ones. Flags win."""
     if "config" not in flags:
         return dict(flags)
     extra = {"safe_mode": bool, "any_base": bool, "adapter": str}
@@ -74,12 +74,12 @@ def with_defaults(
     recorded: Mapping[str, Any] | None = None,
     model_name: str | None = None,
 ) -> Chosen:
-    """Return the flags of a run with values for those that are not set.
+    """Return the flags of a run with defaults filled in.
 
     Args:
-        flags: by name; `init` may be `auto`, which is its default.
-        recorded: those of the run that is resumed, if any, which come before any default.
-        model_name: of the base, where flags do not say it: an adapter knows its own.
+        flags: values by name; `init` may be `auto`, the default.
+        recorded: flags of the run to resume, if any; they take precedence over defaults.
+        model_name: the base, if no flag names it but an adapter does.
     """
     asked, adapter = flags.get("init", AUTO), flags.get("adapter") is not None
     flags = {n: v for n, v in flags.items() if n != "init" or not (adapter or asked == AUTO)}
@@ -94,16 +94,16 @@ def with_defaults(
         if (base, flags.get("dataset_name", BUILTIN)) == (EMBEDDED, BUILTIN):
             chosen |= _missing(EMBEDDED_DEFAULTS[init], flags)
         if asked == AUTO and init == "random":
-            notes.append(f"--init auto: a random start, because of {against}")
+            notes.append(f"--init auto: random start, because of {against}")
         elif asked == AUTO:
             others = " ".join(f"--{name} {v}" for name, v in chosen.items() if name != "init")
             notes.append(
-                f"--init auto: a start in closed form (--init calibrated); with it go {others};"
-                " --init random starts at random"
+                f"--init auto: closed-form start (--init calibrated), with {others}; use --init"
+                " random for a random start"
             )
     chosen |= _missing({"save_steps": 500}, flags)
     if recorded:
-        # the form is that of the run's beginning, whose defaults may have been others
+        # defaults may have changed since the run began
         form = {"targets"} - flags.keys()
         chosen |= {name: recorded[name] for name in form | chosen.keys() if name in recorded}
         return Chosen({**flags, **chosen})
@@ -111,7 +111,7 @@ def with_defaults(
 
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return defaults for a student that is near its teacher from the first step on."""
+    """Return defaults for a student that starts close to its teacher."""
     form, objective = dict(NEAR_DEFAULTS), {"loss", *END_TO_END_DEFAULTS}
     if flags.get("adapter") is not None:
         del form["additive_scale"], form["targets"]
@@ -131,11 +131,11 @@ def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str,
 
 
 def _why_random(flags: Mapping[str, Any]) -> str | None:
-    """Return the reason against a calibrated start, as far as the flags tell."""
+    """Return the flag that rules out a closed-form start, with the reason, or None."""
     if flags.get("residual") == "keep":
-        return "--residual keep, whose random start is its base already"
+        return "--residual keep, whose random start already equals its base"
     if flags.get("mult_form") == "half_sigmoid":
-        return "--mult_form half_sigmoid, which does not start at 1"
+        return "--mult_form half_sigmoid, whose multipliers do not start at 1"
     targets = words(flags.get("targets", STREAM))
     if STREAM not in targets:
         return f"--targets {','.join(targets)}, without stream"
@@ -143,32 +143,31 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
 
 
 def with_data(flags: Mapping[str, Any], model_name: str) -> Chosen:
-    """Return the flags with a data set: if none is named, the embedded text for the embedded model,
-    else text of the web.
+    """Return the flags with a data set.
+
+    The default is the built-in text for the embedded model, and web text for any other.
     """
     if "dataset_name" in flags or model_name == EMBEDDED:
         return Chosen(dict(flags))
     note = (
-        f"no --dataset_name: text is streamed from {WEB_TEXT}; name a file, a folder or another"
-        " data set to use that"
+        f"no --dataset_name: streaming text from {WEB_TEXT}; to train on your own text, pass a file"
+        " or folder"
     )
     return Chosen({"dataset_name": WEB_TEXT, "streaming": True, **flags}, (note,))
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that mean several settings of a run."""
+    """Add the flags that stand for several settings."""
     unset, names = argparse.SUPPRESS, ", ".join(presets())
-    text = f"settings by flag name, a file or a preset ({names}); other flags win"
+    text = f"YAML file or preset with settings ({names}); other flags take precedence"
     parser.add_argument("--config", metavar="FILE.yaml", default=unset, help=text)
-    text = "additive modulation only: short for --modulation additive"
+    text = "use additive modulation only; short for --modulation additive"
     add_switch(parser, "safe_mode", text, unset)
 
 
 def add_run_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the settings of a run, with the defaults of one without other flags; `--init` may be
-    `auto`.
-    """
+    """Add the settings of a run; the help shows the defaults of a run without flags."""
     add_settings(parser, *SETTINGS, defaults={**with_defaults({}).flags, "init": AUTO})
     init = parser._option_string_actions["--init"]
     init.choices = (AUTO, *INITS)
-    init.help = f"auto: calibrated if that is possible, else random; {init.help}"
+    init.help = f"auto: calibrated if possible, else random; {init.help}"

@@ -25,10 +25,12 @@ from npt.flags import add_settings, build, with_safe_mode
 
 
 def doctor(flags: dict[str, Any]) -> int:
-    """Look at what a run would be made of, before it: --data for counts, ids and samples of a data
-    set, --plan for memory."""
+    """Check a data set or predict memory before a run.
+
+    Exit status 2 means that training would stop at a fault, or lack memory.
+    """
     if flags["data"] is None and not flags["plan"]:
-        raise ConfigError("give --data [NAME] to look at the data, or --plan to predict the memory")
+        raise ConfigError("add --data [NAME] to check a data set, or --plan to predict memory")
     names = (flag_of(f) for cls in SETTINGS if cls is not DataConfig for f in fields(cls))
     needing = {*names, "safe_mode", "shape", "device", "measure", "processes"} - {"model_name"}
     check_partners(flags, dict.fromkeys(sorted(needing), "plan"))
@@ -57,7 +59,7 @@ def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
     if name is not True:
         if flags.get("dataset_name", name) != name:
             other = flags["dataset_name"]
-            raise ConfigError(f"--data {name} and --dataset_name {other} differ; give one of them")
+            raise ConfigError(f"--data {name} and --dataset_name {other} differ: remove one")
         flags = {**flags, "dataset_name": name}
     base, data = build(BaseConfig, flags), build(DataConfig, flags)
     from npt.adapters.fit import check_length
@@ -70,11 +72,11 @@ def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
     model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
     check_length(data.max_length, model_config)
     reports = {}
-    with console.status("reading the data"):
+    with console.status("reading data"):
         for part in sources_of(data):
             config = part.config
             if part.label != FIRST:
-                with contextlib.suppress(DataError):  # the report says where
+                with contextlib.suppress(DataError):  # the report will name the fault
                     config = fitting_columns(config, open_source(config))
             most, vocabulary = flags["max_records"], model_config.vocab_size
             report = examine(config, tokenizer, vocabulary, max_records=most)
@@ -83,7 +85,7 @@ def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
 
 
 def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
-    """Plan a run's memory, with --measure run windows of it, print the plan and return it."""
+    """Predict a run's memory, with --measure run windows too, print the plan and return it."""
     from npt.doctor.plan import PHASES, available, shown
 
     name, workload = _workload(flags)
@@ -108,15 +110,15 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
     console.say(
         f"{name}: L {shape.layers}, D {shape.hidden}, F {shape.ffn}, V {shape.vocab:,}, {stored},"
         f" on {device}{shared}",
-        f"rank {max(ranks)} on {len(ranks)} layers, {training.strategy}; a step of"
+        f"rank {max(ranks)} on {len(ranks)} layers, {training.strategy};"
         f" {training.gradient_accumulation_steps} x {training.batch_size} samples of"
-        f" {workload.length:,} tokens",
+        f" {workload.length:,} tokens per step",
     )
     rows = [
         [term.name, *(shown(term.bytes) if phase in term.phases else "" for phase in PHASES)]
         for term in memory.terms
     ]
-    rows.append(["together", *(shown(memory.of(phase)) for phase in PHASES)])
+    rows.append(["total", *(shown(memory.of(phase)) for phase in PHASES)])
     print_table(console, ["memory", *PHASES], rows)
     verdict = f"peak {shown(memory.peak)} in the {memory.phase}"
     if limit is not None:
@@ -130,7 +132,7 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
         for w in plan.get("measured", [])
     ]
     if rows:
-        print_table(console, ["samples of a window", "predicted", "measured", "seconds"], rows)
+        print_table(console, ["samples per micro-batch", "predicted", "measured", "seconds"], rows)
     return plan
 
 
@@ -140,15 +142,15 @@ def _measured(
     from npt.doctor.measure import measured_windows
 
     if workload.processes > 1:
-        raise ConfigError("--measure runs windows in one process; leave out --shard_base")
+        raise ConfigError("--measure runs windows in one process: remove --measure or --shard_base")
     if flags["shape"] is not None:
-        raise ConfigError("--measure runs a model, and --shape has none; give --model_name")
+        raise ConfigError("--measure needs a model, not a shape: replace --shape by --model_name")
     if workload.device.type == "cuda" and limit is None:
-        raise ConfigError("--device is cuda, but there is no GPU here to --measure on")
+        raise ConfigError("--device cuda --measure needs a GPU, but none is here: use --device cpu")
     base = build(BaseConfig, flags)
     model, _ = load(base, console, workload.device)
     teacher = load_teacher(base, console, workload.device)
-    with console.status("running windows"):
+    with console.status("measuring windows"):
         return list(measured_windows(workload, model, teacher, limit))
 
 
@@ -166,7 +168,7 @@ def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
     if flags["shape"] is None:
         config = read_config(base.model_name)
     elif "model_name" in flags:
-        raise ConfigError(f"--shape {name} replaces --model_name {base.model_name}; give one")
+        raise ConfigError(f"--shape {name} replaces --model_name {base.model_name}: remove one")
     else:
         config = llama_config(shape_named(name), data.max_length)
         config.dtype = torch.bfloat16
@@ -179,16 +181,16 @@ def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "look at the data; NAME as in --dataset_name, which it replaces"
+    text = "check a data set: NAME, or else --dataset_name"
     add("--data", nargs="?", const=True, metavar="NAME", help=text)
-    add_number(parser, "max_records", "look at the first records only (default: all)")
-    add_switch(parser, "plan", "predict the memory of a training by formula; no weights are read")
-    text = "with --plan --shard_base: processes that share the base, one on each device"
+    add_number(parser, "max_records", "check only this many records (default: all)")
+    add_switch(parser, "plan", "predict the peak memory of a run, without reading weights")
+    text = "with --plan --shard_base: number of processes, one per GPU"
     add_number(parser, "processes", text)
-    add("--shape", metavar="NAME", help="plan for a named shape, in place of --model_name")
-    text = "device to plan for, which need not be here, or to measure on (default: the GPU, if any)"
+    add("--shape", metavar="NAME", help="plan for a shape such as llama-3.1-8b, not a model")
+    text = "device to plan for or measure on (default: the GPU, if there is one)"
     add("--device", choices=("cpu", "cuda"), help=text)
-    text = "run windows of 1, 2, 4, ... samples up to --batch_size: their peak and their time"
+    text = "with --plan: also run windows of 1, 2, 4, ... samples, up to --batch_size"
     add_switch(parser, "measure", text)
     add_config(parser)
     add_settings(parser, *SETTINGS, leave_out=("num_samples",))

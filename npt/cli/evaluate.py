@@ -9,7 +9,10 @@ from npt.cli.arguments import add_number, add_student, begin, check_partners, na
 
 
 def evaluate(flags: dict[str, Any]) -> int:
-    """Measure a saved adapter against its teacher and its floor."""
+    """Measure how closely a student matches its teacher.
+
+    The floor is the same model without attention in the converted layers.
+    """
     task = begin(flags)
     import npt
     from npt.evaluation.table import print_fidelity
@@ -29,8 +32,8 @@ def evaluate(flags: dict[str, Any]) -> int:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "eval_samples", "samples to evaluate on", 64)
-    add_number(parser, "batch_size", "samples at a time", 8)
-    text = "samples whose beginnings student and teacher continue greedily, to see where they part"
+    add_number(parser, "batch_size", "samples per batch", 8)
+    text = "continue this many samples greedily and report where student and teacher diverge"
     add_number(parser, "divergence_prompts", text, 0, natural)
-    add_number(parser, "max_new_tokens", "of such a continuation (default: 64)")
+    add_number(parser, "max_new_tokens", "tokens per continuation (default: 64)")
     add_student(parser, data=True)

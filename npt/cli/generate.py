@@ -13,19 +13,20 @@ from npt.console import make_console, put
 from npt.errors import ConfigError, printable
 
 MODES = ("teacher", "student", "floor")
-"""Who may write a text, in the order in which a page shows them."""
+"""Models that can write a text, in the order in which a page shows them."""
 
 
 def generate(flags: dict[str, Any]) -> int:
-    """Continue a prompt with a saved adapter: the student, its teacher, or both compared."""
+    """Continue a prompt with the student, its teacher, or both."""
     from npt.adapters.converted import adapter_mode
     from npt.evaluation.generate import Written, first_difference, prompt_ids, write
 
     page = None if flags["html"] is None else Path(flags["html"])
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
-        raise ConfigError(f"--html {page}: name a file in a folder that exists")
+        fault = " is a folder" if page.is_dir() else f": there is no folder {page.parent}"
+        raise ConfigError(f"--html {page}{fault}")
     prompt, limit, compare = flags["prompt"], flags["max_new_tokens"], flags["compare"]
-    task = begin(flags, stderr=True)  # so that stdout is text, or JSON, alone
+    task = begin(flags, stderr=True)  # stdout holds only the text or the JSON
     notes, student = task.console, task.load()
     model, tokenizer = student.model, student.tokenizer
     ids = prompt_ids(tokenizer, prompt, chat=not flags["raw"])
@@ -57,23 +58,23 @@ def generate(flags: dict[str, Any]) -> int:
         put(printable(words) if sys.stdout.isatty() else words)
     for mode, text in texts.items():
         speed = len(text.ids) / max(text.seconds, 1e-9)
-        ending = "ended" if text.ended else "cut at the limit"
+        ending = "reached its end" if text.ended else "stopped at --max_new_tokens"
         notes.say(f"{mode}: {len(text.ids)} tokens, {speed:.1f} tokens/s, {ending}")
     if page is not None:
         recipe = {"adapter": str(task.flags["adapter"]), "base": task.base.model_name}
         _write_page(page, student, ids, figures, {**recipe, "tokens": f"{limit:,} at most"})
-        notes.say(f"page {page}")
+        notes.say(f"wrote {page}")
     return 0
 
 
 def _parting_line(figures: dict[str, Any]) -> str:
     if figures["parts_at"] is None:
-        return "the two texts are the same, up to the limit of tokens or an end token"
+        return "teacher and student write the same text"
     tokens = (figures[f"{mode}_token"] for mode in MODES[:2])
     teacher, student = ("nothing" if token is None else repr(token) for token in tokens)
     return (
-        f"they part after {figures['parts_at']} tokens: the teacher writes {teacher}, the student"
-        f" {student}"
+        f"the texts differ after {figures['parts_at']} tokens: the teacher writes {teacher}, the"
+        f" student {student}"
     )
 
 
@@ -86,12 +87,12 @@ def _write_page(
 
     texts = {mode: figures[mode] for mode in MODES if mode in figures}
     both, start, parts = len(texts) > 1, len(ids), figures.get("parts_at")
-    facts, passages = [("tokens of the prompt", f"{start:,}")], []
+    facts, passages = [("tokens in the prompt", f"{start:,}")], []
     for mode, text in texts.items():
         measured = modulation_map(student.model, [*ids, *text["ids"]])
         mean = float(measured.kl[start:].mean()) if text["ids"] else math.nan
-        facts.append((f"tokens of the {mode}", f"{text['tokens']:,}"))
-        facts.append((f"KL along the {mode}'s text, nats", f"{mean:.4f}"))
+        facts.append((f"tokens by the {mode}", f"{text['tokens']:,}"))
+        facts.append((f"KL on the {mode}'s text, nats", f"{mean:.4f}"))
         passage = {**measured.as_dict(student.tokenizer), "start": start}
         passage |= {} if parts is None else {"parts": start + parts}
         passages.append((f"The {mode}'s text" if both else "", passage))
@@ -102,13 +103,13 @@ def _write_page(
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    text = "text to continue, or what the user says to a chat model"
+    text = "text to continue, or the user's message to a chat model"
     parser.add_argument("--prompt", required=True, metavar="TEXT", help=text)
     who = parser.add_mutually_exclusive_group()
-    who.add_argument("--mode", choices=MODES, help="who writes (default: student)")
-    add_switch(who, "compare", "teacher and student, and where they part")
-    add_number(parser, "max_new_tokens", "tokens at most", 64)
-    page = "write a page with the text token by token, coloured by each layer's modulation"
+    who.add_argument("--mode", choices=MODES, help="model that writes (default: student)")
+    add_switch(who, "compare", "show the teacher's and the student's text, and where they differ")
+    add_number(parser, "max_new_tokens", "maximum number of tokens to write", 64)
+    page = "also write a page that colours each token by each layer's modulation"
     parser.add_argument("--html", metavar="FILE", help=page)
-    add_switch(parser, "raw", "ignore the tokenizer's chat template, if it has one")
+    add_switch(parser, "raw", "do not apply the tokenizer's chat template")
     add_student(parser)

@@ -1,51 +1,57 @@
 """`npt VERB`: the command line. A verb is a module with `add_flags` and a function of its own name,
-from parsed flags to an exit status.
+from parsed flags to an exit status, whose docstring is the verb's help.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from npt.console import complain
 from npt.errors import NPTError, StoppedError, is_out_of_memory, printable
 from npt.flags import OneLineParser
 from npt.version import __version__
 
-VERBS = (
-    "pretrain", "evaluate", "generate", "trace", "replay", "report", "sweep", "doctor", "collect",
-    "consolidate", "transplant", "push", "export", "import",
-)  # fmt: skip
-"""Modules of this package, in the order of `--help`."""
+GROUPS = {
+    "Train": ("pretrain", "sweep", "collect", "consolidate"),
+    "Look": ("evaluate", "generate", "report", "transplant"),
+    "Debug": ("doctor", "trace", "replay"),
+    "Share": ("import", "export", "push"),
+}
+"""Verbs by heading, in the order of `npt --help`."""
+VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 
-STATUSES = (
-    "Exit status: 0 done, 1 trace found a fault, 2 wrong arguments or data, 3 stopped after too"
-    " many refusals, 4 smoke test failed, 5 adapter, checkpoint or bundle unusable, 6 another"
-    " process was lost, 128+n after signal n."
-)
+ABOUT = """\
+NPT distils Neuro-Plastic adapters into quantised language models, with a guard
+that keeps NaN and Inf out of the weights. `npt pretrain --config tiny` trains on
+the embedded model, on a CPU; `npt VERB --help` explains a verb."""
+
+STATUSES = """\
+Exit status: 0 done, 1 npt trace found a fault, 2 wrong arguments or data,
+3 stopped after too many refusals, 4 smoke test failed, 5 unusable adapter,
+checkpoint or bundle, 6 another process of the run failed, 128+n after signal n."""
 
 _NAMED = {"import": "import_base"}
-"""Verbs whose name no module and no function can have."""
+"""Modules of verbs whose names are Python keywords."""
 
 CROWDED = 0.4
-"""Load per core over the last minute from which on others are taken to be computing here."""
+"""Load per core over the last minute above which other programs are computing here."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
-    """Parse, run, and turn an error meant for the user into one line and its exit status.
-
-    Args:
-        argv: arguments after the program's name; default the process's.
-        prog: name shown in messages.
-
-    Returns:
-        The exit status; if another process of the run failed, that one's.
-    """
+    """Run a verb, print an expected error as one line, and return the exit status."""
     _share_cores()
-    flags = vars(make_parser(prog).parse_args(argv))
+    parser = make_parser(prog)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
+    flags = vars(parser.parse_args(argv))
     debug, verb = flags.pop("debug"), flags.pop("verb")
     speaker = prog
     if os.environ.get("WORLD_SIZE", "1") != "1":  # several processes share the terminal
@@ -59,7 +65,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         return 130
     except (NPTError, StoppedError, OSError, RuntimeError, MemoryError) as error:
         message, status = str(error), getattr(error, "exit_status", None)
-        if status is None:  # the disk's, rights, or memory
+        if status is None:  # not an error of npt's: a disk, permissions or memory
             status = 2
             if isinstance(error, OSError) and error.strerror is not None:
                 message = ": ".join(filter(None, (str(error.filename or ""), error.strerror)))
@@ -75,18 +81,21 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
 
 
 def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
-    """Return the parser of all verbs; `prog` is the name shown in messages."""
+    """Return the parser of all verbs; `prog` is the name in messages."""
     parser = OneLineParser(
-        prog=prog, description="Distil Neuro-Plastic adapters into quantised language models."
+        prog=prog, usage="%(prog)s VERB [flags]", description=ABOUT, formatter_class=_GroupedHelp
     )
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=OneLineParser)
+    parser._positionals.title = argparse.SUPPRESS
+    how: Any = {"required": True, "metavar": "VERB", "prog": prog, "parser_class": OneLineParser}
+    verbs, raw = parser.add_subparsers(**how), {"formatter_class": _GroupedHelp}
     for name in VERBS:
         called = _NAMED.get(name, name)
         module = import_module(f"npt.cli.{called}")
         run = getattr(module, called)
-        texts = {"help": run.__doc__, "description": run.__doc__, "epilog": STATUSES}
-        sub = verbs.add_parser(name, **texts, allow_abbrev=False)
+        text: Any = inspect.getdoc(run)
+        more = {"help": text.partition("\n")[0].rstrip("."), "epilog": STATUSES}
+        sub = verbs.add_parser(name, description=text, allow_abbrev=False, **more, **raw)
         sub.set_defaults(verb=run)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name != "pretrain":
@@ -95,10 +104,22 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
     return parser
 
 
+class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
+    """List the verbs under the headings of GROUPS, one line each."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        helps = {verb.dest: verb.help for verb in action._get_subactions()}
+        lines = []
+        for title, names in GROUPS.items():
+            lines += [f"{title}:", *(f"  {name:<12} {helps[name]}" for name in names), ""]
+        return "\n".join(lines)
+
+
 def _share_cores() -> None:
-    """Let OpenMP's waiting threads sleep if others compute on this machine, unless the environment
-    says otherwise; torch reads it when it is loaded. Spinning, they take a core from whoever has
-    work for it; alone they wake sooner (docs/results/speed.md).
+    """Let idle OpenMP threads sleep if other programs compute here: spinning ones would take their
+    cores (docs/results/speed.md). torch reads the variable when it is loaded.
     """
     if os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -37,12 +37,12 @@ REFUSED_SHARE_WORTH_SAYING = 0.01
 
 
 class _Run(NamedTuple):
-    """Settings of a run.
+    """The settings of a run.
 
     Attributes:
-        start: the saved adapter to train from, if any.
-        any_base: whether its base may be another one.
-        resumes: whether a checkpoint is resumed.
+        start: the saved adapter that training starts from, if any.
+        any_base: whether that adapter may come from another base.
+        resumes: whether the run resumes a checkpoint.
     """
 
     base: BaseConfig
@@ -55,7 +55,20 @@ class _Run(NamedTuple):
 
 
 def pretrain(flags: dict[str, Any]) -> int:
-    """Distil adapters from a base: load, convert, train, evaluate."""
+    """Distil adapters: train a student to match its base.
+
+    NPT converts layers of a frozen language model (the base) so that attention
+    only shifts and scales each token's MLP, through a low-rank adapter, and trains
+    the adapters until this student predicts what the base, its teacher, predicts.
+    It is made for research on how context acts in a model: what the adapters do to
+    a token can be read, moved to another prompt and made permanent. A micro-batch
+    that yields NaN or Inf is refused: it is skipped, changes nothing and is logged.
+
+    Try the embedded model, for a few minutes on a CPU, then your own model and text:
+
+        npt pretrain --config tiny
+        npt pretrain --model_name MODEL --use_quantization --dataset_name FILE
+    """
     tokens = flags.get("calibration_tokens")
     flags, base = with_base(with_safe_mode(with_config(flags)))
     any_base = flags.pop("any_base", False)
@@ -66,8 +79,8 @@ def pretrain(flags: dict[str, Any]) -> int:
     adapter = build(NPTConfig, flags) if start is None else _form_of(start, flags)
     if tokens is not None and (start is not None or adapter.init != "calibrated"):
         raise ConfigError(
-            f"--calibration_tokens {tokens} has no effect without a calibrated start: add --init"
-            " calibrated and give no --adapter, or remove it"
+            f"--calibration_tokens {tokens} has no effect without a closed-form start: add --init"
+            " calibrated and remove --adapter, or remove --calibration_tokens"
         )
     check_partners({**flags, "any_base": any_base}, {"any_base": "adapter"})
     from npt.distributed.join import join_processes
@@ -79,7 +92,7 @@ def pretrain(flags: dict[str, Any]) -> int:
             _check_placing(base, processes.size)
             console = make_console() if processes.main else silent_console()
             console.say(*data_notes, *notes)
-            # what can be refused before the minutes that loading a large base takes
+            # loading a large base takes minutes: check everything else first
             processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
             resumes, ranks = processes.first(lambda: _check_folder(run))
             if resumes:
@@ -91,7 +104,7 @@ def pretrain(flags: dict[str, Any]) -> int:
 
 
 def _resumed_flags(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return settings, by flag, of the run that `--resume` names, as far as they can be read;
+    """Return the settings, by flag, of the run that `--resume` names, as far as they are readable;
     whether it can be resumed is checked later.
     """
     resume, output = flags.get("resume"), flags.get("output_dir")
@@ -110,32 +123,31 @@ def _resumed_flags(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _form_of(start: Any, flags: dict[str, Any]) -> NPTConfig:
-    """Return the form of a saved adapter; ConfigError for a flag that says something else."""
+    """Return the form of a saved adapter; ConfigError for a flag that asks for another form."""
     form = start.config
     asked = build(NPTConfig, {flag_of(f): getattr(form, f.name) for f in fields(form)} | flags)
     for f in fields(form):
         was, wanted = getattr(form, f.name), getattr(asked, f.name)
         if wanted != was:
             raise ConfigError(
-                f"--{flag_of(f)} is {wanted}, but --adapter {start} has {was}, which training"
-                " keeps; drop one of the two"
+                f"--{flag_of(f)} is {wanted}, but --adapter {start} has {was}: remove one of them"
             )
     return form
 
 
 def _check_placing(base: BaseConfig, processes: int) -> None:
     if base.shard_base and processes == 1:
-        raise ConfigError("--shard_base needs several processes; start them with torchrun")
+        raise ConfigError("--shard_base needs several processes: start them with torchrun")
     if base.shard_base and base.teacher_precision is not None:
         raise ConfigError(
-            f"--teacher_precision {base.teacher_precision} loads a whole unquantised model on every"
-            " process, which --shard_base is to avoid; drop one of the two"
+            f"--teacher_precision {base.teacher_precision} loads a whole unquantised model in every"
+            " process, so --shard_base saves nothing: remove one of them"
         )
 
 
 def _check_folder(run: _Run) -> tuple[bool, Any]:
-    """Check the run's folder; return whether a checkpoint in it is resumed, and that one's ranks,
-    as JSON for other processes.
+    """Check the run folder. Return whether the run resumes a checkpoint, and that checkpoint's
+    ranks, as JSON for the other processes.
     """
     from npt.distributed.processes import ProcessGroup
     from npt.runs.resume import changed_settings, find_origin
@@ -145,7 +157,7 @@ def _check_folder(run: _Run) -> tuple[bool, Any]:
     if origin.checkpoint is None:
         return False, None
     recorded = origin.checkpoint.record["settings"]
-    # the ranks that a budget was spent on
+    # ranks that the closed-form start chose
     ranks = recorded.get("ranks") if adapter.spends_ranks else adapter.ranks
     asked = {name: value for part in run[:4] for name, value in asdict(part).items()}
     changed_settings(recorded, {**asked, "ranks": ranks})
@@ -159,12 +171,14 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
     from npt.runs.signals import StopOnSignal
 
     base, adapter, data, training, start, any_base, resumes = run
-    with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
+    with StopOnSignal(at_once=True) as stop:  # loading and preparing can take minutes
         model, tokenizer = load(
             base, console, processes.device, adapter=start, layers_later=base.shard_base
         )
         if base.share_embeddings:
-            console.say("--share_embeddings: teacher and student share the whole base in any case")
+            console.say(
+                "--share_embeddings has no effect: teacher and student share the whole base"
+            )
         teacher = load_teacher(base, console, model.device)
         shard = partial(npt.shard_base, model, processes) if base.shard_base else None
         if start is None or resumes:
@@ -194,25 +208,25 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
         print_fidelity(result.fidelity, console, "held-out" if result.heldout else "TRAINING")
     console.say(
         f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s,"
-        f" {result.refused} refusals; everything is in {result.folder}"
+        f" {result.refused} refusals; results are in {result.folder}"
     )
     share = result.refused / max(1, result.micro_batches)
     if share > REFUSED_SHARE_WORTH_SAYING:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(result.refused_by_kind.items()))
         console.say(
-            f"warning: {share:.1%} of {result.micro_batches} micro-batches were"
-            f" refused ({kinds}); see events.jsonl before trusting this run"
+            f"warning: {share:.1%} of {result.micro_batches} micro-batches were refused ({kinds}):"
+            " read events.jsonl before you use this adapter"
         )
     for cause in result.diverged:
-        console.say(f"warning: this run has diverged: {cause}")
+        console.say(f"warning: the run diverged: {cause}")
     return result.exit_status
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     unset = argparse.SUPPRESS
-    text = "with --adapter: accept another base whose shapes fit, with a warning"
+    text = "with --adapter: accept another base of the same shapes, with a warning"
     add_switch(parser, "any_base", text, unset)
-    text = "a saved adapter to start a new run from, on its base and in its form"
+    text = "start training from a saved adapter, with its base and its form"
     add_adapter(parser, text, required=False, default=unset)
     add_run_settings(parser)

@@ -9,8 +9,9 @@ from npt.cli.arguments import add_switch, tell
 
 
 def push(flags: dict[str, Any]) -> int:
-    """Put a saved adapter into a repository of the model hub; log in with `hf auth login` or set
-    HF_TOKEN.
+    """Upload an adapter to the Hugging Face Hub.
+
+    Log in first with `hf auth login`, or set HF_TOKEN.
     """
     import npt
 
@@ -23,8 +24,8 @@ def push(flags: dict[str, Any]) -> int:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--adapter", required=True, metavar="FOLDER", help="folder that an adapter was saved to")
-    new = "repository; created if it does not exist"
+    add("--adapter", required=True, metavar="FOLDER", help="folder of the saved adapter")
+    new = "repository to push to; created if it does not exist"
     add("--repo_id", required=True, metavar="USER/NAME", help=new)
-    add_switch(parser, "private", "make the repository private if it is created")
-    add("--revision", metavar="BRANCH", help="branch to push to (default: the main one)")
+    add_switch(parser, "private", "create the repository as private")
+    add("--revision", metavar="BRANCH", help="branch to push to (default: main)")

@@ -9,8 +9,10 @@ from npt.cli.arguments import tell
 
 
 def replay(flags: dict[str, Any]) -> int:
-    """Re-run the last window of a failed run and report whether the fault recurs, which operation
-    causes it, and whether data or state is to blame.
+    """Re-run the last window of a failed run and find the cause.
+
+    Report whether the fault recurs, which operation causes it, and whether the data
+    or the state is to blame.
     """
     from npt.forensics.student import replay_student
 
@@ -20,6 +22,8 @@ def replay(flags: dict[str, Any]) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", metavar="BUNDLE", help="folder RUN/postmortem/step-XXXXXXXX")
-    text = "the run's base, if it is not found under the recorded name"
-    parser.add_argument("--model_name", help=text)
+    parser.add_argument(
+        "bundle", metavar="BUNDLE", help="post-mortem bundle: a folder RUN/postmortem/step-XXXXXXXX"
+    )
+    text = "base to use instead of the one recorded in the bundle"
+    parser.add_argument("--model_name", metavar="NAME", help=text)

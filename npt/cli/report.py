@@ -11,7 +11,10 @@ from npt.errors import ConfigError
 
 
 def report(flags: dict[str, Any]) -> int:
-    """Write report.html of a run anew from its folder, whether it has ended or not."""
+    """Rebuild report.html for a run.
+
+    It may have finished, stopped, been killed or still be running.
+    """
     from npt.report.page import summary
     from npt.runs.run_folder import REPORT, is_run
     from npt.train.run import write_report
@@ -19,10 +22,10 @@ def report(flags: dict[str, Any]) -> int:
     folder = Path(flags["folder"])
     output = Path(flags["output"] or folder / REPORT)
     if output.is_dir():
-        raise ConfigError(f"--output {output} is a folder; name a file")
+        raise ConfigError(f"--output {output} is a folder: name a file")
     if not is_run(folder):
         raise ConfigError(
-            f"{folder} holds no run; name a folder with run.json, metrics.jsonl or checkpoints"
+            f"{folder} holds no run: name a folder with run.json, metrics.jsonl or checkpoints"
         )
     figures = {"report": str(output), **summary(write_report(folder, output))}
     lines = [f"{figures['status']}; refused: {figures['refused']:,}"]
@@ -32,6 +35,6 @@ def report(flags: dict[str, Any]) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="the folder of a run")
-    text = "where to write the page (default: FOLDER/report.html)"
+    parser.add_argument("folder", metavar="FOLDER", help="run folder")
+    text = "file to write (default: FOLDER/report.html)"
     parser.add_argument("--output", metavar="FILE", help=text)

@@ -16,8 +16,10 @@ from npt.presets import studies, study_file
 
 
 def sweep(flags: dict[str, Any]) -> int:
-    """Run a study: many short runs on one base, shared by as many workers as join, and a table of
-    what came out.
+    """Run a study: many short runs that vary settings.
+
+    Workers share the trials and write the results to trials.csv. Repeat the
+    command to continue a study, or run it in another terminal to add workers.
     """
     from npt.tools.sweep.spec import read_design
 
@@ -31,7 +33,7 @@ def sweep(flags: dict[str, Any]) -> int:
     if flags["dry_run"]:
         console.say(
             *(f"{trial.key}  {trial}" for trial in design.trials),
-            f"{len(design.trials)} trials in {len(design.parts)} parts, settings in order",
+            f"{len(design.trials)} trials in {len(design.parts)} parts; all settings are valid",
         )
         return 0
     require("optuna", "a study")
@@ -79,13 +81,13 @@ def sweep(flags: dict[str, Any]) -> int:
     tell(
         flags,
         {"study": str(folder), "trials": rows},
-        f"{counts}; the table is {folder / 'trials.csv'}",
+        f"{counts}; results are in {folder / 'trials.csv'}",
     )
     return status
 
 
 def check_design(design: Any) -> None:
-    """Raise the error of the first trial that cannot work, with its part; no weights are read."""
+    """Raise the error of the first invalid trial, with its part. No weights are read."""
     for trial in design.trials:
         s = trial.settings
         try:
@@ -97,9 +99,7 @@ def check_design(design: Any) -> None:
 
 
 def _work(flags: dict[str, Any], console: Any) -> None:
-    """Run trials as a worker process, by the study that is in the folder: its specification may
-    have been edited since.
-    """
+    """Run trials as a worker, by the design in the folder: SPEC may have been edited since."""
     from npt.tools.sweep.run import Bases
     from npt.tools.sweep.storage import Storage
     from npt.tools.sweep.study import design_in, storage_url
@@ -114,12 +114,12 @@ def _work(flags: dict[str, Any], console: Any) -> None:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add, names = parser.add_argument, ", ".join(studies())
-    text = f"the study, a YAML file or one of {names}: settings, and the parts that vary them"
+    text = f"study to run: a YAML file, or one of {names}"
     add("spec", metavar="SPEC", help=text)
-    text = "the study's folder, continued if it exists (default: outputs/NAME)"
+    text = "folder of the study; continued if it exists (default: outputs/NAME)"
     add("--study", metavar="FOLDER", help=text)
-    text = "database that workers share, sqlite:/// or a server's (default: in the folder)"
+    text = "database that workers share: sqlite:/// or a server (default: a file in the folder)"
     add("--storage", metavar="URL", help=text)
-    add_number(parser, "workers", "processes that share the study", 1)
-    add_switch(parser, "dry_run", "check the study and list its trials, and run nothing")
+    add_number(parser, "workers", "worker processes on this machine", 1)
+    add_switch(parser, "dry_run", "check the study and list its trials without running them")
     add("--parent", type=int, help=argparse.SUPPRESS)

@@ -15,13 +15,15 @@ from npt.errors import ConfigError
 
 
 def trace(flags: dict[str, Any]) -> int:
-    """Look for the operation that first makes a bad number, in the model's own pass or in an
-    adapter's training step.
+    """Find the first operation that produces a NaN or Inf.
+
+    Trace the base's forward pass or, with --adapter, a training step. With
+    --against, find the first operation that differs from a reference.
     """
     check_partners(flags, dict.fromkeys(("strategy", "any_base"), "adapter"))
     task, against = begin(flags), flags["against"]
     if against is not None and (flags["batches"] > 1 or math.isfinite(flags["limit"])):
-        raise ConfigError("--against compares all of one batch: remove --batches and --limit")
+        raise ConfigError("--against compares a single batch: remove --batches and --limit")
     import torch
 
     import npt
@@ -33,11 +35,11 @@ def trace(flags: dict[str, Any]) -> int:
     from npt.distill.step import forward_backward
     from npt.distill.strategies import drive
 
-    student, step, traced = task.load(), None, "the model's own pass"
+    student, step, traced = task.load(), None, "forward pass of the base"
     if flags["adapter"] is not None:
         training = TrainConfig(strategy=flags["strategy"] or TrainConfig.strategy)
-        traced = f"a training step ({training.strategy})"
-    # a copy: packed there anew, 4-bit statistics would differ in a few codes
+        traced = f"training step, {training.strategy}"
+    # copied, since quantising on the other device would change a few 4-bit codes
     reference, written = against, False
     if against in ("cpu", "cuda"):
         check_card(torch.device(against))
@@ -61,13 +63,13 @@ def trace(flags: dict[str, Any]) -> int:
         raise no_sample(samples.counts)
     traced = traced if against is None else f"{traced} against {against}"
     if verdict is not None:
-        lines = [f"batch {count - 1} of {traced}:", *str(verdict).split("\n")]
+        lines = [f"batch {count - 1} ({traced}):", *str(verdict).split("\n")]
     elif written:
-        lines = [f"{against}: written as a reference; trace against it again after a change"]
+        lines = [f"wrote the reference {against}: run the command again after a change"]
     elif against is not None:
-        lines = [f"nothing parts beyond rounding in {traced}"]
+        lines = [f"no difference beyond rounding ({traced})"]
     else:
-        lines = [f"no fault in {count} batch{'es' if count > 1 else ''} of {traced}"]
+        lines = [f"no fault in {count} batch{'es' if count > 1 else ''} ({traced})"]
     fault = verdict and verdict.as_dict()
     figures = {"fault": fault, "batches": count, "traced": traced, **student.other}
     tell(flags, figures, *lines)
@@ -76,16 +78,15 @@ def trace(flags: dict[str, Any]) -> int:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--strategy", choices=STRATEGIES, help="of the adapter's training step (default: local)"
+        "--strategy", choices=STRATEGIES, help="strategy of the training step (default: local)"
     )
-    add_number(parser, "batches", "batches to look at until a fault", 1)
-    add_number(parser, "batch_size", "samples at a time", 4)
-    add_number(parser, "limit", "numbers beyond this size are faults", math.inf, limit)
+    add_number(parser, "batches", "maximum number of batches to trace", 1)
+    add_number(parser, "batch_size", "samples per batch", 4)
+    add_number(parser, "limit", "also report absolute values above this", math.inf, limit)
     parser.add_argument(
         "--against",
         metavar="REFERENCE",
-        help="find the first operation that parts from a reference by more than rounding: cpu or"
-        " cuda (the same weights there), or a file, which is written if it does not exist",
+        help="compare with the same weights on cpu or cuda, or with a file (written if new)",
     )
-    help = "trace the training step of a saved adapter (default: the base's own pass)"
+    help = "trace a training step of a saved adapter (default: the base's forward pass)"
     add_student(parser, data=True, required=False, help=help)

@@ -9,9 +9,7 @@ from npt.cli.arguments import add_number, add_student, begin, print_json, print_
 
 
 def transplant(flags: dict[str, Any]) -> int:
-    """Put the modulation of one text's token in the place of another's, and show what
-    comes next.
-    """
+    """Apply one token's modulation to another; show the effect."""
     task = begin(flags)
     import npt
     from npt.data.continuation import prompt_tokens
@@ -32,31 +30,35 @@ def transplant(flags: dict[str, Any]) -> int:
         print_json({**positions, **words, "top": listed, "kl": kl, **other})
         return 0
     task.console.say(
-        f"next token: token {result.token_to} ({word_to!r}) modulated as token"
-        f" {result.token_from} ({word_from!r}) of the donor"
+        f"next token if token {result.token_to} ({word_to!r}) has the modulation of the donor's"
+        f" token {result.token_from} ({word_from!r})"
     )
     columns = ("donor", "receiver", "transplanted")
     rows = [
         [f"{p:6.1%}  {tokenizer.decode([token])!r}" for token, p in row]
         for row in zip(*(top[name] for name in columns), strict=True)
     ]
-    headings = ("donor's text", "receiver's text", "receiver's, transplanted")
+    headings = ("donor", "receiver", "receiver, transplanted")
     print_table(task.console, headings, rows)
     task.console.say(
-        f"KL to the transplanted distribution, in nats: {kl['receiver_to_transplanted']:.4f} from"
-        f" the receiver's own, {kl['donor_to_transplanted']:.4f} from the donor's (which is"
-        f" {kl['donor_to_receiver']:.4f} from the receiver's)"
+        f"KL in nats: receiver to transplanted {kl['receiver_to_transplanted']:.4f}, donor to"
+        f" transplanted {kl['donor_to_transplanted']:.4f}, donor to receiver"
+        f" {kl['donor_to_receiver']:.4f}"
     )
     return 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     for flag, text in (
-        ("text_from", "the donor: its modulation is read"),
-        ("text_to", "the receiver of the modulation"),
+        ("text_from", "donor text, whose modulation is copied"),
+        ("text_to", "receiver text, which gets the modulation"),
     ):
         parser.add_argument(f"--{flag}", required=True, metavar="TEXT", help=text)
-    add_number(parser, "token_from", "token of the donor, from the end if negative", -1, int)
-    add_number(parser, "token_to", "token of the receiver, likewise", -1, int)
-    add_number(parser, "top", "next tokens shown", 8)
+    add_number(
+        parser, "token_from", "position of the donor token; negative counts from the end", -1, int
+    )
+    add_number(
+        parser, "token_to", "position of the receiver token; negative counts from the end", -1, int
+    )
+    add_number(parser, "top", "number of next tokens to show", 8)
     add_student(parser)

@@ -1,8 +1,7 @@
-"""Every setting, once: frozen dataclasses, checked when they are made.
+"""All settings, as frozen dataclasses that are checked when they are made.
 
-The command line, the YAML file and `run.json` are generated from these fields, so a flag is its
-field's name (or its `flag`) and its help is the field's `help`. A combination that cannot work
-raises `ConfigError`; nothing is silently ignored.
+The command line, the YAML file and `run.json` are made from these fields: a field's name (or its
+`flag`) is the flag, and its `help` is the flag's help. Invalid combinations raise `ConfigError`.
 """
 
 from npt.config.adapter import (

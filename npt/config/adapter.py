@@ -16,9 +16,9 @@ class Target:
     """A product, or the stream, that an adapter changes.
 
     Attributes:
-        module: of the layer, whose product it is.
-        width: of the product, `ffn` or `hidden`.
-        stage: under which an observer is shown the product, modulated.
+        module: name of the submodule that computes it.
+        width: its width, `ffn` or `hidden`.
+        stage: name under which observers see it, modulated.
     """
 
     module: str
@@ -33,8 +33,8 @@ PRODUCTS = {
 }
 """The products of the MLP, in the order in which a layer computes them."""
 STREAM = "stream"
-"""The stream that the MLP reads and adds to. It is shifted, in the place of the attention output,
-and never multiplied."""
+"""The residual stream that the MLP reads and adds to. The adapter's shift replaces the attention
+output; the stream is never multiplied."""
 TARGETS = {STREAM: Target("self_attn.o_proj", "hidden", STREAM), **PRODUCTS}
 
 MODULATIONS = ("both", "additive", "multiplicative")
@@ -56,17 +56,16 @@ def _whole_numbers(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class NPTConfig(SettingsGroup):
-    """An adapter's size, place and form (DESIGN: the modulation of a layer's MLP by its
-    attention).
-    """
+    """Size, layers and form of the adapters, which let attention modulate a layer's MLP."""
 
     rank: int = _adapter(
-        16, "rank R of the low-rank code z = A a", flag="adapter_rank", bound=at_least(1)
+        16,
+        "rank R; with a closed-form start, the mean rank",
+        flag="adapter_rank",
+        bound=at_least(1),
     )
     layers: str = _adapter(
-        "upper_half",
-        "layers to convert: upper_half, all, a range 8-15 or a list 3,5,7",
-        read=as_text,
+        "upper_half", "layers to convert: upper_half, all, 8-15, or 3,5,7", read=as_text
     )
     targets: tuple[str, ...] = _adapter(
         tuple(TARGETS),
@@ -74,75 +73,71 @@ class NPTConfig(SettingsGroup):
         choices=tuple(TARGETS),
         read=words,
     )
-    modulation: str = _adapter(
-        "both", "multiplicative term, additive term, or both", choices=MODULATIONS
-    )
+    modulation: str = _adapter("both", "terms that modulate products", choices=MODULATIONS)
     residual: str = _adapter(
-        "modulate",
-        "modulate: attention leaves the residual stream; keep: it stays",
-        choices=RESIDUALS,
+        "modulate", "remove attention from the residual stream, or keep it", choices=RESIDUALS
     )
     init: str = _adapter(
-        "random", "random: small normal start; calibrated: closed form", choices=INITS
+        "random", "random: small random start; calibrated: closed-form start", choices=INITS
     )
-    additive_scale: float = _adapter(0.1, "alpha: scale of the additive term", bound=POSITIVE)
+    additive_scale: float = _adapter(0.1, "alpha, the scale of the additive term", bound=POSITIVE)
     mult_bound: float = _adapter(
         0.5,
-        "beta: the multiplicative term stays within (1-beta, 1+beta)",
-        # nearer to 1, fp32 would round 1 - beta towards 0
+        "beta; multipliers stay within (1-beta, 1+beta)",
+        # closer to 1, fp32 would round 1 - beta towards 0
         bound=Bound(lambda value: 0 < value <= 0.999, "it must be above 0 and at most 0.999"),
         need=Need(lambda c: c.mult_form == "sigmoid", "--mult_form sigmoid"),
     )
     ranks: tuple[int, ...] | None = _adapter(
         None,
-        "rank of each converted layer in order of depth, as 8,16,32, instead of one for all",
+        "rank of each converted layer, lowest first, such as 8,16,32 (default: the same for all)",
         read=_whole_numbers,
     )
     mult_form: str = _adapter(
         "sigmoid",
-        "form of the multiplicative term; the others are for comparison",
+        "formula of the multipliers; use sigmoid, the others are for comparison",
         choices=MULT_FORMS,
         need=Need(lambda c: c.multiplicative, "--modulation both or multiplicative"),
     )
 
     def check(self) -> None:
-        """Refuse odd lists, and starts that a form of m does not have."""
+        """Refuse invalid lists, and a form whose start is not the base."""
         if not self.targets or len(set(self.targets)) != len(self.targets):
             raise ConfigError(
                 f"--targets is {self.targets}; name each of {', '.join(TARGETS)} at most once, and"
-                " one at least"
+                " at least one"
             )
         if self.ranks is not None and not (
             self.ranks and all(type(rank) is int and rank >= 1 for rank in self.ranks)
         ):
             raise ConfigError(
                 f"--ranks is {self.ranks}; give each converted layer a whole number of at least 1,"
-                " as 8,16,32"
+                " such as 8,16,32"
             )
         if self.residual == "keep" and self.mult_form == "half_sigmoid":
             raise ConfigError(
-                "--residual keep starts equal to its base, but half_sigmoid does not start at 1;"
-                " drop --residual keep"
+                "--residual keep needs multipliers that start at 1, but those of --mult_form"
+                " half_sigmoid start at 0.75: remove one of them"
             )
 
     def ranks_of(self, count: int) -> tuple[int, ...]:
         """Return the rank of each of `count` converted layers, in order of depth.
 
         Raises:
-            ConfigError: `ranks` are of another number of layers.
+            ConfigError: the number of `ranks` is not `count`.
         """
         if self.ranks is None:
             return (self.rank,) * count
         if len(self.ranks) != count:
             raise ConfigError(
                 f"--ranks has {len(self.ranks)} ranks ({','.join(map(str, self.ranks))}), but"
-                f" {count} layers are converted"
+                f" {count} layers are converted: give {count}"
             )
         return self.ranks
 
     @property
     def spends_ranks(self) -> bool:
-        """The start gives each layer its rank."""
+        """Whether the closed-form start chooses the rank of each layer."""
         return self.init == "calibrated" and self.ranks is None
 
     @property
@@ -157,17 +152,17 @@ class NPTConfig(SettingsGroup):
 
     @property
     def multiplicative(self) -> bool:
-        """Products have M, the multiplicative term."""
+        """Whether products have M, the multiplicative term."""
         return self.modulation in ("both", "multiplicative")
 
     @property
     def additive(self) -> bool:
-        """Products have B, the additive term."""
+        """Whether products have B, the additive term."""
         return self.modulation in ("both", "additive")
 
     @property
     def multiplier_spread(self) -> tuple[float, float]:
-        """The middle of the range of m, and the distance of its ends; fp32 rounds to the ends."""
+        """The middle of the multipliers' range, and half its width. fp32 can round to the ends."""
         return {
             "sigmoid": (1.0, self.mult_bound),
             "half_sigmoid": (0.75, 0.25),

@@ -1,4 +1,4 @@
-"""Settings of the frozen base."""
+"""Settings of the base."""
 
 from __future__ import annotations
 
@@ -17,52 +17,45 @@ _QUANTISED = Need(lambda c: c.use_quantization, "--use_quantization")
 
 
 def check_attention(name: str) -> None:
-    """Raise ConfigError for an attention that a base cannot be trained with."""
+    """Raise ConfigError for an attention implementation that training does not support."""
     if name not in ATTENTIONS:
         raise ConfigError(
-            f"--attn_implementation is {name!r}; choose from {', '.join(ATTENTIONS)} (flash kernels"
-            " take no fp32, in which a base computes; under --use_fp16 sdpa reaches torch's own)"
+            f"--attn_implementation is {name!r}; choose from {', '.join(ATTENTIONS)} (flash"
+            " attention does not support fp32; with --use_fp16, sdpa uses torch's flash kernel)"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig(SettingsGroup):
-    """The frozen model, and how it is stored and computed."""
+    """The frozen base model, how it is stored and how it computes."""
 
-    model_name: str = _base("tiny", "'tiny' (embedded), a folder, a GGUF file, or a hub id")
-    use_quantization: bool = _base(
-        False,
-        "load the base in 4 bit; all then computes in fp32, unless compute_dtype says otherwise",
-    )
-    quant_type: str = _base("nf4", "4-bit code", choices=QUANT_TYPES, need=_QUANTISED)
-    use_fp16: bool = _base(
-        False, "compute the unquantised base in fp16; ignored, with a warning, under quantisation"
-    )
+    model_name: str = _base("tiny", "tiny (embedded), a folder, a GGUF file, or a Hub id")
+    use_quantization: bool = _base(False, "load the base in 4 bits and compute in fp32")
+    quant_type: str = _base("nf4", "4-bit format of the base", choices=QUANT_TYPES, need=_QUANTISED)
+    use_fp16: bool = _base(False, "compute in fp16; ignored with --use_quantization")
     compute_dtype: str = _base(
         "fp32",
-        "products of 4-bit weights: fp32, or bf16 (all else stays in fp32)",
+        "dtype of products with 4-bit weights; everything else stays in fp32",
         choices=COMPUTE_DTYPES,
         need=_QUANTISED,
     )
     matmul_precision: str = _base(
         "auto",
-        "fp32 products: highest (fp32), high (TF32 on CUDA) or auto, high on a GPU if errors allow",
+        "fp32 products: highest (fp32), high (TF32), or auto (TF32 if accurate and faster)",
         choices=("auto", "highest", "high"),
     )
-    attn_implementation: str = _base(
-        "sdpa", "attention: sdpa (memory-efficient kernel on CUDA), or eager (keeps every score)"
-    )
+    attn_implementation: str = _base("sdpa", "sdpa (less memory), or eager (stores every score)")
     teacher_precision: str | None = _base(
         None,
-        "learn from the unquantised model, stored so, instead of the 4-bit base",
+        "distil from the unquantised model, in this dtype, instead of the 4-bit base",
         choices=("bf16", "fp32"),
         need=_QUANTISED,
     )
-    shard_base: bool = _base(False, "share the base among all processes (FSDP2)")
-    share_embeddings: bool = _base(False, "accepted: teacher and student share the whole base")
+    shard_base: bool = _base(False, "shard the base over all processes (FSDP2)")
+    share_embeddings: bool = _base(False, "no effect: teacher and student always share the base")
 
     def check(self) -> None:
-        """Refuse an attention that nothing trains with."""
+        """Refuse an attention implementation that training does not support."""
         check_attention(self.attn_implementation)
 
     @property

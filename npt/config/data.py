@@ -1,4 +1,4 @@
-"""Settings of the text, and of the samples that it is cut into."""
+"""Settings of the data and of the samples made from them."""
 
 from __future__ import annotations
 
@@ -16,47 +16,43 @@ _REPLAYED = Need(lambda c: c.replay_dataset is not None, "--replay_dataset")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(SettingsGroup):
-    """The text, and how it is cut into samples."""
+    """The data, and how samples are made from them."""
 
     dataset_name: str = _data(
         "builtin",
-        "'builtin' (Python), 'builtin-prose' (English), a file, folder or glob (.txt .jsonl .json"
-        " .csv .parquet), or a hub dataset's name",
+        "builtin (Python code), builtin-prose (English), a file, folder or glob (.txt .jsonl .json"
+        " .csv .parquet), or a data set on the Hub",
     )
-    dataset_config: str | None = _data(None, "configuration of a hub dataset")
+    dataset_config: str | None = _data(None, "configuration of a data set on the Hub")
     dataset_split: str = _data("train", "split to train on")
-    text_column: str = _data("text", "field that holds the text")
-    prompt_column: str | None = _data(
-        None, "field that holds the prompt, a text or a list of messages"
-    )
+    text_column: str = _data("text", "column that holds the text")
+    prompt_column: str | None = _data(None, "column that holds the prompt: text or messages")
     completion_column: str | None = _data(
-        None, "field that holds the completion, of messages the last one", need=_PAIR
+        None, "column that holds the completion (default for messages: the last answer)", need=_PAIR
     )
-    streaming: bool = _data(False, "read as it comes, keeping nothing")
+    streaming: bool = _data(False, "stream the data instead of loading them first")
     num_samples: int | None = _data(
-        None, "use at most this many samples, counted before packing", bound=at_least(1)
+        None, "maximum number of samples, before packing", bound=at_least(1)
     )
-    max_length: int = _data(256, "tokens of a sample", bound=at_least(2))
-    packing: bool = _data(
-        False, "put short documents side by side into rows, attention kept inside each"
-    )
-    replay_dataset: str | None = _data(None, "second data set, mixed in against forgetting")
+    max_length: int = _data(256, "maximum number of tokens per sample", bound=at_least(2))
+    packing: bool = _data(False, "pack short documents into rows, each with its own attention")
+    replay_dataset: str | None = _data(None, "second data set to mix in, against forgetting")
     replay_ratio: float | None = _data(
         None,
-        f"share of samples from the replay data set ({REPLAY_RATIO} if one is given)",
+        f"share of samples from --replay_dataset (default: {REPLAY_RATIO})",
         bound=Bound(lambda value: 0 < value < 1, "it must be above 0 and below 1"),
         need=_REPLAYED,
     )
 
     def check(self) -> None:
-        """Refuse a pair of columns that are one."""
+        """Refuse the same column for prompt and completion."""
         if self.prompt_column is not None and self.prompt_column == self.completion_column:
             raise ConfigError(
-                f"--prompt_column and --completion_column are both {self.prompt_column!r}; they are"
-                " two fields"
+                f"--prompt_column and --completion_column are both {self.prompt_column!r}: name two"
+                " columns"
             )
 
     @property
     def replay_share(self) -> float:
-        """Share of the samples that are replayed, if there is something to replay."""
+        """Share of samples from the replay data set, if there is one."""
         return REPLAY_RATIO if self.replay_ratio is None else self.replay_ratio

@@ -1,4 +1,4 @@
-"""A setting: a dataclass field that is also a command-line flag, with what its value must be."""
+"""A setting: a dataclass field that is also a command-line flag, with checks of its value."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from typing import Any, NamedTuple
 from npt.errors import ConfigError
 
 GROUPS = {
-    "base": "The frozen base",
-    "adapter": "The adapter",
+    "base": "Base model",
+    "adapter": "Adapter",
     "data": "Data",
     "objective": "Objective",
     "optimiser": "Optimiser",
     "guards": "Memory and guards",
-    "output": "What is written",
+    "output": "Output",
 }
-"""Groups of flags, by the name that a setting has for its group."""
+"""Headings of the groups of settings."""
 
 INT_MAX, FLOAT_MAX = 2**31 - 1, 3e38
-"""The largest settings: products of a few such counts fit 64 bits, and such numbers fp32."""
+"""The largest values: products of a few such counts fit into 64 bits, such numbers into fp32."""
 
 
 class Bound(NamedTuple):
-    """A condition on a number: a test, and the words of a refusal."""
+    """A condition on a number: a test, and the words of the error."""
 
     holds: Callable[[float], bool]
     words: str
 
 
 def at_least(low: float, most: float = math.inf) -> Bound:
-    """Return the bound of a number from `low` on, to `most`."""
+    """Return the bound of a number from `low` to `most`."""
     words = f"it must be at least {low}" + (f" and at most {most}" if most < math.inf else "")
     return Bound(lambda value: low <= value <= most, words)
 
@@ -45,7 +45,7 @@ POSITIVE = Bound(lambda value: value > 0, "it must be above 0")
 
 
 class Need(NamedTuple):
-    """A condition without which a setting means nothing: a test of all settings, and the words."""
+    """A condition without which a setting has no effect: a test of all settings, and a name."""
 
     met: Callable[[Any], bool]
     words: str
@@ -57,24 +57,22 @@ _METADATA = dict.fromkeys(("choices", "flag", "read", "bound", "need"))
 def setting(default: Any, help: str, *, group: str = "", **more: Any) -> Any:
     """Return a dataclass field that is also a command-line flag, in one of the `GROUPS`.
 
-    Of `more`, `choices` are those of the value, or of a tuple's items; `flag` is its name, if it is
-    not the field's; `read` turns what YAML or a caller may write into the value; `bound` is that of
-    a number, and `need` that of any value but the default.
+    `more` may hold `choices` of the value or of a tuple's items; `flag`, a name other than the
+    field's; `read`, a function that converts what YAML or a caller may write; `bound`, the `Bound`
+    of a number; and `need`, the `Need` of any value but the default.
     """
     assert more.keys() <= _METADATA.keys()
     return field(default=default, metadata={**_METADATA, "help": help, "group": group, **more})
 
 
 def flag_of(f: Field[Any]) -> str:
-    """Return the flag's name, without dashes, of a settings field."""
+    """Return the name of a field's flag, without dashes."""
     return f.metadata["flag"] or f.name
 
 
 @functools.cache
 def kinds_of(cls: type) -> dict[str, tuple[type, ...]]:
-    """Return the types that each field may have, that of its flag first: (int, NoneType) of
-    `int | None`. Cached, since annotations are text that must be evaluated.
-    """
+    """Return the types of each field, its flag's first. Cached: annotations must be evaluated."""
     kinds = {}
     for name, hint in typing.get_type_hints(cls).items():
         parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -83,7 +81,7 @@ def kinds_of(cls: type) -> dict[str, tuple[type, ...]]:
 
 
 class SettingsGroup:
-    """Settings that are checked when they are made, each by itself, then together by `check`."""
+    """Settings that are checked when they are made: first each one, then all together."""
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
@@ -98,17 +96,17 @@ class SettingsGroup:
             if need is not None and value != f.default and not need.met(self):
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(
-                    f"--{flag_of(f)} {shown} means nothing without {need.words}; add it or drop"
-                    " the other"
+                    f"--{flag_of(f)} {shown} has no effect without {need.words}: add {need.words}"
+                    f" or remove --{flag_of(f)}"
                 )
         self.check()
 
     def check(self) -> None:
-        """Refuse settings that do not go together."""
+        """Refuse combinations that cannot work."""
 
 
 def _fault(f: Field[Any], value: Any, kinds: tuple[type, ...]) -> str | None:
-    """Return a value that a setting cannot have and what it can have, or None."""
+    """Return what is wrong with a value, and what would be right; None if it is valid."""
     choices, bound = f.metadata["choices"], f.metadata["bound"]
     if isinstance(value, bool):
         fits = bool in kinds
@@ -131,8 +129,8 @@ def _fault(f: Field[Any], value: Any, kinds: tuple[type, ...]) -> str | None:
 
 
 def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
-    """Return steps, counted from 1, as ranges: `1,2,3`, `1-5` (both ends included), `/100` (every
-    hundredth) or a mix of these; ConfigError, by `flag`, if it is not of that form.
+    """Return steps from 1 on, written `1,2,3`, `1-5` (both ends included), `/100` (every hundredth)
+    or a mix of these, as ranges. ConfigError for anything else.
     """
     steps = []
     for part in text.split(","):
@@ -145,23 +143,21 @@ def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
             steps.append(range(first, last + 1))
         else:
             raise ConfigError(
-                f"{flag} is {text!r}; write steps from 1 on as a list 1,2,3, a range 1-5, /100 for"
-                " every hundredth, or a mix 1-5,8"
+                f"{flag} is {text!r}; write steps as a list 1,2,3, a range 1-5, /100 for every"
+                " hundredth, or a mix 1-5,8"
             )
     return tuple(steps)
 
 
 def as_text(value: Any) -> Any:
-    """Return the items of a list as `a,b`, and a whole number, which is what YAML makes of a lone
-    3, as its text; anything else as it is.
-    """
+    """Return a list as `a,b`, an int (YAML's reading of a lone 3) as text, or else the value."""
     if isinstance(value, list | tuple | range):
         return ",".join(map(str, value))
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def words(value: Any) -> Any:
-    """Return the words of `a,b`, or of a list of such, as a tuple; anything else as it is."""
+    """Return the words in `a,b`, or in a list of such texts, as a tuple; else the value itself."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return value

@@ -1,13 +1,12 @@
-"""How the embedded model was made: `python -m npt.demo.build --output FOLDER`.
+"""Build the embedded model: `python -m npt.demo.build --output FOLDER`.
 
-A Llama (grouped-query attention, tied embeddings) of about 3.5 M parameters and its byte-level BPE
-tokenizer, trained on the `train` split of the built-in text (`npt.data.readers`) with plain
-next-token cross-entropy. It is small enough to travel inside the package and has learnt enough for
-distillation, quantisation and perplexity to mean something.
+The model is a Llama with about 3.5 M parameters (grouped-query attention, tied embeddings) and a
+byte-level BPE tokenizer. Both are trained on the `train` split of the built-in text
+(`npt.data.readers`), the model with next-token cross entropy. It is small enough for the package
+and good enough to test distillation, quantisation and perplexity.
 
-The figures it was accepted by are written to `build.json`: bits per byte on the held-out files, and
-gzip's on the same files. Training is seeded, but not bit-reproducible across machines or torch
-versions; the saved weights are what counts.
+`build.json` records bits per byte on the held-out files, for the model and for gzip. Training is
+seeded, but its bits differ between machines and torch versions.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SAMPLE_PROMPT = "class Stack:\n    def __init__(self, items"
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with VOCAB entries on the train split; `<s>` is put before every text."""
+    """Train a byte-level BPE with VOCAB entries; it puts `<s>` before each text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -78,7 +77,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, split: str) -> torch.Tensor:
-    """All files of a split, each `<s> ... </s>`, end to end: [N] int64."""
+    """Return the tokens of all files of a split, each as `<s> ... </s>`: [N] int64."""
     texts = [text for _, text in builtin_files(split)]
     encoded = tokenizer(texts, verbose=False)["input_ids"]
     eos = tokenizer.eos_token_id
@@ -88,8 +87,8 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, split: str) -> torch.Tensor
 def train(
     model: LlamaForCausalLM, stream: torch.Tensor, steps: int, batch: int, peak_lr: float, seed: int
 ) -> None:
-    """AdamW, warm-up and cosine to a tenth, clip 1.0, bf16 autocast; non-overlapping windows,
-    shifted anew every epoch.
+    """Train with AdamW, warm-up, cosine decay to a tenth, clipping at 1.0 and bf16 autocast, on
+    non-overlapping windows with another offset in each epoch.
     """
     decay = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
@@ -140,8 +139,8 @@ def train(
 def bits_per_byte(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, stride: int = CONTEXT // 2
 ) -> dict:
-    """Held-out code length per byte: each file on its own, windows of CONTEXT, each token scored
-    once with the longest context its window gives; with gzip -9 of each file."""
+    """Return held-out bits per byte, for the model and for gzip -9. Each file is scored alone in
+    windows of CONTEXT, each token once, with the longest context in its window."""
     nats = 0.0
     n_bytes = n_tokens = gzip_bytes = 0
     for _, text in builtin_files("heldout"):
@@ -170,7 +169,7 @@ def bits_per_byte(
 
 
 def sample_text(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return 90 tokens of the model after SAMPLE_PROMPT: temperature 0.7, nucleus 0.95, seed 0."""
+    """Return SAMPLE_PROMPT and 90 sampled tokens: temperature 0.7, top-p 0.95, seed 0."""
     torch.manual_seed(0)
     prompt = tokenizer(SAMPLE_PROMPT, return_tensors="pt")
     tokens = model.generate(
@@ -190,7 +189,9 @@ def main(argv: list[str] | None = None) -> None:
         "--output", type=Path, required=True, help="folder to write the model and tokenizer to"
     )
     parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--batch", type=int, default=8, help=f"windows of {CONTEXT} tokens a step")
+    parser.add_argument(
+        "--batch", type=int, default=8, help=f"windows of {CONTEXT} tokens per step"
+    )
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -202,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     print(
         f"{parameters:,} parameters, {len(stream):,} training tokens,"
-        f" {args.steps * args.batch * CONTEXT:,} to be seen"
+        f" training on {args.steps * args.batch * CONTEXT:,}"
     )
     started = time.perf_counter()
     train(model, stream, args.steps, args.batch, args.learning_rate, args.seed)
@@ -210,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
 
     model.to(torch.bfloat16).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
-    # judged as it will be loaded
+    # measured as it will be loaded
     model = LlamaForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()
     figures = bits_per_byte(model, tokenizer)
     record = {

@@ -1,6 +1,6 @@
-"""Observers of the numbers of a model in training: they report what they find and steer nothing.
+"""Observers of a model in training. They record tensors and change nothing.
 
-The public names are imported when they are first used, so that importing the package costs nothing.
+Public names are imported on first use, so that importing the package is fast.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The report on a data set before any base is loaded: counts, ids, three decoded samples, and what
-training would stop at. One pass in constant memory, past the faults: training ends at the first.
+"""Check a data set before a base is loaded: counts, ids, three decoded samples, and all faults (at
+the first of which training would stop), in one pass and constant memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from npt.data.source import (
 )
 from npt.errors import first_line
 
-NAMED = 20  # faults that are named; further ones are counted
+NAMED = 20  # faults that are listed; further ones are only counted
 SHOWN = 3  # samples that are decoded
-EDGE = 24  # tokens shown of either end of a longer span
+EDGE = 24  # tokens shown of each end of a long span
 
 OPEN, CLOSE = "⟦", "⟧"
-"""Brackets of masked tokens."""
+"""Brackets around masked tokens."""
 
 
 @dataclass
@@ -40,11 +40,11 @@ class DataReport:
     """The figures of a data set.
 
     Attributes:
-        heldout: samples; None if the source has held-out records of its own.
-        complete: False if `max_records` ended the pass.
-        broken: the first NAMED faults, in words.
-        targets: tokens that are learnt.
-        outside: ids and labels outside the vocabulary; `outside_first` is the sample of the first.
+        heldout: number of held-out samples; None if the source has a held-out split.
+        complete: whether the pass read all records.
+        broken: messages of the first NAMED faults.
+        targets: number of tokens with a label.
+        outside: number of ids and labels outside the vocabulary; the first is in `outside_first`.
     """
 
     name: str
@@ -65,13 +65,15 @@ class DataReport:
 
     @property
     def problems(self) -> list[str]:
-        """The faults at which training would stop."""
+        """Messages of the faults at which training would stop."""
         problems = []
         if self.broken_total:
-            problems.append(f"broken places: {self.broken_total:,}; mend or remove what is listed")
+            problems.append(
+                f"faults in the data: {self.broken_total:,}; fix or remove those listed"
+            )
         elif not self.counts.samples:
             problems.append(
-                "no sample of two tokens or more came out: check --dataset_name and --text_column"
+                "no sample has two tokens or more: check --dataset_name and --text_column"
             )
         if self.outside:
             problems.append(
@@ -87,7 +89,7 @@ class DataReport:
         return values | {"problems": self.problems, "trainable": not self.problems}
 
     def note(self, name: str, error: Exception) -> None:
-        """Count a fault of a file or data set, and name it while there is room."""
+        """Count a fault of a file or data set, and keep the message of the first NAMED."""
         self.broken_total += 1
         if len(self.broken) < NAMED:
             words = first_line(error)
@@ -114,9 +116,9 @@ class DataReport:
 def examine(
     config: DataConfig, tokenizer: Any, vocab_size: int, *, max_records: int | None = None
 ) -> DataReport:
-    """Read a data set once, as training would, and report on it; faults are noted and passed over.
+    """Read a data set once, as training would, note its faults and return a report.
 
-    `num_samples` is not applied. DataError if nothing of it can be opened.
+    `num_samples` is ignored. DataError if the data set cannot be opened.
     """
     check_source(config)
     name = config.dataset_name
@@ -126,7 +128,7 @@ def examine(
     for number, (record, name) in islice(records, max_records):
         try:
             samples = encoder.samples(number, record)
-        except Exception as error:  # a tokenizer or a template may raise anything
+        except Exception as error:  # tokenizers and templates raise errors of any kind
             report.note(name, error)
             continue
         for sample in samples:
@@ -138,9 +140,7 @@ def examine(
 
 
 def readable(config: DataConfig, report: DataReport) -> Iterator[tuple[Record, str]]:
-    """Yield the records of a data set that can be read, each with the name of its file or data set;
-    the report notes the others.
-    """
+    """Yield each readable record with its file or data set; note faults in the report."""
     if not is_local(config.dataset_name):
         yield from ((record, config.dataset_name) for record in open_source(config))
         return
@@ -151,13 +151,13 @@ def readable(config: DataConfig, report: DataReport) -> Iterator[tuple[Record, s
                     report.note(str(path), record)
                 else:
                     yield record, str(path)
-        except Exception as error:  # pyarrow and datasets each raise their own
+        except Exception as error:  # pyarrow and datasets have errors of their own
             report.note(str(path), error)
 
 
 def show(sample: Sample, tokenizer: Any, vocab_size: int) -> str:
-    """Decode a sample, masked tokens in brackets, without the middle of long spans and without ids
-    outside the vocabulary.
+    """Decode a sample, with masked tokens in brackets, without the middle of long spans and without
+    ids outside the vocabulary.
     """
 
     def decoded(ids: list[int]) -> str:
@@ -178,19 +178,19 @@ def show(sample: Sample, tokenizer: Any, vocab_size: int) -> str:
 
 
 def print_report(report: DataReport, console: Console) -> None:
-    """Print the report, on a console of any encoding."""
-    some = "" if report.complete else f", its first {report.counts.records:,} records"
+    """Print the report on a console of any encoding."""
+    some = "" if report.complete else f", first {report.counts.records:,} records"
     lines = [report.name + some]
     lines += [f"  {name:<18} {value}" for name, value in _rows(report).items() if value]
     lines += ["", *report.broken] if report.broken else []
     if report.broken_total > len(report.broken):
         lines.append(f"and {report.broken_total - len(report.broken):,} more")
     if report.shown:
-        lines += ["", f"{OPEN}masked{CLOSE} tokens are no targets (label -100), the rest are:"]
+        lines += ["", f"samples; {OPEN}masked{CLOSE} tokens (label -100) are not trained on:"]
         lines += report.shown
     problems = [f"error: {each}" for each in report.problems]
     lines += ["", *(problems or ["no problem found"])]
-    # what the console's encoding lacks, as escapes
+    # escape characters that the console cannot encode
     code = console.encoding
     say(console, *(line.encode(code, "backslashreplace").decode(code) for line in lines))
 
@@ -204,17 +204,17 @@ def _rows(report: DataReport) -> dict[str, str]:
     def listed(reasons: Mapping[str, int]) -> str:
         return ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
 
-    heldout = "held out: files of its own"
+    heldout = "with a separate held-out split"
     if report.heldout is not None:
         heldout = f"{share(report.heldout, counts.samples)} held out"
     ids = "none" if report.id_min is None else f"{report.id_min:,} to {report.id_max:,}"
     return {
         "records": f"{counts.records:,}",
-        "broken": f"{report.broken_total:,}",
+        "faults": f"{report.broken_total:,}",
         "samples": f"{counts.samples:,}, {heldout}",
         "tokens": f"{counts.tokens:,}, {share(report.targets, counts.tokens)} targets",
-        "tokens of a sample": f"{report.shortest:,} to {report.longest:,}",
+        "tokens per sample": f"{report.shortest:,} to {report.longest:,}",
         "cut": f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions",
         "skipped": listed(counts.skipped) or "0",
-        "ids": f"{ids} of a vocabulary of {report.vocab_size:,}, {report.outside:,} outside",
+        "ids": f"{ids} in a vocabulary of {report.vocab_size:,}, {report.outside:,} outside",
     }

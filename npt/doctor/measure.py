@@ -1,4 +1,4 @@
-"""Windows of a run, measured on this device: the memory that they take, and their time."""
+"""Measure the memory and the time of a run's windows on this device."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ from npt.errors import is_out_of_memory
 from npt.guard.guard import Guard
 from npt.guard.window import IN_FLIGHT
 
-# The profiler announces its start and end on the terminal at any level below; it reads this at its
-# first use.
+# At lower levels the profiler prints its start and end. It reads the variable on first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
-    """Run `call` once and return by how many bytes the live tensor memory of a device rises.
+    """Run `call` once and return by how many bytes the memory of live tensors rises.
 
-    On a GPU the caching allocator counts. On the CPU the profiler does, in backward and inside
-    operations too; there, memory that the call frees but did not allocate is not subtracted, so the
-    figure may be too high, never too low.
+    On a GPU the caching allocator measures this, on the CPU the profiler. On the CPU, memory that
+    the call frees but did not allocate is not subtracted, so the figure can be too high, never too
+    low.
     """
     device = torch.device(device)
-    gc.collect()  # what only a cycle keeps alive would be freed at any moment
+    gc.collect()  # free reference cycles before measuring, not during it
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -67,10 +66,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
 def measure_window(
     model: Any, config: TrainConfig, samples: int, length: int, teacher: Any = None
 ) -> tuple[int, float]:
-    """Train the model's adapters on windows of random tokens, `samples` of them in a micro-batch.
-
-    Returns:
-        The bytes alive at the highest moment, model and moments included, and a window's seconds.
+    """Train on windows of random tokens, `samples` rows per micro-batch. Return the peak of live
+    bytes, with model and moments, and the seconds of one window.
     """
     device, held = next(model.parameters()).device, storage_bytes(tensors_of(model, teacher))
     guards: list[Guard] = []
@@ -88,7 +85,7 @@ def measure_window(
 
     def first_windows() -> None:
         guards.append(student_guard(model, config, [config.learning_rate]))
-        # each that is in flight, as in a run, keeps the state before it
+        # as in a run, each window in flight keeps the state before it
         for _ in range(1 + IN_FLIGHT * guards[0].update.late):
             window()
 
@@ -108,10 +105,10 @@ def measure_window(
 def measured_windows(
     workload: Workload, model: Any, teacher: Any, limit: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield windows of 1, 2, 4, ... samples a micro-batch, up to the workload's, as they are run.
+    """Run windows of 1, 2, 4, ... samples per micro-batch, up to the workload's; yield each result.
 
-    The last window may be one that does not fit into `limit` bytes, its peak and seconds None: by
-    its formula, since a host without memory ends the process, or by the device's own error.
+    The last result has None as peak and seconds if its window does not fit. If the formula exceeds
+    `limit` bytes the window is not run, because the operating system would kill the process.
     """
     config = workload.training
     attach(model, replace(workload.adapter, init="random", ranks=tuple(workload.ranks.values())))
@@ -132,7 +129,7 @@ def measured_windows(
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' storages; each counts once, and whole."""
+    """Return the bytes of the tensors' storages, counting each whole storage once."""
     sizes: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
         if tensor.layout == torch.strided and tensor.device.type != "meta":
@@ -142,8 +139,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def tensors_of(*owners: Any) -> Iterator[Tensor]:
-    """Yield once every tensor of modules, optimizers, dataclasses and containers, with the
-    gradients and the statistics of packed weights.
+    """Yield each tensor in modules, optimizers, dataclasses and containers once, with gradients and
+    statistics of 4-bit weights.
     """
     seen: set[int] = set()
     waiting = list(owners)

@@ -1,12 +1,12 @@
-"""The peak memory of a training, by formulas of its shape.
+"""Predict the peak memory of training from the shape of the model.
 
-It is at one of three moments: in a micro-batch, whose graph is alive, at an optimizer step, while
-the state before it is kept until the new one is verified, or in an evaluation. The factors count
-tensors that are alive together: they were read off the code and fitted to runs of many shapes. All
-rows are taken to be full. Loading a base, the closed-form start and the process itself are left
-out.
+The peak is in one of three phases: a micro-batch, whose graph is alive; an optimizer step, which
+keeps the state before it until the new state is verified; or an evaluation. The factors count the
+tensors that are alive together. They were derived from the code and fitted to runs of many shapes.
+All rows are assumed to be full. Loading the base, the closed-form start and the process itself are
+not included.
 
-Shapes: N tokens computed at once, T of a row, D hidden, F ffn, R rank, V vocabulary.
+Shapes: N tokens computed at once, T tokens of a row, D hidden, F ffn, R rank, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from npt.errors import ConfigError
 from npt.guard.window import IN_FLIGHT
 
 PHASES = ("micro-batch", "step", "evaluation")
-"""Moments of the peak."""
+"""Phases that can contain the peak."""
 
 FP32 = 4
-"""Bytes of a number of an adapter, its gradients, its moments and of most activations."""
+"""Bytes per number of adapters, their gradients and moments, and most activations."""
 
 LOGITS = {"kl": 7.25, "reverse_kl": 7.25, "cross_entropy": 3.0}
-"""Tensors of a chunk of logits alive at once, by the loss."""
+"""Number of tensors of a chunk of logits that are alive at once, by loss."""
 
 
 def shown(size: float) -> str:
-    """Return bytes as `6.20 GiB`."""
+    """Format bytes as in `6.20 GiB`."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(size) >= unit:
             return f"{size / unit:.2f} {name}"
@@ -46,7 +46,7 @@ def shown(size: float) -> str:
 
 
 def available(device: torch.device) -> int | None:
-    """Return the bytes that a run on this device could have now; None if nothing says it."""
+    """Return the bytes that are free for a run on this device, or None if unknown."""
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return None
@@ -60,7 +60,7 @@ def available(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Term:
-    """Something that takes memory in some phases."""
+    """One use of memory, and the phases in which it is alive."""
 
     name: str
     bytes: int
@@ -69,43 +69,43 @@ class Term:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of a training, term by term."""
+    """The predicted memory of training, term by term."""
 
     terms: tuple[Term, ...]
 
     def of(self, *phases: str) -> int:
-        """Return the bytes at the highest moment of these phases."""
+        """Return the largest number of bytes in these phases."""
         return max(sum(term.bytes for term in self.terms if p in term.phases) for p in phases)
 
     @property
     def phase(self) -> str:
-        """The phase with the peak."""
+        """The phase that contains the peak."""
         return max(PHASES, key=self.of)
 
     @property
     def peak(self) -> int:
-        """Bytes of the phase with the peak."""
+        """Bytes at the peak."""
         return self.of(self.phase)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the plan for JSON."""
         peak = {"peak_bytes": self.peak, "phase": self.phase}
         return asdict(self) | peak | {"phases": {phase: self.of(phase) for phase in PHASES}}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A run that is planned.
+    """The run to plan.
 
     Attributes:
-        config: of the base.
-        length: tokens of a row.
+        config: configuration of the base.
+        length: tokens per row.
         quantization: nf4, fp4 or None.
-        stored: dtype of what is not packed.
-        teacher: dtype of a teacher of its own, None if the base teaches.
-        eager: attention keeps the scores of every pair of tokens.
-        compute_dtype: of products of packed weights.
-        processes: that share the base, one on each device; the plan is that of one of them.
+        stored: dtype of weights that are not in 4 bits.
+        teacher: dtype of a separate teacher; None if the base is the teacher.
+        eager: whether attention stores the scores of all pairs of tokens.
+        compute_dtype: dtype of products with 4-bit weights.
+        processes: number of processes that share the base; the plan is for one of them.
     """
 
     config: PreTrainedConfig
@@ -125,13 +125,10 @@ class Workload:
         cls, base: BaseConfig, config: PreTrainedConfig, adapter: NPTConfig, training: TrainConfig,
         length: int, device: torch.device | None = None, processes: int | None = None,
     ) -> Workload:  # fmt: skip
-        """Return the run that settings ask for; ConfigError for a base that an unknown number of
-        processes share.
-        """
+        """Return the run of these settings; ConfigError if `shard_base` lacks `processes`."""
         if base.shard_base and processes is None:
             raise ConfigError(
-                "--shard_base shares the base among processes, each with a device of its own; say"
-                " with --processes N how many"
+                "--shard_base shares the base among processes: add --processes N, their number"
             )
         packed = getattr(config, "quantization_config", None) is not None
         quantization = base.quant_type if packed else base.quantization
@@ -151,7 +148,7 @@ class Workload:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Rank of each converted layer."""
+        """The rank of each converted layer."""
         return self.shape.converted(self.adapter)
 
     def plan(self) -> MemoryPlan:
@@ -160,14 +157,14 @@ class Workload:
         evaluated = min(samples, self.training.eval_samples)
         terms = [*self._held(), *self._micro_batch()]
         terms.append(self._evaluation(evaluated))
-        # [B, 1, T, T] bool of padded or packed rows, and a layer's attention's fp32 of it
+        # a [B, 1, T, T] bool mask, and a copy in fp32 in the attention of one layer
         for phase, rows_at_once in (("micro-batch", samples), ("evaluation", evaluated)):
             terms.append(Term("mask of padded rows", 5 * rows_at_once * self.length**2, (phase,)))
         return MemoryPlan(tuple(term for term in terms if term.bytes))
 
     def _held(self) -> list[Term]:
-        """Return what a run holds whatever it computes. On a GPU some steps' results are read late
-        (npt/guard/window.py), and the state before each is kept.
+        """Return the memory that a run holds in all phases. On a GPU the results of some steps are
+        read late (npt/guard/window.py), and the state before each of them is kept.
         """
         s, kind = self.shape, self.quantization
         size = FP32 * s.adapter_numbers(self.adapter)
@@ -181,19 +178,19 @@ class Workload:
         return [
             Term(name, base_bytes(s, kind, self.stored, self.processes)),
             Term("layers that are gathered", self._gathered, ("micro-batch", "evaluation")),
-            Term("teacher of its own", teacher),
+            Term("separate teacher", teacher),
             Term("adapters", size),
             Term("AdamW's two moments", 2 * size),
-            Term("micro-batch's gradients", size),
-            Term("window's gradients", size),
+            Term("gradients of a micro-batch", size),
+            Term("gradients of the window", size),
             Term("state before the step", 3 * size, ("step",)),
             Term("states of steps in flight", late * 3 * size),
         ]
 
     @property
     def _gathered(self) -> int:
-        """Return the bytes of the layers that are whole at a time: FSDP keeps one that computes,
-        what it was copied from, and the next one.
+        """Return the bytes of layers that FSDP has gathered at once: the current layer, the buffer
+        that it was copied from, and the next layer.
         """
         if self.processes == 1:
             return 0
@@ -202,10 +199,10 @@ class Workload:
         return other - one
 
     def _micro_batch(self) -> list[Term]:
-        """Return the activations of one stage.
+        """Return the activations of a micro-batch.
 
-        Of a layer with a graph attention keeps its input, q, k, v, the output and a sum for each
-        head; a plain MLP keeps three [N, F], a converted one two.
+        In a layer with a graph, attention keeps its input, q, k, v, its output and a sum per head.
+        A plain MLP keeps three tensors [N, F], a converted MLP two.
         """
         s, config, ranks, targets = self.shape, self.training, self.ranks, self.adapter.targets
         n, d, ff = config.batch_size * self.length, s.hidden, s.ffn
@@ -213,10 +210,10 @@ class Workload:
         attention = 2 * (d + s.query_width + s.key_width) + s.heads
         attention += s.heads * self.length if self.eager else 0
         compared, down = config.hidden_weight > 0, "down" in targets
-        # Rows are views of states where none is padded; a padded batch copies them.
+        # without padding, rows are views of the states; a padded batch copies them
         added = (2 * compared + down) * d + max(ranks.values())
-        # Each term of the modulation takes a block of rows (npt/adapters/trained.py). Another form
-        # than the default and a base that computes in 16 bit are run operation by operation.
+        # The modulation is computed in blocks of rows (npt/adapters/trained.py), except for other
+        # forms than the default and for a base that computes in 16 bits.
         size = FP32 if self.quantization else self.stored.itemsize
         rows, whole = BLOCK.get(self.device.type, BLOCK["cuda"]) // ff, 0
         block, low = min(n, max(*ranks.values(), rows, 1)) * ff, self._low_rank
@@ -225,12 +222,12 @@ class Workload:
         plain, converted = n * (attention + 3 * ff), n * (attention + added + 2 * ff) + whole
         scratch = (2 + low) * block + down * n * d
         dense = d * ff * self.compute_dtype.itemsize // FP32 if self.quantization else 0
-        if config.strategy != "end_to_end":  # one layer at a time, of four [N, F]
+        if config.strategy != "end_to_end":  # one layer at a time, with four [N, F]
             apart = 2 * (STREAM in targets) + 0.5 * (self.compute_dtype.itemsize < FP32)
             states = 6 * d + 3 * (s.query_width + s.key_width)
             kept, layer = 0, int(n * ((4 + apart) * ff + states)) + scratch + dense + whole
             taught = config.strategy == "propagated"
-            if taught or last - first >= count:  # next to which plain layers run
+            if taught or last - first >= count:  # plain layers run too
                 layer = max(layer, n * ((7 - taught) * ff + 4 * d))
         else:
             layers = (s.layers if config.logit_kl_weight else last + 1) - first
@@ -247,12 +244,12 @@ class Workload:
         return [
             Term("activations kept", size * kept, ("micro-batch",)),
             Term("activations of one layer", size * layer, ("micro-batch",)),
-            Term("logits beyond them", logits, ("micro-batch",)),
+            Term("logits beyond these", logits, ("micro-batch",)),
         ]
 
     def _evaluation(self, samples: int) -> Term:
-        """Return the larger of a batch's forwards, which keep the teacher's states, and of the
-        comparison of its logits after them.
+        """Return the larger of two terms: forward passes, which keep the teacher's states, and the
+        comparison of logits after them.
         """
         s, n = self.shape, samples * self.length
         logits = self._logits(5.25 * min(n, LOGIT_CHUNK // s.vocab) * s.vocab, n)
@@ -267,7 +264,7 @@ class Workload:
         return sum(target in ("gate", "up") for target in terms)
 
     def _logits(self, chunk: float, n: int) -> int:
-        """Return numbers of a chunk of logits, of a head in 16 bit cast to fp32, and of states."""
+        """Return the numbers in a chunk of logits, in a 16-bit head cast to fp32, and in states."""
         head = self.shape.head_weights if self.stored.itemsize < FP32 else 0
         return int(chunk) + head + 3 * n * self.shape.hidden
 
@@ -275,11 +272,10 @@ class Workload:
 def base_bytes(
     shape: Shape, quantization: str | None, stored: torch.dtype, processes: int = 1
 ) -> int:
-    """Return the bytes of a base, or what one of several processes keeps of it: its share of the
-    layers' weights, and all of the rest.
+    """Return the bytes of a base, or of one process's shard of it.
 
-    A packed number takes 4 bits, a byte of scale for 64 of them, and for 256 scales one of their
-    own in fp32; embedding, head and norms are never packed. Scales are not shared out.
+    A 4-bit weight takes 4 bits, one byte of scale per 64 weights, and one fp32 scale per 256 of
+    these scales. Embedding, head and norms stay unquantised. Only the layers' weights are sharded.
     """
     rest = (2 - shape.tied) * shape.head_weights + shape.hidden
     norms, numbers = 2 * shape.layers * shape.hidden, shape.layers * shape.layer_weights

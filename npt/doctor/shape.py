@@ -1,4 +1,4 @@
-"""The shape of a base model, by name or from a configuration."""
+"""Shapes of base models, by name or from a configuration."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from npt.errors import ConfigError
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder of a known family; weights are counted without norms and biases.
+    """Sizes of a decoder of a supported family. Weights are counted without norms and biases.
 
     Attributes:
-        heads: of queries, each `head_dim` wide.
-        kv_heads: of keys and values.
-        tied: lm_head is the embedding.
+        heads: number of query heads, each `head_dim` wide.
+        kv_heads: number of key and value heads.
+        tied: whether lm_head shares the embedding's weight.
     """
 
     layers: int
@@ -33,14 +33,14 @@ class Shape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Shape:
-        """Return the shape of a model of this configuration; needs no weights."""
+        """Return the shape of a model with this configuration."""
         c = config
         sizes = (c.num_hidden_layers, c.hidden_size, c.intermediate_size, *head_sizes(c))
         return cls(*sizes, c.vocab_size, bool(c.tie_word_embeddings))
 
     @property
     def query_width(self) -> int:
-        """Width of all heads together: D in most models."""
+        """Width of all query heads together; D in most models."""
         return self.heads * self.head_dim
 
     @property
@@ -50,17 +50,17 @@ class Shape:
 
     @property
     def mlp_weights(self) -> int:
-        """3 D F: gate, up and down."""
+        """Weights of gate, up and down: 3 D F."""
         return 3 * self.hidden * self.ffn
 
     @property
     def layer_weights(self) -> int:
-        """The MLP and the four projections of attention."""
+        """Weights of the MLP and the four projections of attention."""
         return 2 * self.hidden * (self.query_width + self.key_width) + self.mlp_weights
 
     @property
     def head_weights(self) -> int:
-        """V D: lm_head, and the embedding."""
+        """Weights of lm_head, and of the embedding: V D."""
         return self.vocab * self.hidden
 
     def width(self, target: str) -> int:
@@ -68,7 +68,7 @@ class Shape:
         return self.hidden if TARGETS[target].width == "hidden" else self.ffn
 
     def modulated_width(self, config: NPTConfig) -> int:
-        """Return the rows of all M and B of a layer together."""
+        """Return the total number of rows of all M and B of a layer."""
         return sum(self.width(target) for target in (*config.shifted, *config.multiplied))
 
     def converted(self, config: NPTConfig) -> dict[int, int]:
@@ -77,14 +77,14 @@ class Shape:
         return dict(zip(layers, config.ranks_of(len(layers)), strict=True))
 
     def adapter_numbers(self, config: NPTConfig) -> int:
-        """Return the numbers of trainable parameters: A [R, D], and M and B [O, R] per target."""
+        """Return the number of trainable parameters: A [R, D], and M and B [O, R] per target."""
         ranks = self.converted(config).values()
         return (self.hidden + self.modulated_width(config)) * sum(ranks)
 
 
 SHAPES = {
     "embedded": Shape(8, 192, 512, 6, 2, 32, 2048, tied=True),
-    # a TinyLlama of half the width and half the depth: a step within seconds on two cores
+    # half the width and depth of TinyLlama: a step takes seconds on two cores
     "cpu-0.2b": Shape(12, 1024, 2816, 16, 4, 64, 32000),
     "llama-3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, 128256, tied=True),
     "llama-3.1-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256),
@@ -103,7 +103,7 @@ def shape_named(name: str) -> Shape:
 
 
 def llama_config(shape: Shape, length: int = 2048) -> LlamaConfig:
-    """Return the configuration of a Llama of this shape that takes rows of `length` tokens."""
+    """Return the configuration of a Llama of this shape, for rows of `length` tokens."""
     return LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,

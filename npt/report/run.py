@@ -128,7 +128,7 @@ class RunRecord:
             self.notes[name] = "it is not there"
         except NPTError as error:
             words = str(error).replace(str(path), "it", 1)
-            self.notes[name] = words.removesuffix("; copy it again")
+            self.notes[name] = words.removesuffix("; restore it from the original")
         return {}
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:

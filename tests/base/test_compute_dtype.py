@@ -138,7 +138,8 @@ def test_where_it_means_nothing_it_is_refused(load_model) -> None:
     with pytest.raises(ConfigError, match="compute_dtype is 'fp16'; choose from fp32, bf16"):
         load_model("nf4", compute_dtype="fp16")
     with pytest.raises(
-        ConfigError, match="--compute_dtype bf16 means nothing without --use_quantization; add it"
+        ConfigError,
+        match="--compute_dtype bf16 has no effect without --use_quantization: add --use",
     ):
         BaseConfig(compute_dtype="bf16")
 

@@ -58,7 +58,7 @@ def test_writes_a_folder_that_loads_again_and_reports_both_sides(call, load_mode
     for words in (
         "student: log-probability of the fact -",
         "held-out tokens: KL",
-        "(0.5 was asked for",
+        "(lowered from 0.5 by",
     ):
         assert words in " ".join(out.split())
     model = load_model()
@@ -100,7 +100,7 @@ def test_updates_stack_from_folder_to_folder(call, tmp_path, load_model):
         (("--text", ""), 2, "--text '' has no token to predict"),
         (("--text", "abc", "--token", "4"), 2, "there is no token 4: the text has 4 tokens"),
         (("--text", "abc", "--alpha", "0"), 2, "--alpha is 0.0; it must lie above 0"),
-        (("--text", "abc", "--eval_samples", "1"), 2, "1 sample of held-out text is too few"),
+        (("--text", "abc", "--eval_samples", "1"), 2, "1 held-out sample is too few"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line_and_nothing_is_written(

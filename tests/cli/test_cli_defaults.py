@@ -53,7 +53,7 @@ def test_defaults_suit_the_start_and_what_is_given_stays(case):
 def test_a_start_that_was_chosen_is_said():
     found = with_defaults(BASE)
     (line,) = found.notes
-    for words in ("a start in closed form", "--learning_rate 5e-05", "--init random"):
+    for words in ("closed-form start", "--learning_rate 5e-05", "--init random"):
         assert words in line
     assert with_defaults({"init": "calibrated", **BASE}).notes == ()
 
@@ -71,7 +71,7 @@ def test_a_start_is_random_where_none_can_be_solved_and_says_why(flags, reason):
     found = with_defaults({**flags, "init": "auto"})
     assert found.flags["init"] == "random"
     assert "learning_rate" not in found.flags
-    assert "a random start" in found.notes[0] and reason in found.notes[0]
+    assert "random start" in found.notes[0] and reason in found.notes[0]
 
 
 def test_a_run_that_is_taken_up_keeps_what_it_began_with():

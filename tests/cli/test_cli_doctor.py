@@ -47,7 +47,7 @@ def test_broken_data_end_2_with_every_line_column_and_problem(broken: Path, caps
     out = capsys.readouterr().out
     assert f"{broken}, line 2, column 9: not JSON (Expecting ':' delimiter)" in out
     assert f"{broken}: record broken.jsonl:4 has an int as 'text'" in out
-    assert "error: broken places: 2" in out
+    assert "error: faults in the data: 2" in out
     assert main(["doctor", "--data", str(broken), "--json"]) == 2
     values = json.loads(capsys.readouterr().out)["data"]
     assert len(values["broken"]) == 2

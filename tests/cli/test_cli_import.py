@@ -24,7 +24,7 @@ def test_the_verb_says_what_it_wrote(file, tmp_path, capsys) -> None:
     assert main(flags("import", file, folder)) == 0
     wrote, origin = capsys.readouterr().out.splitlines()
     assert wrote.startswith(f"wrote {folder}: 94,528 parameters in fp16, 0.2 MB")
-    assert origin == f"{file} was quantised to Q8_0: what was written is that, not the original"
+    assert origin == f"{file} is quantised to Q8_0, so the folder holds these rounded weights"
     assert main(flags("import", file, folder)) == 2
     assert "is not an empty folder" in capsys.readouterr().err
     assert main(flags("import --json", file, tmp_path / "json")) == 0

@@ -51,9 +51,9 @@ def broken_base(monkeypatch) -> None:
 def test_a_sound_base_ends_0(capsys) -> None:
     assert run("--batches 2 --use_quantization") == 0
     out = capsys.readouterr().out
-    assert "NF4" in out and "no fault in 2 batches of the model's own pass" in out
+    assert "NF4" in out and "no fault in 2 batches (forward pass of the base)" in out
     assert run("--json") == 0
-    expected = {"fault": None, "batches": 1, "traced": "the model's own pass"}
+    expected = {"fault": None, "batches": 1, "traced": "forward pass of the base"}
     assert json.loads(capsys.readouterr().out) == expected
 
 
@@ -61,7 +61,7 @@ def test_a_fault_ends_1_with_its_verdict(broken_base, capsys) -> None:
     assert run("--use_quantization --batches 3") == 1
     out = capsys.readouterr().out
     for words in (
-        "batch 0 of the model's own pass:",
+        "batch 0 (forward pass of the base):",
         "corrupt weight: model.layers.3.post_attention_layernorm.weight held nan",
         "remedy: ",
     ):
@@ -78,7 +78,7 @@ def test_a_fault_ends_1_with_its_verdict(broken_base, capsys) -> None:
 def test_an_adapters_training_step_is_traced(adapter, strategy, capsys) -> None:
     extra = "" if strategy is None else f"--strategy {strategy}"
     assert run(f"--use_quantization {extra} --adapter", adapter) == 0
-    words = f"no fault in 1 batch of a training step ({strategy or 'local'})"
+    words = f"no fault in 1 batch (training step, {strategy or 'local'})"
     assert words in capsys.readouterr().out
 
 
@@ -123,12 +123,12 @@ def test_a_pass_is_compared_with_a_file_and_with_another_device(
 ) -> None:
     file = tmp_path / "before.safetensors"
     assert run("--use_quantization --against", file) == 0 and file.is_file()
-    assert "written as a reference; trace against it again" in capsys.readouterr().out
+    assert "run the command again after a change" in capsys.readouterr().out
     assert run("--use_quantization --attn_implementation eager --against", file) == 0
-    words = f"nothing parts beyond rounding in the model's own pass against {file}"
+    words = f"no difference beyond rounding (forward pass of the base against {file})"
     assert words in capsys.readouterr().out
     assert run("--use_quantization --against cpu") == 0
-    assert "own pass against cpu" in capsys.readouterr().out
+    assert "pass of the base against cpu" in capsys.readouterr().out
     assert run("--against cpu --batches 2") == 2
     assert "remove --batches and --limit" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -149,4 +149,4 @@ def test_a_parting_ends_1(request, tmp_path, capsys) -> None:
 
 def test_an_adapters_training_step_is_compared(adapter, capsys) -> None:
     assert run("--use_quantization --against cpu --adapter", adapter) == 0
-    assert "in a training step (local) against cpu" in capsys.readouterr().out
+    assert "(training step, local against cpu)" in capsys.readouterr().out

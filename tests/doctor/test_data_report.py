@@ -71,7 +71,7 @@ def test_the_first_records_alone_can_be_looked_at(tmp_path, tokenizer):
     config = write(tmp_path / "data.jsonl", *({"text": "x = 1\n" * i} for i in range(1, 80)))
     part = examine(config, tokenizer, VOCAB, max_records=50)
     assert part.counts.records == 50 and not part.complete
-    assert "its first 50 records" in printed(part)
+    assert ", first 50 records" in printed(part)
     whole = examine(config, tokenizer, VOCAB, max_records=79)
     assert whole.counts.records == 79 and whole.complete
 
@@ -96,7 +96,7 @@ def test_records_that_cannot_be_encoded_are_located(tmp_path, tokenizer):
     ):
         assert words.startswith(f"{path}{start}")
     assert (report.counts.records, report.counts.samples, report.broken_total) == (2, 2, 5)
-    assert "error: broken places: 5; mend or remove" in printed(report)
+    assert "error: faults in the data: 5; fix or remove" in printed(report)
 
 
 def test_more_broken_lines_than_are_named_are_counted_in_print(tmp_path, tokenizer):
@@ -128,9 +128,9 @@ def test_data_without_a_sample_are_an_error(tmp_path, tokenizer):
     report = examine(
         write(tmp_path / "data.jsonl", {"text": ""}, {"input_ids": [5]}), tokenizer, VOCAB
     )
-    assert "no sample of two tokens or more" in problems(report)
+    assert "no sample has two tokens or more" in problems(report)
     assert (report.shortest, report.longest, report.id_min) == (0, 0, None)
-    assert "no sample of two tokens or more" in printed(report)
+    assert "no sample has two tokens or more" in printed(report)
 
 
 @pytest.mark.parametrize(

@@ -196,5 +196,5 @@ def test_without_demo_the_script_is_short_for_npt_trace(monkeypatch, capsys) -> 
     assert json.loads(capsys.readouterr().out) == {
         "fault": None,
         "batches": 1,
-        "traced": "the model's own pass",
+        "traced": "forward pass of the base",
     }

@@ -167,7 +167,7 @@ def with_value(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
 DAMAGE = {
     "no folder": (
         lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(),
-        r"there is no folder .*; pass a folder that npt\.save_adapter wrote",
+        r"there is no folder .*: name a folder that npt\.save_adapter wrote",
     ),
     "no configuration": (lambda f: (f / CONFIG_NAME).unlink(), r"holds no adapter_config\.json"),
     "weights truncated": (truncate, r"adapter_model\.safetensors cannot be read"),
@@ -181,11 +181,11 @@ DAMAGE = {
     ),
     "a tensor too many": (
         in_weights(lambda t: t.update(stranger=torch.zeros(1))),
-        r"has the extra tensor 'stranger' \(1 such\)",
+        r"has the extra tensor 'stranger' \(1 in all\)",
     ),
     "a tensor missing": (
         in_weights(lambda t: t.pop(SOME_TENSOR)),
-        r"lacks the tensor '.*layers\.1\.npt\.B\.gate' \(1 such\)",
+        r"lacks the tensor '.*layers\.1\.npt\.B\.gate' \(1 in all\)",
     ),
     "a value is NaN": (
         in_weights(with_value(float("nan"))),
