@@ -29,7 +29,8 @@ def page(words: str, facts: Facts, recipe: Facts, passages: Passages) -> str:
     """Return the page, which opens with the sentence `words`; `recipe` is adapter and settings."""
     return render(
         "generated.html.j2", title="Modulation, token by token", view=token_view(passages),
-        sections={"text": "Text and modulation"}, words=words, facts=facts, recipe=recipe,
+        sections={"text": "Text and modulation", "recipe": "Settings"}, words=words, facts=facts,
+        recipe=recipe, next="Next: measure agreement on held-out text with npt evaluate.",
     )  # fmt: skip
 
 
@@ -59,19 +60,19 @@ def _text(
     means = np.where(finite.any(axis=1), sums / np.maximum(finite.sum(axis=1), 1), np.nan)
     tokens = []
     for i, text in enumerate(measured["tokens"]):
-        kind = f"{_colour(means[i], high)}{' q' * (i < measured.get('start', 0))}"
+        kind = f"{colour(means[i], high)}{' q' * (i < measured.get('start', 0))}"
         hint = f"token {i + 1}, change {number(means[i], 3)}"
         if i:
             first = [measured[f"{who}_first"][i] for who in ("teacher", "student")]
-            hint += f", KL {number(measured['kl'][i], 3)} nats; most likely here: "
-            hint += f"teacher {visible(first[0])}, student {visible(first[1])}"
-        cells = [(_colour(value, high), number(value, 2)) for value in change[i]]
+            hint += f"; most likely: teacher {visible(first[0])}, student {visible(first[1])}"
+        cells = [("kl", number(measured["kl"][i], 2))]
+        cells += [(colour(value, high), number(value, 2)) for value in change[i]]
         kind += " p" * (i == measured.get("parts"))
         tokens.append((visible(text), kind, text.count("\n"), hint, cells))
     return {"title": title, "tokens": tokens, "layers": measured["layers"]}
 
 
-def _colour(value: float, high: float) -> str:
+def colour(value: float, high: float) -> str:
     """Return the class of a colour, `hn` if the value is not finite."""
     if not math.isfinite(value):
         return "hn"

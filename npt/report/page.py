@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from npt.evaluation.formatting import FIGURES
 from npt.report.pages import render
 from npt.report.run import Event, RunRecord, step_of
-from npt.report.sections import fidelity, layers, refusals, training
+from npt.report.sections import fidelity, layers, layers_by_step, refusals, training
 from npt.report.words import as_number, clean, figure, flat, number
 
 SECTIONS = {
@@ -36,12 +38,14 @@ def page(record: RunRecord, output: Path) -> str:
         "refusals": _part(record, "events.jsonl", refusals) or [],
         "layers": _part(record, "fidelity.json", layers),
         "causes": _part(record, "postmortem", _causes) or {},
+        "worst_layers": _part(record, "metrics.jsonl", layers_by_step),
         "events": _part(record, "events.jsonl", _events) or [],
         "configuration": _part(record, "run.json", _configuration) or [],
     }
     return render(
-        "run.html.j2", title=f"{clean(record.name, 80)}: report of a run", sections=SECTIONS,
-        record=record, status=status(record), facts=_facts(record), output=output,
+        "run.html.j2", title=f"{clean(record.name, 80)}: run report", sections=SECTIONS,
+        record=record, status=status(record), next=_next(record), facts=_facts(record),
+        output=output,
         notes=record.notes, **parts,
     )  # fmt: skip
 
@@ -51,7 +55,7 @@ def _part(record: RunRecord, file: str, build: Callable[[RunRecord], Any]) -> An
     try:
         return build(record)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        record.notes[file] = f"it is not what a run writes: {type(error).__name__}: {error}"
+        record.notes[file] = f"unexpected content: {type(error).__name__}: {error}"
         return None
 
 
@@ -67,16 +71,35 @@ def status(record: RunRecord) -> tuple[str, str]:
         return "good", f"Finished{at}"
     if state == "stopped":
         if (tried := record.refused_in) is not None:
-            at = f" in step {tried:,}, after {record.step:,} that were made"
-        return "bad", f"Stopped{at}: {event.get('reason', 'no reason on record')}"
+            at = f" in step {tried:,}, after {record.step:,} completed steps"
+        return "bad", f"Stopped{at}: {event.get('reason', 'no recorded reason')}"
     if state == "signal":
-        return "warn", f"Ended by signal {event.get('number', '?')}{at}; it can be taken up again"
+        return "warn", f"Ended by signal {event.get('number', '?')}{at}"
     if state == "error":
         message = f"{event.get('error', '')}: {event.get('message', '')}"
         return "bad", f"Ended with an error{at}: {message}"
     if state == "open":
-        return "warn", f"No end is on record{at}: the run was killed, or goes on"
-    return "warn", "No start is on record"
+        return "warn", f"Still running or killed{at}: no end is recorded"
+    return "warn", "No training is recorded in this folder"
+
+
+def _next(record: RunRecord) -> Markup:
+    """Return what to do next, with a command."""
+    state, words, command = record.end[0], "to resume, repeat the command with", "--resume auto"
+    if state == "unknown":
+        words, command = "to train in this folder, run", "npt pretrain --output_dir ."
+    elif state == "done":
+        words = "to compare student and teacher, run in this folder"
+        command = "npt generate --adapter . --compare --prompt TEXT"
+        if status(record)[0] == "bad":
+            words, command = (
+                "repeat the command with a lower learning rate and",
+                "--trace_steps 1-8",
+            )
+    elif state == "stopped" and record.postmortems:
+        words = "to find the cause, run in this folder"
+        command = f"npt replay postmortem/{record.postmortems[-1][0].name}"
+    return Markup("Next: {} <code>{}</code>").format(words, command)
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
@@ -86,7 +109,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     facts = [("steps", f"{record.step:,}{of}"), ("refusals", f"{record.refused().total():,}")]
     for key, name, write in (("tokens", "tokens", "{:,.0f}".format), ("loss", "last loss", number)):
         if last := record.last(key):
-            at = f", logged at step {last[0]:,}" if last[0] != record.step else ""
+            at = f" at step {last[0]:,}" if last[0] != record.step else ""
             facts.append((f"{name}{at}", write(last[1])))
     return facts + ([("warnings", f"{warnings:,}")] if warnings else [])
 
@@ -95,12 +118,12 @@ def _causes(record: RunRecord) -> dict[Path, str]:
     """Return why the run stopped, and which number was the first bad one, by post-mortem."""
     causes = {}
     for path, bundle in record.postmortems[-LISTED:]:
-        words = [str(bundle.get("reason", "no reason on record"))]
+        words = [str(bundle.get("reason", "no recorded reason"))]
         if refusals := bundle.get("refusals"):
-            words.append(f"Refused last: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
+            words.append(f"Last refusal: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
         verdicts = [entry.get("verdict") for entry in bundle.get("findings") or ()]
         if verdict := next(filter(None, reversed(verdicts)), None):
-            words.append(f"The first bad number: {verdict.get('explanation') or flat(verdict)}")
+            words.append(f"First bad operation: {verdict.get('explanation') or flat(verdict)}")
         causes[path] = ". ".join(words)
     return causes
 

@@ -68,7 +68,7 @@ class RunRecord:
         settings = self.run.get("settings")
         self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
         if self.events and self.fidelity and self.end[0] != "done":
-            self.notes["fidelity.json"] = "it is of an earlier end of this run"
+            self.notes["fidelity.json"] = "from an earlier end of this run"
 
     @property
     def name(self) -> str:
@@ -125,10 +125,10 @@ class RunRecord:
         try:
             if path.exists():
                 return read_json(path, NPTError)
-            self.notes[name] = "it is not there"
+            self.notes[name] = "missing"
         except NPTError as error:
-            words = str(error).replace(str(path), "it", 1)
-            self.notes[name] = words.removesuffix("; copy it again")
+            words = str(error).removeprefix(f"{path} ")
+            self.notes[name] = words.rpartition("; ")[0] or words  # without the remedy
         return {}
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
@@ -147,11 +147,11 @@ class RunRecord:
                     elif line.strip() and line.endswith(b"\n"):
                         unreadable += 1
         except FileNotFoundError:
-            self.notes[name] = "it is not there"
+            self.notes[name] = "missing"
         except OSError as error:
-            self.notes[name] = f"it cannot be read: {error.strerror}"
+            self.notes[name] = f"cannot be read: {error.strerror}"
         if unreadable:
-            self.notes[name] = f"{unreadable:,} of its lines cannot be read and are left out"
+            self.notes[name] = f"{unreadable:,} damaged lines were skipped"
 
     def _add_metrics(self, line: Mapping[str, Any]) -> None:
         """Add a line that has a step. One that is not after the last was made again, by a run that

@@ -78,7 +78,7 @@ def as_number(values: Mapping[str, Any], key: str) -> float:
 
 def figure(values: Mapping[str, Any], key: str) -> str:
     value, error = as_number(values, key), as_number(values, f"{key}_se")
-    if key in FIGURES and math.isfinite(value):
+    if key in FIGURES and abs(value) < 1e6:
         return FIGURES[key].write(value, error)
     return number(value) + (f" ± {number(error, 2)}" if math.isfinite(error) else "")
 
