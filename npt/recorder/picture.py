@@ -1,9 +1,4 @@
-"""The picture of a run's records: the RMS of every tensor, layer by checkpoint, for each step.
-
-A tensor that is not finite is red, and the first one of its pass is framed: it made the bad numbers
-or was given them, all others passed them along. Forward a fault spreads to the right and down, a
-gradient's to the left and up.
-"""
+"""Draw records as a page and a picture: the RMS of every tensor, one map for each step."""
 
 from __future__ import annotations
 
@@ -26,13 +21,13 @@ from npt.report.pages import render
 from npt.report.words import clean, number
 
 BAD = "#d01c2c"
-LISTED = 100  # non-finite tensors at most that the page lists
+LISTED = 100  # the most non-finite tensors listed
 
 
 def write_pictures(records: Iterable[Record], folder: Path) -> list[Path]:
-    """Draw records as `health.png` and `health.html` in `folder`, each replaced atomically, and
-    return the files. The same records give the same bytes. A `ValueError` says that there is
-    nothing to draw.
+    """Write `health.png` and `health.html` into `folder`, each atomically, and return their paths.
+
+    The same records give the same bytes. A ValueError says that there is nothing to draw.
     """
     ordered = sorted(records, key=lambda record: (record.step, record.micro_batch))
     ordered = [record for record in ordered if any("float" in row.dtype for row in record.rows)]
@@ -47,7 +42,7 @@ def write_pictures(records: Iterable[Record], folder: Path) -> list[Path]:
 
 
 def _drawn(records: Sequence[Record]) -> list[Row]:
-    """Return the rows of floating-point tensors, those of the forward pass first."""
+    """Return the rows of floating-point tensors, forward pass first."""
     rows = (row for record in records for row in record.rows if "float" in row.dtype)
     return sorted(rows, key=lambda row: row.direction)
 
@@ -64,7 +59,7 @@ def _png(records: Sequence[Record]) -> bytes:
     width, height = max(2.5, min(5, 0.13 * len(columns))), max(1.5, min(9, 0.14 * len(lines)))
     across, down = min(len(records), 2), math.ceil(len(records) / 2)
     size = 2 + across * (width + 0.2), 2 + len(directions) * down * (height + 0.5)
-    # The settings of matplotlib's user stay out, and a `$` in a name is no formula.
+    # without the user's settings of matplotlib, and with `$` in a name as text
     settings = matplotlib.rc_context({"text.parse_math": False, "font.size": 9})
     with matplotlib.style.context("default"), settings, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
@@ -76,7 +71,7 @@ def _png(records: Sequence[Record]) -> bytes:
         for block, direction in zip(blocks, directions, strict=True):
             sizes = [math.log10(r.rms) for r in rows if r.direction == direction and r.rms]
             sizes = [size for size in sizes if math.isfinite(size)]
-            # an exploded tensor must not make all others look alike
+            # so that one exploded tensor does not make all others look alike
             low, high = np.quantile(sizes or [0.0], (0.02, 0.98))
             ends = low - 0.2, high + 0.2
             for axes, record in zip(block, records, strict=False):
@@ -102,8 +97,8 @@ def _paint(
     columns: list[str],
     ends: tuple[float, float],
 ) -> Any:
-    """Draw one direction of a record; return the image. Of several calls of a module the largest
-    RMS is shown. ends: of the colours, in log10.
+    """Draw one direction of a record and return the image. If a module is called several times, the
+    largest RMS is shown. `ends` are those of the colour scale, in log10.
     """
     from matplotlib.colors import ListedColormap
 
@@ -118,7 +113,7 @@ def _paint(
     look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     image = axes.imshow(np.clip(sizes, -400, 400), vmin=ends[0], vmax=ends[1], **look)
     axes.imshow(bad, cmap=ListedColormap([BAD]), **look)
-    # a cross for readers who do not tell red from the scale
+    # a cross, for readers who cannot tell red from the colour scale
     axes.plot(*np.argwhere(bad == 1).T[::-1], "x", color="white", markersize=3)
     title = f"step {record.step}"
     if record.micro_batch:
@@ -132,13 +127,13 @@ def _paint(
 
 
 def _ticks(axis: Any, names: Sequence[str], inches: float, **look: Any) -> None:
-    """Label every cell, or every second, third ... if a line of text has no room."""
+    """Label every cell, or every second, third, ... if there is no room for all."""
     shown = range(0, len(names), math.ceil(0.13 * len(names) / inches))
     axis.set_ticks(shown, [clean(names[i], 30) for i in shown], **look)
 
 
 def _page(records: Sequence[Record], picture: bytes) -> str:
-    """Return the page: the finding, the layers by step, tables, and the picture."""
+    """Return the page."""
     bad = [(record.step, row) for record in records for row in record.bad]
     exploded = [(record.step, g) for record in records for g in explosions(record)]
     grown = [(record.step, growth) for record in records for growth in growths(record)]
@@ -148,8 +143,8 @@ def _page(records: Sequence[Record], picture: bytes) -> str:
     next = "".join(f"Largest growth, at step {step}: {growth}." for step, growth in grown[:1])
     if bad:
         kind, (step, first) = "bad", bad[0]
-        layer = "outside the layers" if first.layer is None else f"layer {first.layer}"
-        finding = f"First bad tensor: {layer} at step {step}, {first.name} is not finite"
+        layer = "no layer" if first.layer is None else f"layer {first.layer}"
+        finding = f"First non-finite tensor: {first.name}, in {layer} at step {step}"
         next = "Next: find the operation with npt replay POSTMORTEM or npt.trace(model, batch)."
     elif exploded:
         kind, finding = "warn", "First explosion, at step {}: {}".format(*exploded[0])
@@ -163,8 +158,8 @@ def _page(records: Sequence[Record], picture: bytes) -> str:
         total=total,
         bad=len(bad),
         listed=[
-            (step, r.direction, r.name, r.nan, r.pos_inf, r.neg_inf, r.count)
-            for step, r in bad[:LISTED]
+            (step, row.direction, row.name, row.nan, row.pos_inf + row.neg_inf, row.count)
+            for step, row in bad[:LISTED]
         ],
         steps=[record.step for record in records],
         grid=_layers_by_step(records),
@@ -179,8 +174,8 @@ def _page(records: Sequence[Record], picture: bytes) -> str:
 
 
 def _layers_by_step(records: Sequence[Record]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return a line for each layer: by record a colour, and the largest RMS forward or the number
-    of tensors that are not finite.
+    """Return each layer with, by record, a colour and the largest forward RMS or the number of
+    non-finite tensors.
     """
     lines = short_names(dict.fromkeys(row.cell[0] for row in _drawn(records)))
     sizes, bad = np.zeros((2, len(lines), len(records)))

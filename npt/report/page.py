@@ -1,9 +1,8 @@
-"""The report on a run, as a page and as JSON: how near the student is to its teacher, how it got
-there, and what happened on the way.
-"""
+"""The report on a run, as a page and as JSON."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -27,11 +26,11 @@ SECTIONS = {
     "configuration": "Configuration",
 }
 
-LISTED = 200  # events at most, the last ones
+LISTED = 200  # the most events listed, the last ones
 
 
 def page(record: RunRecord, output: Path) -> str:
-    """Return the HTML page about a run; `output` is its path, from which its links lead."""
+    """Return the HTML page about a run. Its links are relative to `output`, the page's path."""
     parts = {
         "fidelity": _part(record, "fidelity.json", fidelity),
         "training": _part(record, "metrics.jsonl", training) or [],
@@ -45,13 +44,12 @@ def page(record: RunRecord, output: Path) -> str:
     return render(
         "run.html.j2", title=f"{clean(record.name, 80)}: run report", sections=SECTIONS,
         record=record, status=status(record), next=_next(record), facts=_facts(record),
-        output=output,
-        notes=record.notes, **parts,
+        output=output, notes=record.notes, **parts,
     )  # fmt: skip
 
 
 def _part(record: RunRecord, file: str, build: Callable[[RunRecord], Any]) -> Any:
-    """Return a part of the page; None, and a note, if its file is not as a run writes it."""
+    """Return a part of the page. If its file has unexpected content, note that and return None."""
     try:
         return build(record)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -60,14 +58,14 @@ def _part(record: RunRecord, file: str, build: Callable[[RunRecord], Any]) -> An
 
 
 def status(record: RunRecord) -> tuple[str, str]:
-    """Return `good`, `warn` or `bad`, and a sentence on how the run is or ended."""
+    """Return `good`, `warn` or `bad`, and one sentence about the state of the run."""
     state, event = record.end
     at = f" at step {record.step:,}"
     if state == "done":
         causes = event.get("diverged")
         if isinstance(causes, list) and causes:
-            ruined = "; ".join(clean(str(cause), 200) for cause in causes[:3])
-            return "bad", f"Finished{at}, but diverged: {ruined}"
+            why = "; ".join(clean(str(cause), 200) for cause in causes[:3])
+            return "bad", f"Finished{at}, but diverged: {why}"
         return "good", f"Finished{at}"
     if state == "stopped":
         if (tried := record.refused_in) is not None:
@@ -76,26 +74,21 @@ def status(record: RunRecord) -> tuple[str, str]:
     if state == "signal":
         return "warn", f"Ended by signal {event.get('number', '?')}{at}"
     if state == "error":
-        message = f"{event.get('error', '')}: {event.get('message', '')}"
-        return "bad", f"Ended with an error{at}: {message}"
+        return "bad", f"Ended with an error{at}: {event.get('error')}: {event.get('message')}"
     if state == "open":
         return "warn", f"Still running or killed{at}: no end is recorded"
-    return "warn", "No training is recorded in this folder"
+    return "warn", "No start is recorded: events.jsonl is missing or incomplete"
 
 
 def _next(record: RunRecord) -> Markup:
     """Return what to do next, with a command."""
-    state, words, command = record.end[0], "to resume, repeat the command with", "--resume auto"
-    if state == "unknown":
-        words, command = "to train in this folder, run", "npt pretrain --output_dir ."
-    elif state == "done":
+    kind, state = status(record)[0], record.end[0]
+    words, command = "to resume, repeat the command with", "--resume auto"
+    if state == "done" and kind == "good":
         words = "to compare student and teacher, run in this folder"
         command = "npt generate --adapter . --compare --prompt TEXT"
-        if status(record)[0] == "bad":
-            words, command = (
-                "repeat the command with a lower learning rate and",
-                "--trace_steps 1-8",
-            )
+    elif state == "done":
+        words, command = "train with a lower learning rate and", "--trace_steps 1-8"
     elif state == "stopped" and record.postmortems:
         words = "to find the cause, run in this folder"
         command = f"npt replay postmortem/{record.postmortems[-1][0].name}"
@@ -103,7 +96,7 @@ def _next(record: RunRecord) -> Markup:
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
-    """Return a few numbers; a logged figure names its step if the run has got further."""
+    """Return the key figures; one logged before the last step names its step."""
     total, warnings = record.total_steps, len(record.of("warning"))
     of = "" if total is None or total == record.step else f" of {total}"
     facts = [("steps", f"{record.step:,}{of}"), ("refusals", f"{record.refused().total():,}")]
@@ -115,7 +108,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _causes(record: RunRecord) -> dict[Path, str]:
-    """Return why the run stopped, and which number was the first bad one, by post-mortem."""
+    """Return the cause of the stop and the first bad operation, by post-mortem."""
     causes = {}
     for path, bundle in record.postmortems[-LISTED:]:
         words = [str(bundle.get("reason", "no recorded reason"))]
@@ -143,6 +136,8 @@ def _words(event: Event) -> str:
         return f"held-out KL {figure(student, 'kl')} nats, top-1 {figure(student, 'top1')}"
     if isinstance(message, str):
         return f"{error}: {message}" if error else message
+    # floats with four digits
+    event = json.loads(json.dumps(event), parse_float=lambda digits: float(f"{float(digits):.4g}"))
     details = {k: v for k, v in event.items() if k not in ("event", "step", "time")}
     return ", ".join(f"{k} {flat(v)}" for k, v in details.items() if v not in (None, {}, []))
 
@@ -152,13 +147,13 @@ def _clock(seconds: float | None) -> str:
 
 
 def _configuration(record: RunRecord) -> list[tuple[str, str]]:
-    """Return every setting, then versions, device and everything else of `run.json`."""
+    """Return all settings, then the other entries of `run.json`."""
     others = {k: v for k, v in record.run.items() if k not in ("settings", "wandb_run")}
     return [(k, flat(v)) for k, v in [*sorted(record.settings.items()), *others.items()]]
 
 
 def summary(record: RunRecord) -> dict[str, Any]:
-    """Return the content of `npt report --json`: plain numbers, shares as fractions of 1."""
+    """Return the data of `npt report --json`: plain numbers, with shares as fractions of 1."""
     student, state = record.fidelity.get("student"), record.end[0]
     student = student if isinstance(student, dict) else {}
     last = {key: record.last(key) for key in ("tokens", "loss")}

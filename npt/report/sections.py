@@ -1,6 +1,4 @@
-"""What a run's page shows of its measurements: the course of training, the student between floor
-and teacher, NMSE by layer.
-"""
+"""The measurements on a run's page: fidelity, training, refusals and layers."""
 
 from __future__ import annotations
 
@@ -31,16 +29,16 @@ _CHARTS = (
 
 _GONE = Figure("the way from floor to teacher", "way", 1, percent=True, ideal=1.0)
 
-REFUSALS = 200  # the last ones, which are listed one by one
+REFUSALS = 200  # the most refusals listed, the last ones
 
 Table = tuple[list[str], list[list[str]]]
-"""Headings, each with a star before one of numbers, and rows."""
+"""Headings, a star before each one of numbers, and rows."""
 
 Models = Mapping[str, Mapping[str, Any]]
 
 
 def training(record: RunRecord) -> list[tuple[str, charts.Chart]]:
-    """Return the charts of a run over its steps, with their headings."""
+    """Return charts over the steps, with their headings."""
     steps, columns, pictures = record.steps, record.columns, []
 
     def draw(heading: str, unit: str, series: Sequence[charts.Series], **more: Any) -> None:
@@ -60,7 +58,7 @@ def training(record: RunRecord) -> list[tuple[str, charts.Chart]]:
 
 
 def layers_by_step(record: RunRecord) -> charts.Chart | None:
-    """Return the chart of the worst and the best layer's NMSE; None if no step logs it."""
+    """Return the chart of the worst and the best layer's NMSE, or None if no step logs it."""
     if not record.layers:
         return None
     nmse = np.array([record.columns[f"layers.{i}.nmse"] for i in record.layers])
@@ -70,7 +68,7 @@ def layers_by_step(record: RunRecord) -> charts.Chart | None:
 
 
 def refusals(record: RunRecord) -> list[list[str]]:
-    """Return the last refusals, each with its step, kind, place, reason and samples."""
+    """Return step, kind, place, reason and samples of each of the last refusals."""
     rows = []
     for event in record.of("refusal")[-REFUSALS:]:
         index, process, samples = (event.get(key) for key in ("micro_batch", "rank", "sample_ids"))
@@ -83,7 +81,7 @@ def refusals(record: RunRecord) -> list[list[str]]:
 
 
 def fidelity(record: RunRecord) -> dict[str, Any] | None:
-    """Return the part on the whole model; None if there are no figures."""
+    """Return the figures of the whole model, or None if there are none."""
     models = {name: values for name in MODELS if (values := record.fidelity.get(name))}
     if not models:
         return None
@@ -120,7 +118,7 @@ def _headline(floor: Mapping[str, Any], student: Mapping[str, Any]) -> str:
 
 
 def _table(head: str, models: Models, names: Mapping[str, str]) -> Table:
-    """Return every figure that any of them has; one with a `<name>_se` is written with it."""
+    """Return a table of all figures that any model has, with their standard errors."""
     keys = dict.fromkeys(key for values in models.values() for key in values)
     shown = [
         key
@@ -136,7 +134,7 @@ def _table(head: str, models: Models, names: Mapping[str, str]) -> Table:
 
 
 def layers(record: RunRecord) -> dict[str, Any] | None:
-    """Return the part on the layers' NMSE on held-out text; None if nothing was measured."""
+    """Return the layers' NMSE on held-out text, or None if it was not measured."""
     measured: Models = record.fidelity.get("layers", {})
     keys = {
         f"{kind}_{model}": MODELS[model] + fed

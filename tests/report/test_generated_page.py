@@ -61,6 +61,6 @@ def test_the_prompt_and_the_parting_of_two_texts_are_marked() -> None:
 
 def test_numbers_that_are_not_finite_have_no_colour() -> None:
     text = Reader(made(passage(["a", "b"], change=[[math.nan] * 3, [0.5, math.inf, math.nan]])))
-    assert [each["class"] for each in text.of("td")] == ["kl", *["hn"] * 3, "kl", "h11", "hn", "hn"]
+    assert [each["class"] for each in text.of("td")] == ["kl", *["hn"] * 3, "kl", "h7", "hn", "hn"]
     nothing = made(passage(["a"], change=[[math.nan] * 3]))
     assert "No token has a finite number" in nothing

@@ -50,7 +50,7 @@ def test_a_finished_run_is_shown_as_a_whole(tmp_path) -> None:
         assert words in reader.sections[section]
     # loss, gradient norm, rate, speed, the layers over the steps and at the end
     assert len(reader.charts) == 6 and all(len(words) > 15 for words in reader.charts)
-    assert "per token: 0.1 at first, 0.008333 at last, between 0.008333 and 0.1" in reader.charts[0]
+    assert "per token: first 0.1, last 0.008333, 0.008333 to 0.1" in reader.charts[0]
     boxes = reader.of("div", class_="scroll")
     assert all(box.get("tabindex") == "0" and box.get("aria-label") for box in boxes)
 
@@ -121,7 +121,7 @@ def test_a_file_of_another_form_is_named_or_shown_as_far_as_it_goes(
 
 def test_an_empty_folder_makes_a_page(tmp_path) -> None:
     reader = read(tmp_path)
-    assert "No training is recorded" in reader.text
+    assert "No start is recorded" in reader.text
     assert reader.text.count("missing") >= 6
 
 
