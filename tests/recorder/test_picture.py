@@ -98,9 +98,10 @@ def test_what_is_not_finite_is_red_and_named_and_growth_is_ranked(tmp_path) -> N
     loads_nothing(page)
     assert '<span class="alarm">4</span> of 28 recorded tensors' in page
     assert "First non-finite tensor: model.layers.1.mlp out, in layer 1 at step 7" in page
-    assert page.count(" bad<") == 2  # the layers 1 and 2, in the second step's column
-    assert page.index("<td>7</td>") < page.index("model.layers.1.mlp out")
-    assert page.index("model.layers.1.mlp out") < page.index("model.layers.2.mlp out")
+    assert page.count(" bad<") == 2  # of the layers 1 and 2, at step 7
+    listed = page[page.index("Non-finite tensors</caption>") :]
+    assert listed.index("<td>7</td>") < listed.index("model.layers.1.mlp out")
+    assert listed.index("model.layers.1.mlp out") < listed.index("model.layers.2.mlp out")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 6])

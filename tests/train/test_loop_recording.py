@@ -118,7 +118,7 @@ def test_a_refused_micro_batch_is_recorded_with_what_was_wrong(here) -> None:
     assert first.name == "model.layers.1.input_layernorm out" and first.rms is None
     # the window that became step 3 in the end is not recorded as well
     assert here.said.getvalue().count("recorded step 3") == 1
-    assert f"tensors are not finite, first {first.name}" in here.said.getvalue()
+    assert f"tensors are not finite; the first is {first.name}" in here.said.getvalue()
 
 
 # --- the run is the same
