@@ -127,7 +127,7 @@ def _paint(
 
 
 def _ticks(axis: Any, names: Sequence[str], inches: float, **look: Any) -> None:
-    """Label every cell, or every second, third, ... if there is no room for all."""
+    """Label every cell, or every n-th if there is no room."""
     shown = range(0, len(names), math.ceil(0.13 * len(names) / inches))
     axis.set_ticks(shown, [clean(names[i], 30) for i in shown], **look)
 
@@ -140,11 +140,11 @@ def _page(records: Sequence[Record], picture: bytes) -> str:
     grown = sorted(grown, key=lambda pair: -pair[1].growth)[:10]
     total = sum(len(record.rows) for record in records)
     kind, finding = "good", f"All {total:,} recorded tensors are finite, and none exploded"
-    next = "".join(f"Largest growth, at step {step}: {growth}." for step, growth in grown[:1])
+    next = "If the loss still diverges, look for a layer that grows."
     if bad:
         kind, (step, first) = "bad", bad[0]
-        layer = "no layer" if first.layer is None else f"layer {first.layer}"
-        finding = f"First non-finite tensor: {first.name}, in {layer} at step {step}"
+        where = "" if first.layer is None else f" in layer {first.layer}"
+        finding = f"First non-finite tensor: {first.name}{where} at step {step}"
         next = "Next: find the operation with npt replay POSTMORTEM or npt.trace(model, batch)."
     elif exploded:
         kind, finding = "warn", "First explosion, at step {}: {}".format(*exploded[0])

@@ -19,7 +19,7 @@ FIELDS = ("count", "nan", "pos_inf", "neg_inf", "min", "max", "mean", "std", "rm
 """The numbers of `summarise`, in order. The last five are NaN if no element is finite."""
 
 # Between these sizes no sum of squares overflows fp32, and squares that underflow are too small to
-# matter. Over ten million elements the error is 2e-4.
+# matter.
 _SMALLEST, _LARGEST = 1e-12, 1e15
 
 
