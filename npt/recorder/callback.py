@@ -1,4 +1,4 @@
-"""`RecorderCallback`: the recorder inside transformers' Trainer, for any model that it trains."""
+"""`RecorderCallback`: the recorder for transformers' Trainer and any model."""
 
 from __future__ import annotations
 
@@ -13,21 +13,18 @@ from npt.recorder.recording import Recording
 
 
 class RecorderCallback(TrainerCallback):
-    """Records chosen steps of a `transformers.Trainer`: the first micro-batch of each, on the first
-    process.
+    """Records the first micro-batch of chosen steps of a `transformers.Trainer`, on process 0.
 
-    A file `step-XXXXXXXX.json` per step goes into the folder, and pictures of them all when
-    training ends. Between chosen steps no hook is on the model. A failure of recording is a line
-    and never ends the training.
+    Writes `step-XXXXXXXX.json` for each step, and draws pictures when training ends. Between chosen
+    steps the model has no hooks. A failure to record prints a line and does not end the training.
 
     Args:
-        folder: of the files.
-        steps: chosen optimizer steps, counted from 1: `1,2,3`, `1-5`, `/10` for every tenth, or a
-            mix.
-        say: gets each line about a recorded step or its files.
+        folder: where the files go.
+        steps: optimizer steps, counted from 1: `1,2,3`, `1-5`, `/10` for every tenth, or a mix.
+        say: called with each line about a recorded step or its files.
 
     Raises:
-        ConfigError: steps that cannot be read.
+        ConfigError: `steps` has another form.
     """
 
     def __init__(self, folder: str | Path, *, steps: str, say: Callable[[str], None] = print):
@@ -35,20 +32,20 @@ class RecorderCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say which steps are recorded."""
-        self.recording.stop()  # of a training that ended in the middle of a step
+        self.recording.stop()  # a training may have ended in the middle of a step
         if state.is_world_process_zero:
             self.recording.say(str(self.recording))
 
     def on_step_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        """Put hooks on the model, if this step is recorded."""
+        """Put hooks on the model if this step is chosen."""
         step = state.global_step + 1
         if model is not None and state.is_world_process_zero and self.recording.wants(step):
             self.recording.start(model, step)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the record of the first micro-batch, which is over."""
+        """Write the record of the first micro-batch."""
         self.recording.finish()
 
     on_step_end = on_substep_end

@@ -1,4 +1,4 @@
-"""The rows of a pass so far: tensors reduced where they lie, whose numbers are not read yet."""
+"""The rows of a pass so far: tensors reduced on their device, whose numbers are not read yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Entry:
     Attributes:
         summary: index of its statistics among the vectors of numbers.
         saturation: index of its share of saturated multipliers.
-        update: indices of the statistics of what it adds to its state, and of that state.
+        update: indices of the statistics of its addition to the state, and of the state.
     """
 
     site: Site
@@ -41,7 +41,7 @@ class Entry:
 
 @dataclass
 class Reduced:
-    """A tensor that was reduced: its numbers are the same while it lives with the same version.
+    """A reduced tensor. Its numbers hold while it lives with the same version.
 
     Attributes:
         summary: index of its numbers.
@@ -62,7 +62,7 @@ class Observations:
     """Rows in the order of the pass.
 
     Attributes:
-        valid: the tokens that count, [B, T] bool, None for all.
+        valid: [B, T] bool, True at the tokens that count; None for all.
     """
 
     def __init__(self, valid: Tensor | None):
@@ -74,8 +74,8 @@ class Observations:
         self._updates: dict[tuple[int, int], int] = {}
 
     def find(self, tensor: Tensor) -> Reduced | None:
-        """Return the reduced tensor with these very numbers: another view of the same memory, in
-        the same shape, unchanged since. An inference tensor counts no changes, so it is always new.
+        """Return the reduced tensor with these numbers: the same memory and shape, unchanged since.
+        An inference tensor does not count its changes, so it is always new.
         """
         reduced = self._reduced.get(_memory(tensor))
         if reduced is None or tensor.is_inference() or reduced.unchanged() is None:
@@ -91,7 +91,7 @@ class Observations:
     def add(
         self, site: Site, stage: str, tensor: Tensor, reduced: Reduced, source: int | None
     ) -> None:
-        """Add a row of a reduced tensor that goes forward."""
+        """Add a forward row for a reduced tensor."""
         reduced.entries.append(len(self.entries))
         self._append(site, stage, "forward", tensor, reduced.summary).source = source
 
@@ -110,7 +110,7 @@ class Observations:
         return self.entries[-1]
 
     def add_update(self, reduced: Reduced, after: Tensor, state: Reduced) -> None:
-        """Add to a tensor's last row what it adds to the state that it was made from."""
+        """Note in a tensor's last row what it adds to the state that it was made from."""
         tensor = state.unchanged()
         if tensor is None or after.shape != tensor.shape or after.device != tensor.device:
             return
@@ -124,7 +124,7 @@ class Observations:
     def add_saturation(
         self, reduced: Reduced, tensor: Tensor, centre: float, distance: float
     ) -> None:
-        """Add to a tensor's last row the share of elements this far from the centre."""
+        """Note in a tensor's last row the share of its elements this far from the centre."""
         share = share_beyond(tensor, centre, distance, self.valid)
         self.entries[reduced.entries[-1]].saturation = self._keep(share)
 
@@ -133,7 +133,7 @@ class Observations:
         wrapped = is_traceable_wrapper_subclass(tensor)
         if tensor.layout != torch.strided or tensor.is_meta or wrapped:
             where = f"{tensor.layout} on {tensor.device}"
-            raise TypeError(f"{kind_of(tensor)} of layout {where} cannot be summed up")
+            raise TypeError(f"{kind_of(tensor)} of layout {where} is not supported")
         return self._keep(summarise(tensor, valid))
 
     def _keep(self, numbers: Tensor) -> int:
@@ -141,7 +141,7 @@ class Observations:
         return len(self._numbers) - 1
 
     def rows(self) -> tuple[Row, ...]:
-        """Read the numbers, by one transfer for each device."""
+        """Read the numbers, with one transfer for each device."""
         numbers: list[list[float]] = [[] for _ in self._numbers]
         for device in dict.fromkeys(vector.device for vector in self._numbers):
             here = [i for i, vector in enumerate(self._numbers) if vector.device == device]
@@ -152,15 +152,13 @@ class Observations:
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:
-    """Return the common key of views of the same numbers in the same shape; an empty tensor lies
-    nowhere.
-    """
+    """Return a key that views of the same memory in the same shape share."""
     at = tensor.data_ptr() or id(tensor)
     return at, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
 
 
 def _version(tensor: Tensor) -> int:
-    """Return the number of changes in place; an inference tensor counts none."""
+    """Return the number of in-place changes, which an inference tensor does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -174,7 +172,7 @@ def _row(entry: Entry, numbers: list[list[float]]) -> Row:
     ratio = None
     if entry.update is not None:
         added, state = (numbers[i][FIELDS.index("rms")] for i in entry.update)
-        ratio = added / state if state > 0 and added >= 0 else None  # neither if one is NaN
+        ratio = added / state if state > 0 and added >= 0 else None  # None if one is NaN
     return Row(
         module=entry.site.name,
         layer=entry.site.layer,

@@ -1,9 +1,4 @@
-"""The picture of a run's records: the RMS of every tensor, layer by checkpoint, for each step.
-
-A tensor that is not finite is red, and the first one of its pass is framed: it made the bad numbers
-or was given them, all others passed them along. Forward a fault spreads to the right and down, a
-gradient's to the left and up.
-"""
+"""Draw records as a page and a picture: the RMS of every tensor, one map for each step."""
 
 from __future__ import annotations
 
@@ -20,18 +15,19 @@ from markupsafe import Markup
 
 from npt.files import write_bytes
 from npt.recorder.ranking import FACTOR, explosions, growths
-from npt.recorder.record import Direction, Record, short_names
+from npt.recorder.record import Direction, Record, Row, short_names
+from npt.report.generated import colour
 from npt.report.pages import render
-from npt.report.words import clean
+from npt.report.words import clean, number
 
 BAD = "#d01c2c"
-LISTED = 100  # non-finite tensors at most that the page lists
+LISTED = 100  # the most non-finite tensors listed
 
 
 def write_pictures(records: Iterable[Record], folder: Path) -> list[Path]:
-    """Draw records as `health.png` and `health.html` in `folder`, each replaced atomically, and
-    return the files. The same records give the same bytes. A `ValueError` says that there is
-    nothing to draw.
+    """Write `health.png` and `health.html` into `folder`, each atomically, and return their paths.
+
+    The same records give the same bytes. A ValueError says that there is nothing to draw.
     """
     ordered = sorted(records, key=lambda record: (record.step, record.micro_batch))
     ordered = [record for record in ordered if any("float" in row.dtype for row in record.rows)]
@@ -45,22 +41,26 @@ def write_pictures(records: Iterable[Record], folder: Path) -> list[Path]:
     return [folder / name for name in contents]
 
 
+def _drawn(records: Sequence[Record]) -> list[Row]:
+    """Return the rows of floating-point tensors, forward pass first."""
+    rows = (row for record in records for row in record.rows if "float" in row.dtype)
+    return sorted(rows, key=lambda row: row.direction)
+
+
 def _png(records: Sequence[Record]) -> bytes:
     import matplotlib
     import matplotlib.style
     from matplotlib.figure import Figure
 
-    # the size of token ids is no activation's
-    drawn = (row for record in records for row in record.rows if "float" in row.dtype)
-    rows = sorted(drawn, key=lambda row: row.direction)
+    rows = _drawn(records)
     lines = short_names(dict.fromkeys(row.cell[0] for row in rows))
     columns = list(dict.fromkeys(row.cell[1] for row in rows))
     directions = list(dict.fromkeys(row.direction for row in rows))
     width, height = max(2.5, min(5, 0.13 * len(columns))), max(1.5, min(9, 0.14 * len(lines)))
-    across, down = min(len(records), 3), math.ceil(len(records) / 3)
+    across, down = min(len(records), 2), math.ceil(len(records) / 2)
     size = 2 + across * (width + 0.2), 2 + len(directions) * down * (height + 0.5)
-    # The settings of matplotlib's user stay out, and a `$` in a name is no formula.
-    settings = matplotlib.rc_context({"text.parse_math": False, "font.size": 7})
+    # without the user's settings of matplotlib, and with `$` in a name as text
+    settings = matplotlib.rc_context({"text.parse_math": False, "font.size": 9})
     with matplotlib.style.context("default"), settings, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=size, layout="constrained")
@@ -71,21 +71,21 @@ def _png(records: Sequence[Record]) -> bytes:
         for block, direction in zip(blocks, directions, strict=True):
             sizes = [math.log10(r.rms) for r in rows if r.direction == direction and r.rms]
             sizes = [size for size in sizes if math.isfinite(size)]
-            # an exploded tensor must not make all others look alike
+            # so that one exploded tensor does not make all others look alike
             low, high = np.quantile(sizes or [0.0], (0.02, 0.98))
             ends = low - 0.2, high + 0.2
             for axes, record in zip(block, records, strict=False):
                 image = _paint(axes, record, direction, list(lines), columns, ends)
             for axes in block[len(records) :]:
                 axes.axis("off")
-            label = f"{direction}: log10 of the RMS"
+            label = f"{direction}: RMS, log10"
             figure.colorbar(image, ax=list(block), extend="both", label=label)
         for axes in grids[:, 0]:
             _ticks(axes.yaxis, list(lines.values()), height)
         for axes in grids[-1]:
             _ticks(axes.xaxis, columns, width, rotation=90)
         stream = io.BytesIO()
-        figure.savefig(stream, format="png", dpi=110, metadata={"Software": None})
+        figure.savefig(stream, format="png", dpi=96, metadata={"Software": None})
     return stream.getvalue()
 
 
@@ -97,8 +97,8 @@ def _paint(
     columns: list[str],
     ends: tuple[float, float],
 ) -> Any:
-    """Draw one direction of a record; return the image. Of several calls of a module the largest
-    RMS is shown. ends: of the colours, in log10.
+    """Draw one direction of a record and return the image. If a module is called several times, the
+    largest RMS is shown. `ends` are those of the colour scale, in log10.
     """
     from matplotlib.colors import ListedColormap
 
@@ -113,6 +113,8 @@ def _paint(
     look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     image = axes.imshow(np.clip(sizes, -400, 400), vmin=ends[0], vmax=ends[1], **look)
     axes.imshow(bad, cmap=ListedColormap([BAD]), **look)
+    # a cross, for readers who cannot tell red from the colour scale
+    axes.plot(*np.argwhere(bad == 1).T[::-1], "x", color="white", markersize=3)
     title = f"step {record.step}"
     if record.micro_batch:
         title += f", micro-batch {record.micro_batch}"
@@ -125,34 +127,70 @@ def _paint(
 
 
 def _ticks(axis: Any, names: Sequence[str], inches: float, **look: Any) -> None:
-    """Label every cell, or every second, third ... if a line of text has no room."""
-    shown = range(0, len(names), math.ceil(0.11 * len(names) / inches))
+    """Label every cell, or every n-th if there is no room."""
+    shown = range(0, len(names), math.ceil(0.13 * len(names) / inches))
     axis.set_ticks(shown, [clean(names[i], 30) for i in shown], **look)
 
 
 def _page(records: Sequence[Record], picture: bytes) -> str:
-    """Return the page: what is not finite, what grew most, and the picture."""
-    bad = [
-        (record.step, row.direction, row.name, row.nan, row.pos_inf, row.neg_inf, row.count)
-        for record in records
-        for row in record.bad
-    ]
-    grown = sorted(
-        ((record.step, growth) for record in records for growth in growths(record)),
-        key=lambda pair: -pair[1].growth,
-    )
+    """Return the page."""
+    bad = [(record.step, row) for record in records for row in record.bad]
+    exploded = [(record.step, g) for record in records for g in explosions(record)]
+    grown = [(record.step, growth) for record in records for growth in growths(record)]
+    grown = sorted(grown, key=lambda pair: -pair[1].growth)[:10]
+    total = sum(len(record.rows) for record in records)
+    kind, finding = "good", f"All {total:,} recorded tensors are finite, and none exploded"
+    next = "If the loss still diverges, look for a layer that grows."
+    if bad:
+        kind, (step, first) = "bad", bad[0]
+        where = "" if first.layer is None else f" in layer {first.layer}"
+        finding = f"First non-finite tensor: {first.name}{where} at step {step}"
+        next = "Next: find the operation with npt replay POSTMORTEM or npt.trace(model, batch)."
+    elif exploded:
+        kind, finding = "warn", "First explosion, at step {}: {}".format(*exploded[0])
+        next = "Next: lower the learning rate, and record the steps before this one."
     return render(
         "recorder.html.j2",
         title=f"Tensor health, steps {records[0].step} to {records[-1].step}",
-        sections={"findings": "Findings", "picture": "Picture"},
-        total=sum(len(record.rows) for record in records),
-        bad=bad,
-        listed=bad[:LISTED],
-        exploded=sum(len(explosions(record)) for record in records),
+        sections={"layers": "Layers by step", "findings": "Findings", "picture": "Every tensor"},
+        kind=kind,
+        lines=[finding, next],
+        total=total,
+        bad=len(bad),
+        listed=[
+            (step, row.direction, row.name, row.nan, row.pos_inf + row.neg_inf, row.count)
+            for step, row in bad[:LISTED]
+        ],
+        steps=[record.step for record in records],
+        grid=_layers_by_step(records),
+        exploded=len(exploded),
         factor=FACTOR,
         grown=[
             (step, g.after.name, g.before.name, f"{g.after.rms:.3g}", f"× {g.growth:.3g}")
-            for step, g in grown[:10]
+            for step, g in grown
         ],
         image=Markup(f"data:image/png;base64,{base64.b64encode(picture).decode()}"),
     )
+
+
+def _layers_by_step(records: Sequence[Record]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return each layer with, by record, a colour and the largest forward RMS or the number of
+    non-finite tensors.
+    """
+    lines = short_names(dict.fromkeys(row.cell[0] for row in _drawn(records)))
+    sizes, bad = np.zeros((2, len(lines), len(records)))
+    for column, record in enumerate(records):
+        for row in _drawn([record]):
+            at = list(lines).index(row.cell[0]), column
+            bad[at] += not row.finite
+            if row.direction == "forward":
+                sizes[at] = np.fmax(sizes[at], row.rms or 0.0)
+    high = float(np.max(sizes, where=np.isfinite(sizes), initial=1e-45))
+
+    def cell(size: float, count: float) -> tuple[str, str]:
+        return (
+            ("hn", f"{count:.0f} bad") if count else (colour(size, high), number(size or None, 3))
+        )
+
+    grid = zip(sizes.tolist(), bad.tolist(), strict=True)
+    return [(name, list(map(cell, *row))) for name, row in zip(lines.values(), grid, strict=True)]

@@ -1,6 +1,4 @@
-"""A record: the health of a model's tensors in one pass, as plain numbers that can be written, read
-and drawn.
-"""
+"""The health of a model's tensors in one pass, as plain numbers."""
 
 from __future__ import annotations
 
@@ -14,21 +12,20 @@ Direction = Literal["forward", "gradient"]
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor at one checkpoint of the pass.
+    """One tensor at one point of the pass.
 
-    Statistics are of the finite elements, None if there are none.
+    Statistics cover the finite elements and are None if there are none.
 
     Attributes:
-        module: dotted name of the module that it belongs to, empty for the model itself.
-        layer: index of the decoder layer, None outside of them.
-        stage: its role there, such as `out`, `in`, `m_gate`, `weight`.
-        direction: the value that went forward, or its gradient.
-        count: elements looked at.
+        module: dotted name of its module, empty for the model itself.
+        layer: index of its decoder layer, None outside the layers.
+        stage: its role in the module, such as `out`, `in`, `m_gate`, `weight`.
+        direction: the forward value, or its gradient.
+        count: number of elements.
         finite_share: in [0, 1].
         saturation: share of multipliers within a hundredth of their bounds.
         update_ratio: RMS of the addition to the residual stream over the RMS of the stream.
-        source: index among the record's rows of the tensor that this one was made from, if the two
-            may be compared in size.
+        source: index of the row that this tensor was made from, if their sizes are comparable.
     """
 
     module: str
@@ -59,7 +56,7 @@ class Row:
 
     @property
     def cell(self) -> tuple[str, str]:
-        """The line and the column of a map by layers: `model.layers.3` and `mlp.gate_proj out`."""
+        """Row and column on a map by layers: `model.layers.3` and `mlp.gate_proj out`."""
         parts = self.module.split(".")
         if self.layer is None or str(self.layer) not in parts:
             return self.module, self.stage
@@ -68,7 +65,7 @@ class Row:
 
     @property
     def finite(self) -> bool:
-        """No element is NaN or infinite."""
+        """True if no element is NaN or Inf."""
         return self.nan == self.pos_inf == self.neg_inf == 0
 
     @property
@@ -83,7 +80,7 @@ class Record:
     """All rows of one recorded step, in the order of the pass.
 
     Attributes:
-        micro_batch: its index in the step's window.
+        micro_batch: index in the step's window.
     """
 
     step: int
@@ -92,22 +89,22 @@ class Record:
 
     @property
     def bad(self) -> list[Row]:
-        """The rows with NaN or infinities: the first is nearest to the cause."""
+        """The rows with NaN or Inf; the first is closest to the cause."""
         return [row for row in self.rows if not row.finite]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold, and `from_dict` reads."""
+        """Return plain values for JSON and `from_dict`."""
         return {**vars(self), "rows": [dict(vars(row)) for row in self.rows]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
-        """Return the record that `as_dict` gave."""
+        """Return the record from the result of `as_dict`."""
         rows = (Row(**{**row, "shape": tuple(row["shape"])}) for row in values["rows"])
         return cls(values["step"], tuple(rows), values["micro_batch"])
 
 
 def short_names(lines: Iterable[str]) -> dict[str, str]:
-    """Return the last part of each line's name, or all of it if several end alike."""
+    """Return the last part of each name, or all of it if several end alike."""
     tails = {line: line.rpartition(".")[2] for line in lines}
     times = Counter(tails.values())
     return {line: (tail if times[tail] == 1 else line) or "model" for line, tail in tails.items()}

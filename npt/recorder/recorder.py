@@ -1,29 +1,27 @@
-"""The recorder: the health of every tensor that a pass through a module produces, without a change
-to any of them.
+"""Record the health of every tensor in a pass through a module, without changing any of them.
 
     with Recorder(model) as recorder:
         model(**batch).loss.backward()
     record = recorder.record(step=1)
 
-Each tensor is reduced to a few numbers where it lies, and all of them are read at once by `record`.
-No tensor lives longer for it, and on leaving the block every hook is gone.
+Each tensor is reduced to a few numbers on its device, and `record` reads them all at once. No
+tensor is kept alive, and all hooks are removed at the end of the block.
 
-Rows, in the order of the pass, by their `stage`:
+Rows are in the order of the pass. Every module has these stages:
 
-    in            every module: its main input (the first tensor), unless it already has a row as
-                  an output of another module
-    in.NAME       every module: its other inputs, likewise; masks are left out, their -Inf is meant
-    out           every module: its output, of several the first; out.NAME or out.NUMBER: the others
-    weight, ...   every parameter, gradient only: what this pass added to it, before any clipping
+    in            main input (the first tensor), unless it has a row as another module's output
+    in.NAME       other inputs, on the same condition; masks are skipped, as their -Inf is intended
+    out           output, or the first of several; out.NAME or out.NUMBER: the others
+    weight, ...   parameters, gradient only: what this pass adds, before clipping
 
-and of an NPT layer:
+An NPT layer also has:
 
     h             the residual stream before the layer
     a             the attention output, after o_proj
     z             the low-rank code A a
     s_stream      the shift of the stream
-    stream        what the MLP reads and adds to, if that is not h: with a if the attention
-                  residual is kept, with the shift if there is one
+    stream        what the MLP reads and adds to, if not h: h plus a (attention residual kept), plus
+                  the shift if there is one
     m_gate ...    multipliers of gate, up, down, with their saturation
     s_gate ...    additive terms of gate, up, down
     gate, up      the products as modulated (before: `mlp.gate_proj out`, `mlp.up_proj out`)
@@ -33,14 +31,14 @@ and of an NPT layer:
     o             the residual sum after the layer, with its update ratio
     t             the teacher's o, under the local strategy
 
-A tensor that several modules name has a row under each name. Later calls of a module in the same
-pass are numbered, `out#2`: the student's under the end_to_end strategy, or a recomputation under
-the gradient checkpointing of a model's own (that of `--gradient_checkpointing` is not looked at
-twice). Under the local strategy the MLP's rows are the student's. A gradient has the stage of its
-value; `out@2` is the second backward through it.
+A tensor that several modules share has a row under each name. Later calls of a module in the same
+pass are numbered, `out#2`: the student's with `--strategy end_to_end`, or a recomputation by the
+model's own gradient checkpointing (recomputation by `--gradient_checkpointing` is not recorded).
+With `--strategy local` the MLP's rows are the student's. A gradient has the stage of its value;
+`out@2` is the second backward through it.
 
-Padded positions are left out of every tensor that starts with the batch and time of the mask: of
-`valid`, else of the two-dimensional `attention_mask` that the model itself is called with.
+Padding is left out of every tensor whose first two dimensions are those of the mask: `valid`, else
+the two-dimensional `attention_mask` argument of the model.
 """
 
 from __future__ import annotations
@@ -63,11 +61,9 @@ from npt.recorder.sites import Site, named_inputs, sites_of
 from npt.tracer.tensors import tensors_in
 
 SATURATED = 0.99
-"""A multiplier counts as saturated beyond this share of the way from the middle of its form's range
-to an end.
-"""
+"""A multiplier is saturated beyond this share of the way from the middle of its range to an end."""
 
-# The stage that a stage of an NPT layer is made of; growth from there can be an explosion.
+# The stage that each stage of an NPT layer is made from; growth from there can be an explosion.
 _MADE_OF = {
     "z": "a",
     "s_stream": "a",
@@ -82,29 +78,26 @@ _MADE_OF = {
 class Recorder:
     """Records every forward and backward pass through `model` inside its block.
 
-    Numerics, random state and the graph are as without it, under `torch.no_grad`,
-    `torch.inference_mode`, mixed precision and gradient checkpointing too. Only code that itself
-    asks whether it is hooked may take another way: torch's `nn.TransformerEncoderLayer` then leaves
-    its fused inference path. A tensor that cannot be reduced (a sparse one, say) is skipped, with a
-    warning from `record`. Recorders nest, and one can be entered again: it then starts anew.
+    Does not change numerics, random state or the graph, also under `torch.no_grad`,
+    `torch.inference_mode`, mixed precision and gradient checkpointing. Only code that checks for
+    hooks may behave differently: torch's `nn.TransformerEncoderLayer` leaves its fused inference
+    path. A tensor that cannot be reduced, such as a sparse one, is skipped with a warning from
+    `record`. Recorders nest. Entering one again clears it.
 
     Args:
         model: any module.
-        gradients: record the gradients of the same tensors, and of the parameters, as well.
+        gradients: also record the gradients of these tensors and of the parameters.
         valid: [B, T] bool, True at the tokens that count.
 
     Raises:
-        ValueError: `valid` has another number of dimensions.
+        ValueError: `valid` does not have two dimensions.
     """
 
     def __init__(self, model: nn.Module, *, gradients: bool = True, valid: Tensor | None = None):
         if valid is not None:
             if valid.ndim != 2:
-                raise ValueError(
-                    f"valid has the shape {tuple(valid.shape)}; it says of each token, [B, T],"
-                    " whether it counts"
-                )
-            # once, so that no reduction waits for it
+                raise ValueError(f"valid has the shape {tuple(valid.shape)}: pass a mask [B, T]")
+            # once, so that no reduction waits for the copy
             device = next((p.device for p in model.parameters()), valid.device)
             valid = valid.detach().bool().to(device)
         self.model, self.gradients, self._valid = model, gradients, valid
@@ -114,15 +107,13 @@ class Recorder:
 
     def _forget(self) -> None:
         self._observed = Observations(self._valid)
-        self._sources: dict[str, Reduced] = {}  # of the modules that are being computed
-        self._stages: dict[str, dict[str, Reduced]] = {}  # of each NPT layer's pass so far
+        self._sources: dict[str, Reduced] = {}  # by module that is running
+        self._stages: dict[str, dict[str, Reduced]] = {}  # by NPT layer
         self.skipped: list[str] = []
 
     def __enter__(self) -> Recorder:
         if self._hooks is not None:
-            raise RuntimeError(
-                "this Recorder is inside its block already; make another one to nest them"
-            )
+            raise RuntimeError("this Recorder is already active: to nest, create another one")
         self._forget()
         with ExitStack() as hooks:
             self._attach(hooks)
@@ -138,9 +129,9 @@ class Recorder:
         self._sources, self._stages = {}, {}
 
     def record(self, step: int = 0, micro_batch: int = 0) -> Record:
-        """Read everything observed since the block began, or since the last call, and start anew.
+        """Return everything observed since the block began or the last call, and clear it.
 
-        The one moment at which the host waits for the device.
+        This is the only time that the host waits for the device.
         """
         rows, skipped = self._observed.rows(), self.skipped
         self._forget()
@@ -167,8 +158,8 @@ class Recorder:
                 hooks.callback(setattr, module, "observer", module.observer)
                 module.observer = self._observer(site, module)
         for name, parameter in self.model.named_parameters() if self.gradients else ():
-            # A parameter of a list or dictionary of parameters belongs to the module that has it:
-            # `npt.B.gate` is `npt`, `B.gate`.
+            # A parameter in a ParameterList or ParameterDict belongs to the module around it:
+            # `npt.B.gate` is `B.gate` of `npt`.
             owner = name.rpartition(".")[0]
             while owner and isinstance(modules[owner], nn.ParameterDict | nn.ParameterList):
                 owner = owner.rpartition(".")[0]
@@ -178,7 +169,7 @@ class Recorder:
                 hooks.enter_context(parameter.register_hook(partial(look, [(site, stage)], None)))
 
     def _observer(self, site: Site, adapter: NPTAdapter) -> Callable[[dict[str, Any]], None]:
-        """Return an observer of an NPT layer's stages; one that it has already is called too."""
+        """Return an observer of an NPT layer's stages that also calls the present one."""
         previous = adapter.observer
 
         def observe(stages: dict[str, Tensor | None]) -> None:
@@ -188,7 +179,7 @@ class Recorder:
 
         return observe
 
-    # --- the hooks. None may raise: nothing that happens here may stop the pass.
+    # --- the hooks. None may raise, so that recording cannot stop the pass.
 
     def _quietly(self, site: Site, stage: str, look: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -250,7 +241,7 @@ class Recorder:
             self._observed.add_update(reduced, tensor, made_of)
 
     def _add(self, site: Site, stage: str, tensor: Tensor, source: int | None = None) -> Reduced:
-        """Add a row of a tensor that goes forward. One that is known is not reduced again."""
+        """Add a forward row. A tensor that is known is not reduced again."""
         reduced = self._observed.find(tensor)
         if reduced is None:
             reduced = self._observed.reduce(tensor)
@@ -260,7 +251,7 @@ class Recorder:
         return reduced
 
     def _watch(self, site: Site, stage: str, tensor: Tensor, rows: list[int]) -> None:
-        """Record the gradient of `tensor` under each name that it has by then."""
+        """Record the gradient of `tensor` under every name that it has by then."""
         valid, entries = self._observed.valid, self._observed.entries
 
         def look(gradient: Tensor) -> None:
@@ -278,7 +269,7 @@ class Recorder:
 
 
 def _validity(inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tokens that count, by the model's arguments; None for all or if nothing says."""
+    """Return the mask of tokens that count from the model's arguments, or None for all tokens."""
     mask = inputs.get("attention_mask")
     if mask is None or mask.ndim != 2:
         return None

@@ -1,6 +1,4 @@
-"""The records of a run: which steps are recorded and where the files go, for the training loop and
-transformers' Trainer alike.
-"""
+"""Record chosen steps of a run, for the training loop and for transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -19,14 +17,15 @@ from npt.recorder.record import Record
 from npt.recorder.recorder import Recorder
 
 PICTURED = 6
-"""Records that are drawn at most, evenly spread over the run, the first bad one among them."""
+"""The most records drawn: evenly spread over the run, and always the first bad one."""
 
 
 class Recording:
-    """The records of a run: each chosen step once, a JSON file each, and pictures at the end.
+    """Writes a JSON file for each chosen step, and pictures at the end.
 
-    Between chosen steps no hook is on the model. The folder is made with the first record. A
-    failure of recording or drawing is a line, and ends nothing. Arguments as of `RecorderCallback`.
+    Between chosen steps the model has no hooks. The folder is created with the first record. A
+    failure to record or draw prints a line and does not end the run. For the arguments, see
+    `RecorderCallback`.
     """
 
     def __init__(self, folder: str | Path, steps: str, say: Callable[[str], None] = print):
@@ -34,24 +33,23 @@ class Recording:
         self._ranges = parse_steps(steps, "steps")
         self._tried: set[int] = set()
         self._files: list[Path] = []
-        self._bad: set[int] = set()  # index among the files of the first record that is not finite
+        self._bad: set[int] = set()  # index of the file of the first non-finite record
         self._recorder: Recorder | None = None
         self._step = 0
 
     def __str__(self) -> str:
         return (
-            f"recording steps {self.steps}, of each the first micro-batch on process 0 only, into"
-            f" {self.folder}"
+            f"recording the first micro-batch of steps {self.steps} on process 0 into {self.folder}"
         )
 
     def wants(self, step: int) -> bool:
-        """Tell if the step is chosen and was not begun before: if it is refused and tried again,
-        the refused one counts.
+        """Return True if the step is chosen and was not recorded before. If a step is refused and
+        tried again, only its first attempt is recorded.
         """
         return step not in self._tried and any(step in steps for steps in self._ranges)
 
     def start(self, model: nn.Module, step: int, valid: Tensor | None = None) -> None:
-        """Put hooks on the model for one micro-batch of a step, whatever comes of it."""
+        """Put hooks on the model for one micro-batch of a step."""
         self.stop()
         self._tried.add(step)
         self._step = step
@@ -64,7 +62,7 @@ class Recording:
             return
         failure = f"step {self._step} could not be recorded"
         with self._survived(failure), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sites that were skipped
+            warnings.simplefilter("ignore")  # about skipped tensors
             record = recorder.record(self._step, micro_batch)
             where = f"(micro-batch {micro_batch}, process 0) in {self.keep(record)}"
             self.say(f"recorded step {self._step} {where}: {worst(record)}")
@@ -76,7 +74,7 @@ class Recording:
         return recorder
 
     def keep(self, record: Record) -> Path:
-        """Write the record, as a whole or not at all, and return its file."""
+        """Write the record atomically and return its path."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{record.step:08d}.json"
         write_text(path, to_json(record.as_dict()) + "\n")
@@ -103,5 +101,5 @@ class Recording:
     def _survived(self, failure: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # an observer must not end the run that it looks at
+        except Exception as error:  # recording must not end the run
             self.say(f"{failure}: {type(error).__name__}: {error}")

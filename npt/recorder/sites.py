@@ -1,4 +1,4 @@
-"""The observed modules of a model, and the tensors among what they are called with."""
+"""The observed modules of a model, and their input tensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ _MAIN_INPUTS = ("hidden_states", "inputs_embeds", "input_ids", "input", "x")
 
 @dataclass(frozen=True)
 class Site:
-    """A module to be observed.
+    """An observed module.
 
     Attributes:
-        layer: index of the decoder layer that it is in.
-        element: it is an element of a list of modules, such as a decoder layer.
-        grows: the size of its output may be compared with its input's, which says nothing of a
-            normalisation or an embedding.
-        parameters: positional ones of its forward.
+        layer: index of its decoder layer.
+        element: whether it is an element of a ModuleList, as a decoder layer is.
+        grows: whether its output scales with its input, unlike a normalisation or an embedding.
+        parameters: the positional parameters of its forward.
     """
 
     name: str
@@ -35,7 +34,7 @@ class Site:
 
 
 def sites_of(modules: Mapping[str, Any]) -> dict[str, Site]:
-    """Return a site for each module of `named_modules`, by its name."""
+    """Return a site for each module in `named_modules`, by name."""
     sites = {}
     for name, module in modules.items():
         parts = name.split(".") if name else []
@@ -66,8 +65,8 @@ def _parameters(kind: Any) -> tuple[str, ...]:
 def named_inputs(
     site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors that a module is called with, by the names of its parameters, and which
-    of them goes through the module: one of the usual names, else the first.
+    """Return a module's input tensors by parameter name, and the name of the main one: one of the
+    usual names, else the first.
     """
     names = (*site.parameters, *map(str, range(len(site.parameters), len(args))))
     inputs = dict(tensors_in({**dict(zip(names, args, strict=False)), **kwargs}))

@@ -1,11 +1,11 @@
-"""The statistics of one tensor, reduced where it lies: nine numbers that can wait on the device.
+"""Reduce a tensor on its device to nine numbers that can be read later.
 
-Counts are of all elements; minimum, maximum, mean, standard deviation and RMS of the finite ones.
-Before anything is squared the elements are scaled by the largest of them, so that the RMS of a
-tensor that is about to overflow is right.
+Counts cover all elements; minimum, maximum, mean, standard deviation and RMS the finite ones.
+Elements are divided by the largest before they are squared, so that the RMS is right even for a
+tensor that is about to overflow.
 
-On a CPU, where reading a number costs nothing, a tensor without NaN, infinities or extreme sizes
-takes a short way, a hundred times as fast. On the long way nothing is read.
+On a CPU, where reading a number costs nothing, a tensor without NaN, Inf or extreme sizes takes a
+path that is 100 times as fast. The general path reads nothing from the device.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 FIELDS = ("count", "nan", "pos_inf", "neg_inf", "min", "max", "mean", "std", "rms")
 """The numbers of `summarise`, in order. The last five are NaN if no element is finite."""
 
-# Between these sizes no sum of squares overflows fp32, and what underflows in one is too small to
-# be seen in it. Over ten million elements its error is 2e-4.
+# Between these sizes no sum of squares overflows fp32, and squares that underflow are too small to
+# matter.
 _SMALLEST, _LARGEST = 1e-12, 1e15
 
 
 def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Return the `FIELDS` of one tensor: [9] float64 on its device, without a wait on CUDA.
+    """Return the `FIELDS` of a tensor: [9] float64 on its device, without a wait on CUDA.
 
-    Of a complex tensor the elements are the real and imaginary parts. Of a tensor whose first two
-    dimensions are those of `valid`, [B, T] bool, only tokens that are True there count.
+    The elements of a complex tensor are its real and imaginary parts. If the first two dimensions
+    of the tensor are those of `valid`, [B, T] bool, only tokens that are True there count.
     """
     values, mask = _elements(tensor, valid)
-    # a dtype that holds every element and in which it can be computed
+    # a dtype that holds every element and supports the reductions
     exact = values.is_floating_point() and values.dtype != torch.float64
     values = values.to(torch.float32 if exact else torch.float64)
     sizes = _sizes(values.reshape(-1)) if _readable(values) and values.numel() else None
@@ -43,7 +43,7 @@ def share_beyond(
     tensor: Tensor, centre: float, distance: float, valid: Tensor | None = None
 ) -> Tensor:
     """Return the share of elements further from `centre` than `distance`: [1] float64 on the
-    tensor's device, 0 of none; arguments as in `summarise`.
+    tensor's device, 0 if there are none.
     """
     values, mask = _elements(tensor, valid)
     beyond = (values - centre).abs() > distance
@@ -53,9 +53,7 @@ def share_beyond(
 
 
 def _elements(tensor: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the real elements that count; if they cannot be gathered without waiting, all of them
-    and a mask of those that do.
-    """
+    """Return the real elements that count; or all of them and a mask, if gathering would wait."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -68,17 +66,17 @@ def _elements(tensor: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | No
 
 
 def _readable(values: Tensor) -> bool:
-    """Tell if reading a number costs no wait."""
+    """Return True if reading a number does not wait for a device."""
     return values.device.type == "cpu"
 
 
 def _sizes(flat: Tensor) -> tuple[float, ...] | None:
-    """Return min, max, mean, std, RMS of one or more elements; None if some are not finite, or of a
-    size that squares do not bear.
+    """Return min, max, mean, std and RMS; None if an element is non-finite or too large or small
+    to be squared.
     """
     low, high = (float(end) for end in torch.aminmax(flat))
     size = max(abs(low), abs(high))
-    if size != 0.0 and not _SMALLEST <= size <= _LARGEST:  # nor if a NaN made both NaN
+    if size != 0.0 and not _SMALLEST <= size <= _LARGEST:  # true of NaN as well
         return None
     n = flat.numel()
     mean, square = float(flat.sum()) / n, float(torch.dot(flat, flat)) / n
@@ -91,7 +89,7 @@ def _sizes(flat: Tensor) -> tuple[float, ...] | None:
 
 
 def _by_selection(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the same of any elements by selections only: nothing is read. The sums run in fp64."""
+    """Return the `FIELDS` of any elements without reading a number. Sums are in fp64."""
     wide = torch.float64
     if values.numel() == 0:
         return torch.tensor([0.0] * 4 + [math.nan] * 5, dtype=wide, device=values.device)

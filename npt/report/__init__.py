@@ -1,3 +1,1 @@
-"""The page about a run, `report.html`: made of the run's folder alone, so that it can be made again
-wherever that folder is.
-"""
+"""HTML pages. `report.html` is built from the run folder alone, so it can be rebuilt anywhere."""

@@ -1,9 +1,4 @@
-"""Charts: SVG files that matplotlib draws, which a page holds as images.
-
-A chart is as wide as a phone and grows with the screen; a dark page inverts it. The same numbers
-give the same bytes. Numbers that are not finite are left out or marked; tables next to the charts
-hold them.
-"""
+"""Line charts, drawn by matplotlib as SVG images for a page: the same numbers, the same bytes."""
 
 from __future__ import annotations
 
@@ -26,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 400, 220  # CSS pixels of a chart before it grows with the page
-MARKS = 240  # of one kind at most, evenly chosen
-DOTS = 80  # points up to which each value gets a dot
-LARGEST, SMALLEST = 1e100, 1e-100  # numbers beyond are drawn at the end of their scale
+WIDTH, HEIGHT = 400, 220  # CSS pixels: as wide as a phone; a chart grows with the page
+MARKS = 240  # about the most marks of one kind, evenly chosen
+DOTS = 80  # a line of at most so many points has a dot for each
+LARGEST, SMALLEST = 1e100, 1e-100  # numbers beyond these are drawn at the end of the scale
 
 SOFT, LINE, SECOND, BAD = "#59636e", "#0a58a8", "#a35200", "#c5162a"
 
@@ -41,8 +36,8 @@ class Chart:
     """A chart, WIDTH by HEIGHT CSS pixels.
 
     Attributes:
-        label: what it shows, for readers who do not see it.
-        svg: its file.
+        label: what it shows, for screen readers.
+        svg: the content of its file.
     """
 
     figure: Figure
@@ -52,7 +47,7 @@ class Chart:
 
     @property
     def address(self) -> Markup:
-        """The file as an address that an image on a page can have."""
+        """The file as a data URL."""
         return Markup("data:image/svg+xml," + quote(self.svg, safe=" =:/,;()!*"))
 
 
@@ -64,15 +59,15 @@ def _with_style(drawn: str) -> str:
 
 
 def drawable(values: Any, log: bool = False) -> np.ndarray:
-    """Return numbers as float64, NaN for what cannot be drawn on such a scale."""
+    """Return numbers as float64, with NaN for those that the scale cannot show."""
     numbers = np.array(values, np.float64)
     kept = np.isfinite(numbers) & ((numbers > 0) | (not log))
     return np.clip(np.where(kept, numbers, math.nan), SMALLEST if log else -LARGEST, LARGEST)
 
 
 def scale(axes: Axes, values: Sequence[float], log: bool | None = None) -> bool:
-    """Give the y axis a scale for these numbers, and return whether it is logarithmic: by default
-    if they are positive and spread over a factor of 8.
+    """Scale the y axis for these numbers and return whether it is logarithmic: by default, if they
+    are positive and span more than a factor of 8.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
@@ -92,16 +87,20 @@ def scale(axes: Axes, values: Sequence[float], log: bool | None = None) -> bool:
 
 
 Series = tuple[str, Sequence[float], Sequence[float]]
-"""A line's name, its x and its y; a value is NaN for none, infinite for one that was not finite."""
+"""A line's name, x and y. NaN is no value; infinity stands for one that was not finite."""
 
 
 def lines(
     heading: str, unit: str, series: Sequence[Series], *, log: bool | None = None, x: str = "step",
     marks: Sequence[float] = (),
 ) -> Chart:  # fmt: skip
-    """Return a chart of lines, described by what its first one does. The user's settings of
-    matplotlib neither count nor change. `log` is as for `scale`, `x` names the whole numbers from
-    left to right, `marks` are refusals, red along the bottom.
+    """Return a line chart. Its description covers the first line. matplotlib's user settings have
+    no effect and do not change.
+
+    Args:
+        log: as for `scale`.
+        x: name of the x axis, which has whole numbers.
+        marks: refusals, marked in red along the bottom.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -109,7 +108,7 @@ def lines(
     with matplotlib.rc_context(fname=_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
-        # pixels from the left and from the top; the left margin has room for a number
+        # in pixels from the left and the top; the left margin has room for tick labels
         axes = figure.add_axes((60 / WIDTH, 1 - 160 / HEIGHT, (WIDTH - 74) / WIDTH, 140 / HEIGHT))
         _draw(axes, unit, series, log, x, marks)
         stream = io.StringIO()
@@ -134,7 +133,7 @@ def _draw(
         at, numbers = np.asarray(places), np.asarray(values, np.float64)
         at, numbers = at[~np.isnan(numbers)], numbers[~np.isnan(numbers)]
         heights, broken = drawable(numbers, log), at[np.isinf(numbers)]
-        marker = "o" if len(heights) <= DOTS else ""  # matplotlib thins a line without dots
+        marker = "o" if len(heights) <= DOTS else ""
         axes.plot(at, heights, dash, color=colour, label=name, marker=marker, markersize=3)
         if len(broken):
             broken = broken[:: 1 + len(broken) // MARKS]
@@ -152,14 +151,12 @@ def _draw(
 
 
 def _words(heading: str, values: Sequence[float], refusals: int) -> str:
-    """Return a chart in words, for readers who do not see it."""
+    """Describe a chart for screen readers."""
     finite = [value for value in values if math.isfinite(value)]
     bad = sum(math.isinf(value) for value in values)
     words = f"{heading}: no finite value"
     if finite:
-        words = (
-            f"{heading}: {number(finite[0])} at first, {number(finite[-1])} at last, between"
-            f" {number(min(finite))} and {number(max(finite))}"
-        )
+        low, high = number(min(finite)), number(max(finite))
+        words = f"{heading}: first {number(finite[0])}, last {number(finite[-1])}, {low} to {high}"
     words += f", {bad:,} times not finite" if bad else ""
     return words + (f"; {refusals:,} refusals" if refusals else "")

@@ -1,7 +1,6 @@
-"""A text token by token, coloured by its modulation: the page of `npt generate --html`.
+"""The page of `npt generate --html`: a text whose tokens are coloured by their modulation.
 
-What is shown is `ModulationMap.as_dict` of npt/evaluation/modulation_map.py: the change of the
-MLP's output, the mean of all layers in the text and each layer in the grid.
+It shows `ModulationMap.as_dict` of npt/evaluation/modulation_map.py.
 """
 
 from __future__ import annotations
@@ -15,26 +14,27 @@ import numpy as np
 from npt.report.pages import render
 from npt.report.words import clean, number
 
-COLOURS = 12  # steps of the colour scale, `.h0` to `.h11` of the style sheet
-LETTERS = 40  # of a token that are shown
+COLOURS = 8  # steps of the colour scale: `.h0` to `.h7` in style.css
+LETTERS = 40  # the most that are shown of one token
 
 Facts = Sequence[tuple[str, str]]
 Passages = Sequence[tuple[str, Mapping[str, Any]]]
-"""Titles and what `as_dict` gave, each with `start`, the first token after the prompt, and `parts`,
-the first that another text does not have, if there are such.
+"""Pairs of a title and an `as_dict`. Optional keys: `start`, the index of the first token after the
+prompt, and `parts`, that of the first token on which two texts differ.
 """
 
 
 def page(words: str, facts: Facts, recipe: Facts, passages: Passages) -> str:
-    """Return the page, which opens with the sentence `words`; `recipe` is adapter and settings."""
+    """Return the page. `words` is its opening sentence, `recipe` names the adapter and settings."""
     return render(
         "generated.html.j2", title="Modulation, token by token", view=token_view(passages),
-        sections={"text": "Text and modulation"}, words=words, facts=facts, recipe=recipe,
+        sections={"text": "Text and modulation", "recipe": "Settings"}, words=words, facts=facts,
+        recipe=recipe, next="Next: measure agreement on held-out text with npt evaluate.",
     )  # fmt: skip
 
 
 def token_view(passages: Passages) -> dict[str, Any] | None:
-    """Return what `generated.html.j2` shows of them; None if no passage has a finite number."""
+    """Return the data for `generated.html.j2`, or None if no passage has a finite number."""
     changes = [np.array(measured["change"], np.float64) for _, measured in passages]
     finite = np.concatenate([change[np.isfinite(change)] for change in changes])
     if not len(finite):
@@ -59,29 +59,27 @@ def _text(
     means = np.where(finite.any(axis=1), sums / np.maximum(finite.sum(axis=1), 1), np.nan)
     tokens = []
     for i, text in enumerate(measured["tokens"]):
-        kind = f"{_colour(means[i], high)}{' q' * (i < measured.get('start', 0))}"
+        kind = f"{colour(means[i], high)}{' q' * (i < measured.get('start', 0))}"
         hint = f"token {i + 1}, change {number(means[i], 3)}"
         if i:
             first = [measured[f"{who}_first"][i] for who in ("teacher", "student")]
-            hint += f", KL {number(measured['kl'][i], 3)} nats; most likely here: "
-            hint += f"teacher {visible(first[0])}, student {visible(first[1])}"
-        cells = [(_colour(value, high), number(value, 2)) for value in change[i]]
+            hint += f"; most likely: teacher {visible(first[0])}, student {visible(first[1])}"
+        cells = [("kl", number(measured["kl"][i], 2))]
+        cells += [(colour(value, high), number(value, 2)) for value in change[i]]
         kind += " p" * (i == measured.get("parts"))
         tokens.append((visible(text), kind, text.count("\n"), hint, cells))
     return {"title": title, "tokens": tokens, "layers": measured["layers"]}
 
 
-def _colour(value: float, high: float) -> str:
-    """Return the class of a colour, `hn` if the value is not finite."""
+def colour(value: float, high: float) -> str:
+    """Return the CSS class of a colour, or `hn` if the value is not finite."""
     if not math.isfinite(value):
         return "hn"
     return f"h{max(0, min(COLOURS - 1, int(COLOURS * value / high)))}"
 
 
 def visible(text: Any) -> str:
-    """Return a token so that every letter of it can be seen: `·` is a space, `⏎` an end of line,
-    `⇥` a tab.
-    """
+    """Return a token with its white space made visible: `·` space, `⏎` line end, `⇥` tab."""
     text = text if isinstance(text, str) else ""
     for letter, shown in ((" ", "·"), ("\n", "⏎"), ("\r", "␍"), ("\t", "⇥")):
         text = text.replace(letter, shown)

@@ -1,19 +1,20 @@
-"""The report on a run, as a page and as JSON: how near the student is to its teacher, how it got
-there, and what happened on the way.
-"""
+"""The report on a run, as a page and as JSON."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from npt.evaluation.formatting import FIGURES
 from npt.report.pages import render
 from npt.report.run import Event, RunRecord, step_of
-from npt.report.sections import fidelity, layers, refusals, training
+from npt.report.sections import fidelity, layers, layers_by_step, refusals, training
 from npt.report.words import as_number, clean, figure, flat, number
 
 SECTIONS = {
@@ -25,82 +26,97 @@ SECTIONS = {
     "configuration": "Configuration",
 }
 
-LISTED = 200  # events at most, the last ones
+LISTED = 200  # the most events listed, the last ones
 
 
 def page(record: RunRecord, output: Path) -> str:
-    """Return the HTML page about a run; `output` is its path, from which its links lead."""
+    """Return the HTML page about a run. Its links are relative to `output`, the page's path."""
     parts = {
         "fidelity": _part(record, "fidelity.json", fidelity),
         "training": _part(record, "metrics.jsonl", training) or [],
         "refusals": _part(record, "events.jsonl", refusals) or [],
         "layers": _part(record, "fidelity.json", layers),
         "causes": _part(record, "postmortem", _causes) or {},
+        "worst_layers": _part(record, "metrics.jsonl", layers_by_step),
         "events": _part(record, "events.jsonl", _events) or [],
         "configuration": _part(record, "run.json", _configuration) or [],
     }
     return render(
-        "run.html.j2", title=f"{clean(record.name, 80)}: report of a run", sections=SECTIONS,
-        record=record, status=status(record), facts=_facts(record), output=output,
-        notes=record.notes, **parts,
+        "run.html.j2", title=f"{clean(record.name, 80)}: run report", sections=SECTIONS,
+        record=record, status=status(record), next=_next(record), facts=_facts(record),
+        output=output, notes=record.notes, **parts,
     )  # fmt: skip
 
 
 def _part(record: RunRecord, file: str, build: Callable[[RunRecord], Any]) -> Any:
-    """Return a part of the page; None, and a note, if its file is not as a run writes it."""
+    """Return a part of the page. If its file has unexpected content, note that and return None."""
     try:
         return build(record)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        record.notes[file] = f"it is not what a run writes: {type(error).__name__}: {error}"
+        record.notes[file] = f"unexpected content: {type(error).__name__}: {error}"
         return None
 
 
 def status(record: RunRecord) -> tuple[str, str]:
-    """Return `good`, `warn` or `bad`, and a sentence on how the run is or ended."""
+    """Return `good`, `warn` or `bad`, and one sentence about the state of the run."""
     state, event = record.end
     at = f" at step {record.step:,}"
     if state == "done":
         causes = event.get("diverged")
         if isinstance(causes, list) and causes:
-            ruined = "; ".join(clean(str(cause), 200) for cause in causes[:3])
-            return "bad", f"Finished{at}, but diverged: {ruined}"
+            why = "; ".join(clean(str(cause), 200) for cause in causes[:3])
+            return "bad", f"Finished{at}, but diverged: {why}"
         return "good", f"Finished{at}"
     if state == "stopped":
         if (tried := record.refused_in) is not None:
-            at = f" in step {tried:,}, after {record.step:,} that were made"
-        return "bad", f"Stopped{at}: {event.get('reason', 'no reason on record')}"
+            at = f" in step {tried:,}, after {record.step:,} completed steps"
+        return "bad", f"Stopped{at}: {event.get('reason', 'no recorded reason')}"
     if state == "signal":
-        return "warn", f"Ended by signal {event.get('number', '?')}{at}; it can be taken up again"
+        return "warn", f"Ended by signal {event.get('number', '?')}{at}"
     if state == "error":
-        message = f"{event.get('error', '')}: {event.get('message', '')}"
-        return "bad", f"Ended with an error{at}: {message}"
+        return "bad", f"Ended with an error{at}: {event.get('error')}: {event.get('message')}"
     if state == "open":
-        return "warn", f"No end is on record{at}: the run was killed, or goes on"
-    return "warn", "No start is on record"
+        return "warn", f"Still running or killed{at}: no end is recorded"
+    return "warn", "No start is recorded: events.jsonl is missing or incomplete"
+
+
+def _next(record: RunRecord) -> Markup:
+    """Return what to do next, with a command."""
+    kind, state = status(record)[0], record.end[0]
+    words, command = "to resume, repeat the command with", "--resume auto"
+    if state == "done" and kind == "good":
+        words = "to compare student and teacher, run in this folder"
+        command = "npt generate --adapter . --compare --prompt TEXT"
+    elif state == "done":
+        words, command = "train with a lower learning rate and", "--trace_steps 1-8"
+    elif state == "stopped" and record.postmortems:
+        words = "to find the cause, run in this folder"
+        command = f"npt replay postmortem/{record.postmortems[-1][0].name}"
+    return Markup("Next: {} <code>{}</code>").format(words, command)
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
-    """Return a few numbers; a logged figure names its step if the run has got further."""
+    """Return the key figures; one logged before the last step names its step."""
     total, warnings = record.total_steps, len(record.of("warning"))
     of = "" if total is None or total == record.step else f" of {total}"
     facts = [("steps", f"{record.step:,}{of}"), ("refusals", f"{record.refused().total():,}")]
     for key, name, write in (("tokens", "tokens", "{:,.0f}".format), ("loss", "last loss", number)):
         if last := record.last(key):
-            at = f", logged at step {last[0]:,}" if last[0] != record.step else ""
+            at = f" at step {last[0]:,}" if last[0] != record.step else ""
             facts.append((f"{name}{at}", write(last[1])))
     return facts + ([("warnings", f"{warnings:,}")] if warnings else [])
 
 
 def _causes(record: RunRecord) -> dict[Path, str]:
-    """Return why the run stopped, and which number was the first bad one, by post-mortem."""
+    """Return the cause of the stop and the first bad operation, by post-mortem."""
     causes = {}
     for path, bundle in record.postmortems[-LISTED:]:
-        words = [str(bundle.get("reason", "no reason on record"))]
+        words = [str(bundle.get("reason", "no recorded reason"))]
         if refusals := bundle.get("refusals"):
-            words.append(f"Refused last: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
+            words.append(f"Last refusal: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
         verdicts = [entry.get("verdict") for entry in bundle.get("findings") or ()]
         if verdict := next(filter(None, reversed(verdicts)), None):
-            words.append(f"The first bad number: {verdict.get('explanation') or flat(verdict)}")
+            words.append(f"First bad operation: {verdict.get('explanation') or flat(verdict)}")
         causes[path] = ". ".join(words)
     return causes
 
@@ -120,6 +136,8 @@ def _words(event: Event) -> str:
         return f"held-out KL {figure(student, 'kl')} nats, top-1 {figure(student, 'top1')}"
     if isinstance(message, str):
         return f"{error}: {message}" if error else message
+    # floats with four digits
+    event = json.loads(json.dumps(event), parse_float=lambda digits: float(f"{float(digits):.4g}"))
     details = {k: v for k, v in event.items() if k not in ("event", "step", "time")}
     return ", ".join(f"{k} {flat(v)}" for k, v in details.items() if v not in (None, {}, []))
 
@@ -129,13 +147,13 @@ def _clock(seconds: float | None) -> str:
 
 
 def _configuration(record: RunRecord) -> list[tuple[str, str]]:
-    """Return every setting, then versions, device and everything else of `run.json`."""
+    """Return all settings, then the other entries of `run.json`."""
     others = {k: v for k, v in record.run.items() if k not in ("settings", "wandb_run")}
     return [(k, flat(v)) for k, v in [*sorted(record.settings.items()), *others.items()]]
 
 
 def summary(record: RunRecord) -> dict[str, Any]:
-    """Return the content of `npt report --json`: plain numbers, shares as fractions of 1."""
+    """Return the data of `npt report --json`: plain numbers, with shares as fractions of 1."""
     student, state = record.fidelity.get("student"), record.end[0]
     student = student if isinstance(student, dict) else {}
     last = {key: record.last(key) for key in ("tokens", "loss")}

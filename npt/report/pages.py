@@ -1,7 +1,7 @@
-"""Pages from templates: each one file that needs nothing else.
+"""Render templates as self-contained pages.
 
-A page may be mailed and kept, and its texts may be anybody's: every value is cleaned and escaped,
-and the page's policy allows no script and no style but its own, by its hash.
+A page may be mailed and may quote untrusted text. So every value is cleaned and escaped, and the
+page's policy allows no script, and no style but its own, by hash.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from npt.report.words import address, clean, number
+from npt.report.words import address, clean
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -23,7 +23,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **data: Any) -> str:
-    """Return a whole HTML page of a template that extends `frame.html.j2` and shows these data."""
+    """Return the HTML page of a template that extends `frame.html.j2`."""
     style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = (
@@ -44,7 +44,7 @@ def _environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.filters |= {
-        "address": address, "number": number, "comma": "{:,}".format,
+        "address": address, "comma": "{:,}".format,
         "upto": lambda value, limit: Markup(escape(clean(value, limit))),
         "kind": lambda name: Markup({"*": ' class="n"', "~": ' class="name"'}.get(name[:1], "")),
     }  # fmt: skip

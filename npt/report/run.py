@@ -1,6 +1,6 @@
-"""A run as its folder has it, read once: every part that can be read, and why the others cannot.
+"""Read a run folder once: everything that can be read, and why the rest cannot.
 
-A log may still be written to, may end in half a line, and may come from somebody else.
+A log may still be growing, may end in half a line, and may be untrusted.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from npt.errors import NPTError
 from npt.report.words import as_number
 from npt.stored import read_json
 
-LINE_BYTES = 1 << 20  # longest line that is read; a thousand layers take a tenth of it
+LINE_BYTES = 1 << 20  # the longest line that is read; 1,000 layers need a tenth of it
 
 _MADE = frozenset({"save", "evaluation", "resume", "signal", "stopped", "error"})
-"""Events with the step that was made last; others have the one that was tried."""
+"""Events whose step is the last completed one; the step of others is the attempted one."""
 
 _UNDONE = frozenset({"refusal", "diagnosis", "evaluation", "epoch", "save", "save_failed", "trace"})
-"""Events of steps, which are undone with them when a run resumes from before."""
+"""Events that belong to a step, and are undone with it when the run resumes from before it."""
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{1,18}(\.[a-z]+(-[0-9]+)?)?")
 _LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.nmse")
@@ -36,19 +36,19 @@ Event = dict[str, Any]
 
 
 class RunRecord:
-    """The content of a run folder; what is missing there is empty here. Nothing in the folder
-    changes, and nothing wrong with it raises.
+    """The content of a run folder. Missing parts are empty. Reading changes nothing in the folder,
+    and damage there raises nothing.
 
     Attributes:
-        run: the object of `run.json`.
-        fidelity: of `fidelity.json`.
-        steps: logged, ascending.
-        columns: by key of `metrics.jsonl` a number for each step, NaN if the line lacks the key,
-            infinite if it was not finite.
-        events: without those of steps that a resume undid.
-        checkpoints: their folders, those set aside included, oldest first.
-        postmortems: their folders and records.
-        notes: by file, why it says nothing, or what it is of instead of the run's end.
+        run: the object in `run.json`.
+        fidelity: the object in `fidelity.json`.
+        steps: the logged steps, ascending.
+        columns: by key of `metrics.jsonl`, a number for each step: NaN if the line lacks the key,
+            infinite if the value was not finite.
+        events: all events, except those of steps that a resume undid.
+        checkpoints: folders, including those set aside, oldest first.
+        postmortems: pairs of a folder and its record.
+        notes: by file, why it is empty here, or that it is out of date.
     """
 
     def __init__(self, folder: Path):
@@ -68,7 +68,7 @@ class RunRecord:
         settings = self.run.get("settings")
         self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
         if self.events and self.fidelity and self.end[0] != "done":
-            self.notes["fidelity.json"] = "it is of an earlier end of this run"
+            self.notes["fidelity.json"] = "from an earlier end of this run"
 
     @property
     def name(self) -> str:
@@ -86,18 +86,18 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        """The steps that the last start was to make."""
+        """The number of steps that the last start planned."""
         return next((_count(e.get("total_steps")) for e in reversed(self.of("start"))), None)
 
     @property
     def refused_in(self) -> int | None:
-        """The step of the last refusals, if it was never made."""
+        """The step of the last refusals, if it was never completed."""
         step = max((event["step"] or 0 for event in self.of("refusal")), default=0)
         return step if step > self.step else None
 
     @property
     def end(self) -> tuple[str, Event]:
-        """The end of the last start and its event; `open` if no end is on record, `unknown` if no
+        """How the last start ended, and the event; `open` if no end is recorded, `unknown` if no
         start is.
         """
         last: dict[str, Event] = {}
@@ -116,7 +116,7 @@ class RunRecord:
         return Counter(str(event.get("kind", "unknown")) for event in self.of("refusal"))
 
     def last(self, key: str) -> tuple[int, float] | None:
-        """Return a column's last finite value with its step: not every step is logged."""
+        """Return step and value of a column's last finite entry."""
         cells = zip(reversed(self.steps), reversed(self.columns.get(key, ())), strict=False)
         return next(((step, value) for step, value in cells if math.isfinite(value)), None)
 
@@ -125,17 +125,17 @@ class RunRecord:
         try:
             if path.exists():
                 return read_json(path, NPTError)
-            self.notes[name] = "it is not there"
+            self.notes[name] = "missing"
         except NPTError as error:
-            words = str(error).replace(str(path), "it", 1)
-            self.notes[name] = words.removesuffix("; restore it from the original")
+            words = str(error).removeprefix(f"{path} ")
+            self.notes[name] = words.rpartition("; ")[0] or words  # without the remedy
         return {}
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the objects of a .jsonl file, and note lines that are none, but for a last one
-        without an end, which may still be being written.
+        """Yield the objects in a .jsonl file and note damaged lines, except an unfinished last
+        one, which may still be being written.
         """
-        unreadable = 0
+        damaged = 0
         try:
             with (self.folder / name).open("rb") as stream:
                 while line := stream.readline(LINE_BYTES):
@@ -145,17 +145,17 @@ class RunRecord:
                     if isinstance(value, dict):
                         yield value
                     elif line.strip() and line.endswith(b"\n"):
-                        unreadable += 1
+                        damaged += 1
         except FileNotFoundError:
-            self.notes[name] = "it is not there"
+            self.notes[name] = "missing"
         except OSError as error:
-            self.notes[name] = f"it cannot be read: {error.strerror}"
-        if unreadable:
-            self.notes[name] = f"{unreadable:,} of its lines cannot be read and are left out"
+            self.notes[name] = f"cannot be read: {error.strerror}"
+        if damaged:
+            self.notes[name] = f"{damaged:,} damaged lines were skipped"
 
     def _add_metrics(self, line: Mapping[str, Any]) -> None:
-        """Add a line that has a step. One that is not after the last was made again, by a run that
-        resumed further back: lines from there on are dropped.
+        """Add a line that has a step. If the run resumed from further back, the line replaces those
+        from its step on.
         """
         step, steps, columns = _count(line.get("step")), self.steps, self.columns
         if step is None:
@@ -175,8 +175,8 @@ class RunRecord:
                 column.append(math.nan)
 
     def _add_event(self, line: Mapping[str, Any]) -> None:
-        """Add a line that names its event. A resume takes away the events of steps after the save
-        that it continues from; all of them without one.
+        """Add a line that names its event. A resume removes the step events after the save that it
+        continues from, or all of them if there is none.
         """
         event, events = {**line, "step": _count(line.get("step"))}, self.events
         if line.get("event") == "resume":
@@ -192,7 +192,7 @@ def _count(value: Any) -> int | None:
 
 
 def _step_folders(folder: Path) -> list[Path]:
-    """Return the folders that are named for a step, by that; links are left out."""
+    """Return the folders named after a step, in order of steps. Symbolic links are skipped."""
     paths = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())

@@ -1,6 +1,4 @@
-"""What a run's page shows of its measurements: the course of training, the student between floor
-and teacher, NMSE by layer.
-"""
+"""The measurements on a run's page: fidelity, training, refusals and layers."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, Figure
 from npt.report import charts
@@ -25,51 +22,57 @@ MODELS = {
 }
 
 _CHARTS = (
-    ("grad_norm", "Gradient norm, before clipping", "norm", None),
+    ("grad_norm", "Gradient norm before clipping", "norm", None),
     ("lr", "Learning rate", "rate", False),
     ("tokens_per_second", "Tokens per second", "tokens/s", False),
 )
 
 _GONE = Figure("the way from floor to teacher", "way", 1, percent=True, ideal=1.0)
 
-REFUSALS = 200  # the last ones, which are listed one by one
+REFUSALS = 200  # the most refusals listed, the last ones
 
 Table = tuple[list[str], list[list[str]]]
-"""Headings, each with a star before one of numbers, and rows."""
+"""Headings, a star before each one of numbers, and rows."""
 
 Models = Mapping[str, Mapping[str, Any]]
 
 
 def training(record: RunRecord) -> list[tuple[str, charts.Chart]]:
-    """Return the charts of a run over its steps, with their headings."""
+    """Return charts over the steps, with their headings."""
     steps, columns, pictures = record.steps, record.columns, []
 
     def draw(heading: str, unit: str, series: Sequence[charts.Series], **more: Any) -> None:
         pictures.append((heading, charts.lines(heading, unit, series, **more)))
 
     if "loss" in columns:
-        losses = {"loss": "loss", "loss_nmse": "its NMSE part"}
+        losses = {"loss": "loss", "loss_nmse": "NMSE part"}
         series = [(name, steps, columns[key]) for key, name in losses.items() if key in columns]
         refused = [event["step"] for event in record.of("refusal") if event["step"]]
-        draw("Loss per valid token, and what was refused", "loss", series, marks=refused)
+        draw("Loss per token", "loss", series, marks=refused)
     for key, heading, unit, log in _CHARTS:
         if key in columns:
             draw(heading, unit, [(unit, steps, columns[key])], log=log)
     if measured := {e["step"]: as_number(e["student"], "kl") for e in record.of("evaluation")}:
         draw("Held-out KL", "nats per token", [("KL", list(measured), list(measured.values()))])
-    if record.layers:
-        nmse = np.array([columns[f"layers.{i}.nmse"] for i in record.layers])
-        ends = {"worst layer": np.fmax.reduce(nmse), "best layer": np.fmin.reduce(nmse)}
-        draw("NMSE by layer", "NMSE", [(name, steps, list(end)) for name, end in ends.items()])
     return pictures
 
 
+def layers_by_step(record: RunRecord) -> charts.Chart | None:
+    """Return the chart of the worst and the best layer's NMSE, or None if no step logs it."""
+    if not record.layers:
+        return None
+    nmse = np.array([record.columns[f"layers.{i}.nmse"] for i in record.layers])
+    ends = {"worst layer": np.fmax.reduce(nmse), "best layer": np.fmin.reduce(nmse)}
+    series = [(name, record.steps, list(end)) for name, end in ends.items()]
+    return charts.lines("NMSE by step", "NMSE", series)
+
+
 def refusals(record: RunRecord) -> list[list[str]]:
-    """Return the last refusals, each with its step, kind, place, reason and samples."""
+    """Return step, kind, place, reason and samples of each of the last refusals."""
     rows = []
     for event in record.of("refusal")[-REFUSALS:]:
         index, process, samples = (event.get(key) for key in ("micro_batch", "rank", "sample_ids"))
-        where = "the whole window" if index is None else f"micro-batch {index}"
+        where = "whole window" if index is None else f"micro-batch {index}"
         where += f" on process {process}" if process else ""
         ids = ", ".join(map(str, (samples or [])[:8]))
         detail = str(event.get("detail", "–"))[:200]
@@ -78,19 +81,20 @@ def refusals(record: RunRecord) -> list[list[str]]:
 
 
 def fidelity(record: RunRecord) -> dict[str, Any] | None:
-    """Return the part on the whole model; None if there are no figures."""
+    """Return the figures of the whole model, or None if there are none."""
     models = {name: values for name in MODELS if (values := record.fidelity.get(name))}
     if not models:
         return None
-    tables = [(*_table(models, MODELS), "Fidelity to the teacher")]
+    tables = [(*_table("model", models, MODELS), "Fidelity to the teacher")]
     if positions := record.fidelity.get("positions"):
-        caption = "The student by position, the tokens before the one that predicts"
-        tables.append((*_table(positions, {}), caption))
+        caption = "Student by context length, in tokens"
+        tables.append((*_table("context", positions, {}), caption))
     if costs := record.fidelity.get("attribution"):
-        tables.append((*_table(costs, COMPARISON_NAMES), "What costs how much"))
+        caption = "Cost of quantisation and of NPT"
+        tables.append((*_table("from, to", costs, COMPARISON_NAMES), caption))
     if divergence := record.fidelity.get("divergence"):
-        parted = _table({"student and teacher": divergence}, {})
-        tables.append((*parted, "Greedy texts after the same prompts, until they part"))
+        caption = "Greedy continuations: tokens before they diverge"
+        tables.append((*_table("models", {"student and teacher": divergence}, {}), caption))
     return {
         "headline": _headline(models.get("floor", {}), models.get("student", {})),
         "tables": tables,
@@ -99,20 +103,22 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
 
 
 def _headline(floor: Mapping[str, Any], student: Mapping[str, Any]) -> str:
-    """Return how much of the KL at its floor the student has closed; "" if the floor has none."""
+    """Return the share of its floor's KL that the student closes; "" if the floor has none."""
     start, kl = as_number(floor, "kl"), as_number(student, "kl")
     if math.isnan(kl) or not 1e-6 < start < math.inf:
         return ""
     if not math.isfinite(kl):
         return "The student's KL to its teacher is not finite."
-    return Markup(
-        "The student has gone <strong>{}</strong> of the way from its floor to its teacher: KL {}"
-        " nats, from {} at the floor."
-    ).format(_GONE.write(1 - kl / start), figure(student, "kl"), FIGURES["kl"].write(start))
+    words = "is worse than its floor (attention dropped)"  # a share below zero says no more
+    if kl <= start:
+        share = _GONE.write(1 - kl / start)
+        words = f"closes {share} of the KL between its floor (attention dropped) and its teacher"
+    at_floor = FIGURES["kl"].write(start)
+    return f"The student {words}: {figure(student, 'kl')} nats, against {at_floor} at the floor."
 
 
-def _table(models: Models, names: Mapping[str, str]) -> Table:
-    """Return every figure that any of them has; one with a `<name>_se` is written with it."""
+def _table(head: str, models: Models, names: Mapping[str, str]) -> Table:
+    """Return a table of all figures that any model has, with their standard errors."""
     keys = dict.fromkeys(key for values in models.values() for key in values)
     shown = [
         key
@@ -124,15 +130,15 @@ def _table(models: Models, names: Mapping[str, str]) -> Table:
         [names.get(name, name), *(figure(values, key) for key in shown)]
         for name, values in models.items()
     ]
-    return ["of", *(f"*{head}" for head in heads)], rows
+    return [head, *(f"*{name}" for name in heads)], rows
 
 
 def layers(record: RunRecord) -> dict[str, Any] | None:
-    """Return the part on the layers' NMSE on held-out text; None if nothing was measured."""
+    """Return the layers' NMSE on held-out text, or None if it was not measured."""
     measured: Models = record.fidelity.get("layers", {})
     keys = {
         f"{kind}_{model}": MODELS[model] + fed
-        for kind, fed in (("nmse", ""), ("free_running", ", on its own"))
+        for kind, fed in (("nmse", ""), ("free_running", ", free-running"))
         for model in MODELS
         if any(f"{kind}_{model}" in values for values in measured.values())
     }
@@ -142,7 +148,7 @@ def layers(record: RunRecord) -> dict[str, Any] | None:
     students = dict(zip(measured, columns.get("nmse_student", ()), strict=False))
     finite = {name: value for name, value in students.items() if math.isfinite(value)}
     hardest = max(finite, key=lambda name: finite[name], default=None)
-    order = {"nmse_student": "student", "nmse_initial": "before training", "nmse_floor": "floor"}
+    order = {"nmse_student": "student", "nmse_initial": "before", "nmse_floor": "floor"}
     drawn: list[charts.Series] = [
         (name, list(map(int, measured)), columns[key])
         for key, name in order.items()

@@ -1,5 +1,5 @@
-"""Values as words that a page may show: bounded, without control characters and without what looks
-like a secret. Templates escape them.
+"""Values as text for a page: bounded, without control characters or likely secrets. Templates
+escape it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from npt.evaluation.formatting import FIGURES
 
-TEXT = 300  # letters that are shown of a text
+TEXT = 300  # the most characters shown of a text
 
 _SECRETS = (
     (re.compile(r"(?<=://)[^/@\s]+(?=@)"), "…"),  # user and password before a host
@@ -26,7 +26,7 @@ _SECRETS = (
 
 
 def clean(value: Any, limit: int = TEXT) -> str:
-    """Return a value as plain text of so many letters at most, all of which can be seen."""
+    """Return a value as text of at most `limit` characters, with invisible ones spelled out."""
     shown = value if isinstance(value, str) else "none" if value is None else str(value)
     for pattern, instead in _SECRETS:
         shown = pattern.sub(instead, shown[: 16 * limit])
@@ -36,7 +36,7 @@ def clean(value: Any, limit: int = TEXT) -> str:
 
 
 def _visible(letter: str) -> str:
-    """Return a letter, or its number if it would not show or would turn the line's direction."""
+    """Return a character, or its code point if it is invisible or reverses the text."""
     if letter in "\n\t":
         return " "
     if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
@@ -45,14 +45,14 @@ def _visible(letter: str) -> str:
 
 
 def address(path: Path, page: Path) -> str:
-    """Return the relative address of a file or folder, for a link on the page at `page`."""
+    """Return the address of a file or folder relative to the page at `page`."""
     where = Path(os.path.relpath(path, page.parent)).as_posix()
     return f"./{quote(where.encode('utf-8', 'surrogateescape'))}{'/' if path.is_dir() else ''}"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number for reading: a few digits of it, a long one by its power of ten. None and NaN
-    are no number; infinite is one that was not finite.
+    """Return a number with a few digits, a very large or small one as a power of ten. None and NaN
+    give a dash; infinity stands for a value that was not finite.
     """
     if value is None or not math.isfinite(value):
         return "–" if value is None or math.isnan(value) else "not finite"
@@ -67,8 +67,8 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def as_number(values: Mapping[str, Any], key: str) -> float:
-    """Return a number of a JSON object: NaN if it has none, infinite for null, which is
-    written for a number that was not finite.
+    """Return a number from a JSON object: NaN if the key is missing, and infinity for null, which
+    stands for a value that was not finite.
     """
     if key not in values:
         return math.nan
@@ -78,7 +78,7 @@ def as_number(values: Mapping[str, Any], key: str) -> float:
 
 def figure(values: Mapping[str, Any], key: str) -> str:
     value, error = as_number(values, key), as_number(values, f"{key}_se")
-    if key in FIGURES and math.isfinite(value):
+    if key in FIGURES and abs(value) < 1e6:
         return FIGURES[key].write(value, error)
     return number(value) + (f" ± {number(error, 2)}" if math.isfinite(error) else "")
 

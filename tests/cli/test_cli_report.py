@@ -18,9 +18,9 @@ def test_a_run_gets_its_page_anew(tmp_path, capsys) -> None:
     )
     assert main(["report", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "Finished at step 12; refused: 1" in out and "fidelity.json: it is not there" in out
+    assert "Finished at step 12; refused: 1" in out and "fidelity.json: missing" in out
     assert f"written to {folder / 'report.html'}" in out
-    assert "<title>run: report of a run</title>" in (folder / "report.html").read_text(
+    assert "<title>run: run report</title>" in (folder / "report.html").read_text(
         encoding="utf-8"
     )
 
@@ -37,7 +37,7 @@ def test_json_holds_what_was_found(tmp_path, capsys) -> None:
     assert expected.items() <= found.items()
     assert found["refused_by_kind"] == {"loss": 1, "gradient": 1}
     assert found["checkpoints"] == [{"step": 4, "folder": "step-00000004"}]
-    assert found["missing"]["fidelity.json"].startswith("it is of an earlier end")
+    assert found["missing"]["fidelity.json"].startswith("from an earlier end")
 
 
 def test_a_run_killed_at_once_gets_a_page_and_can_be_resumed(tmp_path) -> None:

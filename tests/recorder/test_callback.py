@@ -83,7 +83,7 @@ def test_chosen_steps_are_written_and_drawn_and_said(model, data, tmp_path, draw
     assert not any("#" in row.stage for row in found.rows)
     assert all(row.finite for row in found.rows)
     assert drawn == [([1, 3, 4], folder)]
-    assert said[0].startswith("recording steps 1,3-4, ")
+    assert said[0].startswith("recording the first micro-batch of steps 1,3-4 on ")
     assert [line.split(":")[0] for line in said[1:-1]] == [
         f"recorded step {step} (micro-batch 0, process 0) in {folder / f'step-0000000{step}.json'}"
         for step in (1, 3, 4)

@@ -87,18 +87,21 @@ def loads_nothing(page: str) -> None:
 
 def test_what_is_not_finite_is_red_and_named_and_growth_is_ranked(tmp_path) -> None:
     clean, page = drawn([record(1)], tmp_path)
-    assert "3 grew more than 1000 times." in page
-    grown = page[page.index("Largest growth</caption>") :]
+    assert "3 tensors grew more than 1000-fold" in page and "First explosion, at step 1" in page
+    grown = page[page.index("Largest growth of the RMS</caption>") :]
     assert grown.index("model.layers.0.mlp out") < grown.index("model.layers.0 in")
     assert "× 4e+03" in grown
-    assert "None: all 14 recorded tensors are finite." in page and red(clean) == 0
-    assert 500 < clean.shape[0] < 4000 and 500 < clean.shape[1] < 4000
+    assert "bad</td>" not in page and red(clean) == 0
+    assert 400 < clean.shape[0] < 4000 and 400 < clean.shape[1] < 4000
     bad, page = drawn([record(1), record(7, nan=4)], tmp_path)
     assert red(bad) > 1000
     loads_nothing(page)
     assert '<span class="alarm">4</span> of 28 recorded tensors' in page
-    assert page.index("<td>7</td>") < page.index("model.layers.1.mlp out")
-    assert page.index("model.layers.1.mlp out") < page.index("model.layers.2.mlp out")
+    assert "First non-finite tensor: model.layers.1.mlp out in layer 1 at step 7" in page
+    assert page.count(" bad<") == 2  # of the layers 1 and 2, at step 7
+    listed = page[page.index("non-finite tensors</caption>") :]
+    assert listed.index("<td>7</td>") < listed.index("model.layers.1.mlp out")
+    assert listed.index("model.layers.1.mlp out") < listed.index("model.layers.2.mlp out")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 6])

@@ -84,12 +84,12 @@ def test_the_worst_is_a_bad_number_then_an_explosion_then_a_gradient() -> None:
     assert found == "all 3 tensors finite, none exploded, largest gradient norm 6 of g weight"
     exploded = grown(("a", 1.0, 5000.0), ("b", 1.0, 4000.0))
     found = worst(Record(1, (*exploded.rows, gradient)))
-    assert found == "explosion: a out has RMS 5e+03, 5e+03 times that of a in (2 such)"
+    assert found == "explosion: a out has RMS 5e+03, 5e+03 times that of a in (2 in all)"
     bad = row("g", "weight", None, direction="gradient", nan=1, pos_inf=2, neg_inf=1)
     found = worst(Record(1, (*exploded.rows, bad, row(nan=4, rms=None))))
-    assert found.startswith("2 of 6 tensors are not finite, the first: gradient of g weight")
+    assert found.startswith("2 of 6 tensors are not finite; the first is gradient of g weight")
     assert found.endswith(" (1 NaN, 2 +Inf, 1 -Inf of 4)")
-    assert worst(Record(1, ())) == "nothing was computed"
+    assert worst(Record(1, ())) == "no tensor was recorded"
 
 
 # --- on the embedded model

@@ -322,9 +322,9 @@ def test_gradients_can_be_left_out_and_frozen_parameters_have_none(stack) -> Non
 
 
 def test_a_mask_of_another_shape_and_a_second_entry_are_refused(stack) -> None:
-    with pytest.raises(ValueError, match=r"valid has the shape \(3,\); it says of each token"):
+    with pytest.raises(ValueError, match=r"valid has the shape \(3,\): pass a mask"):
         Recorder(stack, valid=torch.ones(3))
-    with Recorder(stack) as recorder, pytest.raises(RuntimeError, match="inside its block already"):
+    with Recorder(stack) as recorder, pytest.raises(RuntimeError, match="already active"):
         recorder.__enter__()
     assert hooks(stack) == 0
 

@@ -22,7 +22,7 @@ def test_the_chosen_steps_are_said_and_wanted_and_no_other(steps, expected) -> N
     recording = Recording("there", steps)
     assert chosen(recording) == expected
     assert str(recording) == (
-        f"recording steps {steps}, of each the first micro-batch on process 0 only, into there"
+        f"recording the first micro-batch of steps {steps} on process 0 into there"
     )
     for step in expected[:1]:  # however often it is tried
         recording.start(nn.Linear(1, 1), step)

@@ -60,7 +60,7 @@ def test_what_is_not_finite_breaks_the_line_and_is_marked_as_are_refusals() -> N
     line, crosses, refused = made.figure.axes[0].lines
     assert np.isnan(line.get_ydata()).tolist() == [False, False, True, False, False]
     assert list(crosses.get_xdata()) == [3] and list(refused.get_xdata()) == [3, 4]
-    words = "loss: 1 at first, 1 at last, between 1 and 2, 1 times not finite; 2 refusals"
+    words = "loss: first 1, last 1, 1 to 2, 1 times not finite; 2 refusals"
     assert made.label == words
 
 

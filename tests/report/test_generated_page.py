@@ -31,7 +31,7 @@ def passage(tokens: list[str] | None = None, layers: int = 3, **changed: Any) ->
 def made(*passages: dict[str, Any]) -> str:
     titles = ("The teacher's text", "The student's text")
     pairs = list(zip(titles, passages, strict=False))
-    return generated_page("Said", [("tokens", "3")], [("base", "tiny")], pairs)
+    return generated_page("Said", [("tokens", "3")], [], pairs)
 
 
 def test_every_token_is_escaped_and_can_be_seen() -> None:
@@ -46,9 +46,9 @@ def test_every_token_is_escaped_and_can_be_seen() -> None:
 def test_each_token_has_a_colour_and_each_layer_a_cell() -> None:
     reader = Reader(made(passage(layers=3)))
     spans = reader.of("span", class_="token")
-    assert len(spans) == len(TOKENS_SHOWN) and len(reader.of("td")) == 3 * len(TOKENS_SHOWN)
-    assert {each["class"] for each in reader.of("td")} <= {f"h{i}" for i in range(COLOURS)}
-    assert "KL" in (spans[1]["title"] or "") and "teacher ·the" in (spans[1]["title"] or "")
+    assert len(spans) == len(TOKENS_SHOWN) and len(reader.of("td")) == (1 + 3) * len(TOKENS_SHOWN)
+    assert {each["class"] for each in reader.of("td")} <= {"kl", *(f"h{i}" for i in range(COLOURS))}
+    assert "teacher ·the" in (spans[1]["title"] or "")
 
 
 def test_the_prompt_and_the_parting_of_two_texts_are_marked() -> None:
@@ -61,6 +61,6 @@ def test_the_prompt_and_the_parting_of_two_texts_are_marked() -> None:
 
 def test_numbers_that_are_not_finite_have_no_colour() -> None:
     text = Reader(made(passage(["a", "b"], change=[[math.nan] * 3, [0.5, math.inf, math.nan]])))
-    assert [each["class"] for each in text.of("td")] == ["hn"] * 3 + ["h11", "hn", "hn"]
+    assert [each["class"] for each in text.of("td")] == ["kl", *["hn"] * 3, "kl", "h7", "hn", "hn"]
     nothing = made(passage(["a"], change=[[math.nan] * 3]))
-    assert "no token with a finite number" in nothing
+    assert "No token has a finite number" in nothing

@@ -35,12 +35,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         event("warning", message=HOSTILE),
         event("done", steps=1499),
     ]
-    folder = make_run(
-        tmp_path_factory.mktemp("runs") / "run",
-        metrics=lines,
-        events=happened,
-        fidelity=fidelity(layers=32),
-    )
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    make_run(folder, metrics=lines, events=happened, fidelity=fidelity(layers=32))
     (folder / "checkpoints" / "step-00000500").mkdir(parents=True)
     text = page(RunRecord(folder), folder / "report.html")
     (folder / "report.html").write_text(text, encoding="utf-8")
@@ -53,13 +49,11 @@ def test_the_page_fits_and_the_browser_has_nothing_to_say(browser, report, width
     browser.complaints.clear()
     browser.open(report, width=width, dark=dark)
     assert browser.complaints == []
-    assert browser.evaluate("document.title") == "run: report of a run"
+    assert browser.evaluate("document.title") == "run: run report"
     assert browser.evaluate(FITS) == width
-    sizes = browser.evaluate(
-        "[...document.querySelectorAll('.chart')].map((x) => [x.naturalWidth, x.width])"
-    )
+    sizes = browser.evaluate("[...document.images].map((x) => [x.naturalWidth, x.width])")
     assert len(sizes) >= 6 and {natural for natural, _ in sizes} == {400}
-    assert min(shown for _, shown in sizes) > 0.6 * min(width, 600)
+    assert min(shown for _, shown in sizes) > (550 if width == 1280 else 11 / 12 * 400)
     ink, paper = browser.evaluate(
         "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
     )
@@ -76,7 +70,7 @@ def test_the_policy_stops_a_script_that_got_in(browser, tmp_path, report) -> Non
     spoilt.write_text(text, encoding="utf-8")
     browser.complaints.clear()
     browser.open(spoilt)
-    assert browser.evaluate("document.title") == "run: report of a run"
+    assert browser.evaluate("document.title") == "run: run report"
     assert sum("Content Security Policy" in complaint for complaint in browser.complaints) == 2
     browser.complaints.clear()
 
@@ -92,4 +86,7 @@ def test_the_page_about_a_text_fits_and_is_shown_without_complaint(
     browser.complaints.clear()
     browser.open(place, width=width, dark=dark)
     assert browser.complaints == [] and browser.evaluate(FITS) <= width
-    assert browser.evaluate("[...document.images].every(x => x.complete && x.naturalWidth > 100)")
+    tops = browser.evaluate("[...document.querySelectorAll('.grid')].map(x => x.offsetTop)")
+    assert (tops[0] == tops[1]) == (width == 1280)  # side by side, row by row
+    hint = "getComputedStyle(document.querySelector('.scroll')).backgroundImage"
+    assert "gradient" in browser.evaluate(hint)  # a shadow where a table is cut

@@ -78,8 +78,8 @@ def test_chosen_steps_are_files_lines_and_pictures(here, drawn) -> None:
     assert all(record.micro_batch == 0 and len(record.rows) > 100 for record in found.values())
     assert all(row.finite for record in found.values() for row in record.rows)
     lines = here.said.getvalue().splitlines()
-    chosen = "recording steps 1,3-4,/6, of each the first micro-batch on process 0"
-    assert f"{chosen} only, into {trace}" in lines
+    chosen = "recording the first micro-batch of steps 1,3-4,/6 on process 0"
+    assert f"{chosen} into {trace}" in lines
     for step, record in found.items():
         line = f"recorded step {step} (micro-batch 0, process 0) in {trace}/step-{step:08d}.json"
         assert f"{line}: all {len(record.rows)} tensors finite" in "\n".join(lines)
@@ -118,7 +118,7 @@ def test_a_refused_micro_batch_is_recorded_with_what_was_wrong(here) -> None:
     assert first.name == "model.layers.1.input_layernorm out" and first.rms is None
     # the window that became step 3 in the end is not recorded as well
     assert here.said.getvalue().count("recorded step 3") == 1
-    assert f"tensors are not finite, the first: {first.name}" in here.said.getvalue()
+    assert f"tensors are not finite; the first is {first.name}" in here.said.getvalue()
 
 
 # --- the run is the same
