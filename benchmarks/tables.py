@@ -292,45 +292,38 @@ PRECISIONS = {"highest": "fp32", "high": "TF32", "bf16": "bf16"}
 
 def speeds(figures: Mapping[str, Json]) -> list[str]:
     """Return a table for each shape. figures: of `speed.py`, by "shape, precision"."""
-    shapes: dict[str, dict[str, Json]] = {}
-    for key, measured in figures.items():
-        shape, _, precision = key.partition(", ")
-        shapes.setdefault(shape, {})[precision] = measured
-    return [_speeds_of_shape(by_precision) for by_precision in shapes.values()]
+    shapes = dict.fromkeys(key.partition(", ")[0] for key in figures)
+    names = {s: {p: figures.get(f"{s}, {p}") for p in PRECISIONS} for s in shapes}
+    return [_by_precision({p: f for p, f in of.items() if f}) for of in names.values()]
 
 
-def _speeds_of_shape(measured: Mapping[str, Json]) -> str:
+def _by_precision(measured: Mapping[str, Json]) -> str:
     runs: dict[str, dict[str, Json]] = {}
     for precision, figures in measured.items():
         for run in figures["runs"]:
             runs.setdefault(run["name"], {})[precision] = run
 
-    def largest(key: str) -> Callable[[Mapping[str, Json]], float]:
-        return lambda row: max(run[key] for run in row.values())
+    def largest(key: str, row: Json) -> str:
+        return f"{max(run[key] for run in row.values()) / MIB:,.0f}"
 
-    def cell(precision: str, write: Callable[[Json], str]) -> Callable[[Any], str]:
-        return lambda row: write(row[precision]) if precision in row else "–"
+    def cell(key: str, form: str, precision: str, row: Json) -> str:
+        return format(row[precision][key], form) if precision in row else "–"
 
-    peak, held = largest("peak_bytes"), largest("held_bytes")
-    present = [precision for precision in PRECISIONS if precision in measured]
-    columns: dict[str, Cell] = {
-        "run": lambda row: f"`{next(iter(row.values()))['name']}`",
-        "peak MiB": lambda row: f"{peak(row) / MIB:,.0f}",
-        "held MiB": lambda row: f"{held(row) / MIB:,.0f}",
-    }
-    for heading, write in (
-        ("tokens/s", lambda run: f"{run['tokens_per_second']:,.0f}"),
-        ("roofline", lambda run: f"{run['roofline_share']:.0%}"),
+    columns: dict[str, Cell] = {"run": lambda row: f"`{next(iter(row.values()))['name']}`"}
+    columns |= {f"{name} MiB": partial(largest, f"{name}_bytes") for name in ("peak", "held")}
+    for heading, key, form in (
+        ("tokens/s", "tokens_per_second", ",.0f"),
+        ("roofline", "roofline_share", ".0%"),
     ):
-        columns |= {f"{heading}, {PRECISIONS[p]}": cell(p, write) for p in present}
-    first = next(iter(measured.values()))
+        columns |= {f"{heading}, {PRECISIONS[p]}": partial(cell, key, form, p) for p in measured}
     reached = ", ".join(
-        f"{measured[p]['roofline']['flops_per_second'] / 1e12:,.0f} TFLOP/s ({PRECISIONS[p]})"
-        for p in present
+        f"{f['roofline']['flops_per_second'] / 1e12:,.0f} TFLOP/s ({PRECISIONS[p]})"
+        for p, f in measured.items()
     )
+    first = next(iter(measured.values()))
     return (
         f"{shape_line(first)} Square products reach {reached}.\n\n"
-        f"{table(columns, runs.values(), words=1)}"
+        f"{table(columns, runs.values(), words=1)}{left_out(first['missing'])}"
     )
 
 

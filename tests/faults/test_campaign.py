@@ -285,4 +285,4 @@ def test_the_script_refuses_an_unknown_case(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         script(monkeypatch, "--case", "nonsense")
     assert stop.value.code == 2
-    assert "choose one that --list prints" in capsys.readouterr().err
+    assert "that --list prints" in capsys.readouterr().err
