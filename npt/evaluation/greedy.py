@@ -161,11 +161,11 @@ def compare_prompts(
         figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, head, size)
         written = {mode: most_likely(states, head, size).cpu() for mode, states in hidden.items()}
     expected = tokens.cpu()
-    leaves = (written["student"] != expected) & (written["teacher"] == expected)
+    diverging = (written["student"] != expected) & (written["teacher"] == expected)
     lengths = [len(new) for new in added]
-    by_prompt = (figures, leaves, written["student"])
+    by_prompt = (figures, diverging, written["student"])
     comparisons = []
-    for prompt, new, per_token, leaving, of_student in zip(
+    for prompt, new, per_token, diverges, student_tokens in zip(
         prompts, added, *(each.split(lengths) for each in by_prompt), strict=True
     ):
         if not torch.isfinite(per_token).all():
@@ -173,8 +173,8 @@ def compare_prompts(
                 f"the student's logits after {prompt.id} are not finite; run npt trace --adapter to"
                 " find the operation"
             )
-        position = next(iter(leaving.nonzero()[:, 0].tolist()), None)
-        token = None if position is None else int(of_student[position])
+        position = next(iter(diverges.nonzero()[:, 0].tolist()), None)
+        token = None if position is None else int(student_tokens[position])
         comparison = Comparison(prompt, tuple(new), per_token.double().cpu(), position, token)
         comparisons.append(comparison)
     return comparisons

@@ -198,15 +198,15 @@ def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
 
 def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the known `data_fingerprint` of a data set has changed."""
-    for name, ours in now.items():
-        theirs = recorded.get(name)
-        if isinstance(theirs, Mapping) and any(
-            None not in (theirs.get(key), ours[key]) and theirs.get(key) != ours[key]
+    for name, new in now.items():
+        old = recorded.get(name)
+        if isinstance(old, Mapping) and any(
+            None not in (old.get(key), new[key]) and old.get(key) != new[key]
             for key in ("records", "sha256")
         ):
             raise CheckpointError(
-                f"the checkpoint was trained on {name} of {_described(theirs)}, this run has"
-                f" {_described(ours)}; resume with the same data or start a new run"
+                f"the checkpoint was trained on {name} of {_described(old)}, this run has"
+                f" {_described(new)}; resume with the same data or start a new run"
             )
 
 

@@ -52,7 +52,7 @@ class RunFolder:
     One process writes it at a time. Log lines that do not fit on the disk are lost and counted.
 
     Args:
-        path: missing or empty folder.
+        path: folder to make; must be missing or empty unless the run resumes.
         resume_at: step at which the run in this folder resumes; later metrics are removed.
 
     Raises:

@@ -155,13 +155,13 @@ class Trackers:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore the random states of torch, Python and numpy on exit."""
-    drawn, of_numpy = random.getstate(), numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         with kept_random_state():
             yield
     finally:
-        random.setstate(drawn)
-        numpy.random.set_state(of_numpy)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
 
 
 def known_run(folder: Path) -> str | None:

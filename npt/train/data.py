@@ -1,8 +1,8 @@
 """The data of a run: sources, held-out samples, where training begins, and its windows.
 
 A run reads one source, or two if replay data are mixed in against forgetting. An epoch ends with
-the first source; the replay data repeat. The seed decides which sample comes from which source
-(npt/data/samples.py).
+the first source; the replay data repeat. A sample's source depends only on the seed and the
+sample's number (npt/data/samples.py).
 
 The closed-form start is fitted to the first samples of the first epoch. Training begins after them
 unless too few would be left, because losses on fitted tokens are half as large as later ones.
@@ -98,8 +98,8 @@ def open_sources(config: DataConfig, data: Iterable[Record] | None = None) -> li
 
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
     """Return the settings without columns that the first record of a source lacks."""
-    usual = DataConfig.text_column
-    if config.prompt_column is None and config.text_column == usual:
+    default = DataConfig.text_column
+    if config.prompt_column is None and config.text_column == default:
         return config
     first = next(iter(records), None)
     if not isinstance(first, Mapping):
@@ -107,8 +107,8 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
     first = filled(first)
     if config.prompt_column is not None and config.prompt_column not in first:
         config = replace(config, prompt_column=None, completion_column=None)
-    if config.text_column not in first and usual in first:
-        config = replace(config, text_column=usual)
+    if config.text_column not in first and default in first:
+        config = replace(config, text_column=default)
     return config
 
 
@@ -198,8 +198,8 @@ class RunData:
 
     def _check_stream(self, eval_data: Iterable[Record] | None) -> None:
         records, epochs = self.sources[0].records, self._setup.config.num_epochs
-        again = epochs > 1 or eval_data is None or makes_start(self._setup.model)
-        if again and iter(records) is records:
+        rereads = epochs > 1 or eval_data is None or makes_start(self._setup.model)
+        if rereads and iter(records) is records:
             raise ConfigError(
                 "a streamed generator can be read only once; pass a list, or pass eval_data and use"
                 " --num_epochs 1 and --init random"

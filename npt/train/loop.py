@@ -102,9 +102,9 @@ class Loop:
                         continue
                     # for the tracer, so that its OOM does not shrink the parts of the run
                     parts = MicroBatchSplitter(splitter.samples)
-                    again = partial(summed, model, strategy, batch, config, parts)
+                    recompute = partial(summed, model, strategy, batch, config, parts)
                     with guard.micro_batch(
-                        batch.tokens, batch.sample_ids, batch, again, offset=batch.offset
+                        batch.tokens, batch.sample_ids, batch, recompute, offset=batch.offset
                     ) as micro:
                         observe = partial(self._recorded, place) if run.recording else None
                         sums = summed(model, strategy, batch, config, splitter, observe)

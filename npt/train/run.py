@@ -173,8 +173,7 @@ class Run:
             self.warn(f"step {step}: the run has diverged: {cause}; {advice}")
 
     def save(self, guard: Guard, state: Mapping[str, Any], last: bool = False) -> bool:
-        """Write a checkpoint. If that fails, return False if the run can continue because there is
-        an older one.
+        """Write a checkpoint; return False if that fails but an older one lets the run continue.
 
         Raises:
             CheckpointError: the write failed, and there is no older checkpoint or `last` is set.
@@ -284,21 +283,21 @@ class Run:
         bundle = write() if setup.processes.broken else setup.processes.first(write)
         reason = bundle.pop("reason", reason)
         self.folder.event("stopped", step=steps, reason=reason, **bundle)
-        of_card = any(refusal.kind == "card" for refusal in outcome.refused)
-        ending = f", the last: {outcome.refused[-1]}" if outcome.refused and not of_card else ""
+        gpu_lost = any(refusal.kind == "card" for refusal in outcome.refused)
+        ending = f", the last: {outcome.refused[-1]}" if outcome.refused and not gpu_lost else ""
         if bundle["postmortem"] is None:
             end = (
                 f"cannot write a post-mortem in {path}: {bundle['error']}; free disk space or"
                 " choose another --output_dir"
             )
-        elif of_card:
+        elif gpu_lost:
             older = self.folder.checkpoints()
             remedy = f"continue with --resume {older[-1]}" if older else "there is no checkpoint"
             end = f"batches and settings are in {path / bundle['postmortem']}; {remedy}"
         else:
             end = f"to find the cause, run: npt replay {path / bundle['postmortem']}"
         message = f"stopped at step {steps}: {reason}{ending}; {end}"
-        kind = CardError if of_card else TooManyRefusalsError
+        kind = CardError if gpu_lost else TooManyRefusalsError
         raise setup.processes.everywhere(kind(message))
 
     def rescue(self, loop: Loop, error: BaseException) -> None:

@@ -154,7 +154,7 @@ def make_setup(
 
 
 def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool = False) -> None:
-    """Refuse settings that cannot be trained before a base is loaded."""
+    """Refuse settings that cannot be trained, before a base is loaded."""
     if config.residual == "keep" and not own_teacher:
         raise ConfigError(
             "--residual keep starts equal to its base, so the base has nothing to teach; add"

@@ -70,7 +70,7 @@ def test_a_file_that_exists_is_refused_in_one_line(adapter, prompts, whole, caps
     before = whole.read_bytes()
     assert call(adapter, prompts, whole) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"npt: error: --output {whole} exists; choose another file, or remove it"
+    assert line == f"npt: error: --output {whole} exists; choose another file or remove it"
     assert whole.read_bytes() == before
 
 

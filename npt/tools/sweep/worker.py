@@ -74,7 +74,7 @@ def described(row: Row) -> str:
     words = [row["outcome"]]
     if row["outcome"] != "stable":
         words[0] += f" at step {row['steps']} ({row['reason']})"
-    for name in ("limit_low", "limit_high", "kl"):
+    for name, label in {"limit_low": "trains at", "limit_high": "fails at", "kl": "KL"}.items():
         if row.get(name) is not None:
-            words.append(f"{name} {row[name]:.4g}")
+            words.append(f"{label} {row[name]:.4g}")
     return ", ".join([*words, f"{row['refused']} refused", f"{row['seconds']:.1f} s"])

@@ -50,7 +50,7 @@ def test_a_worker_runs_every_trial_and_says_what_came_out(design, finished) -> N
     said, storage = finished.said, finished.storage
     assert len(said) == 4
     assert (
-        said[0].startswith("forms, mult_form sigmoid, learning_rate 0.001, seed 0: stable, kl ")
+        said[0].startswith("forms, mult_form sigmoid, learning_rate 0.001, seed 0: stable, KL ")
         and "worse at step" in said[1]
     )
     rows = rows_of(design, storage.rows())
