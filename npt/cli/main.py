@@ -38,7 +38,7 @@ Exit status: 0 done, 1 npt trace found a fault, 2 wrong arguments or data,
 checkpoint or bundle, 6 another process of the run failed, 128+n after signal n."""
 
 _NAMED = {"import": "import_base"}
-"""Modules of verbs whose names are Python keywords."""
+"""Verbs whose name is a Python keyword."""
 
 CROWDED = 0.4
 """Load per core over the last minute above which other programs are computing here."""
@@ -93,7 +93,7 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
         called = _NAMED.get(name, name)
         module = import_module(f"npt.cli.{called}")
         run = getattr(module, called)
-        text: Any = inspect.getdoc(run)
+        text = inspect.getdoc(run) or ""
         more = {"help": text.partition("\n")[0].rstrip("."), "epilog": STATUSES}
         sub = verbs.add_parser(name, description=text, allow_abbrev=False, **more, **raw)
         sub.set_defaults(verb=run)
