@@ -45,7 +45,7 @@ EMBEDDED_DEFAULTS: dict[str, dict[str, Any]] = {
     "random": {"max_steps": 600},
 }
 OTHER_WAYS = {"adapter_rank": ("ranks",), "max_steps": ("num_epochs", "num_samples")}
-"""Flags that replace a default flag."""
+"""For some defaults, the flags that replace them."""
 
 
 class Chosen(NamedTuple):
