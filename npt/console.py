@@ -34,7 +34,7 @@ def complain(line: str) -> None:
 
 
 def _abandon(stream: Any) -> None:
-    """Redirect the stream to /dev/null, because Python flushes it again at exit."""
+    """Redirect the stream to /dev/null: Python flushes it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

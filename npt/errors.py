@@ -1,8 +1,7 @@
 """Errors that a user can cause, each with the exit status of the program.
 
 The command line prints the message as one line without a traceback (`--debug` shows it). A message
-names the thing, the values and the remedy. A bug in NPT is an `assert` or a plain exception, and
-shows its traceback.
+names the thing, the values and the remedy. A bug in NPT is an `assert` or a plain exception.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-"""Control characters except tab and newline, and characters that change the text direction."""
+"""Control characters except tab and newline, and marks of text direction."""
 
 
 def kind_of(value: object) -> str:
@@ -21,13 +20,10 @@ def kind_of(value: object) -> str:
 
 
 def printable(text: str, one_line: bool = False) -> str:
-    """Return text with control characters escaped as in Python source.
+    """Return text with control characters escaped as in Python, with `one_line` newlines too.
 
-    Names, records and templates come from outside. On a terminal, an escape sequence in them could
-    hide a line and a newline could forge one.
-
-    Args:
-        one_line: escape newlines too.
+    Names, records and templates come from outside; on a terminal an escape sequence could hide a
+    line, and a newline could forge one.
     """
     text = _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
     return text.replace("\n", "\\n") if one_line else text
@@ -151,7 +147,7 @@ def first_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on any device. It does not load torch."""
+    """Return whether an allocation failed, on any device, without loading torch."""
     if isinstance(error, NPTError):  # its message may quote such an error
         return False
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 PARTIAL, OLD = ".partial", ".old"
-"""Suffixes of temporary names: for what is being written, and for what it replaces."""
+"""Suffixes of temporary names: of what is written, and of what it replaces."""
 
 _LEFT_OVER = re.compile(
     rf"\.(?P<name>.+)\.[a-z0-9_]{{8}}(?P<kind>{re.escape(PARTIAL)}|{re.escape(OLD)})", re.DOTALL
 )
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
-"""Error numbers of a file system without locks."""
+"""Errors of a file system without locks."""
 
 
 def finite_or_null(value: Any) -> Any:

@@ -51,18 +51,18 @@ dataset_mix: use --replay_dataset for a second data set; join others into one fi
 stages: a run has one --strategy; train further in a second run with --adapter
 layer_weights token_weighting: remove it; all layers and tokens have equal weight
 smooth_l1_beta cosine_weight jsd_weight: add a loss of your own with register_loss
-init_a init_std_a init_std_b init_std_m: remove it; a random start has fixed deviations
+init_a init_std_a init_std_b init_std_m: remove it; a random start has fixed standard deviations
 rank_budget: use --adapter_rank, the mean rank of a closed-form start
-padding_side: remove it; rows are padded on the right, and the side changes nothing
+padding_side: remove it; rows are padded on the right, which changes no result
 max_refused_share: remove it; a run stops if a fifth of its micro-batches is refused
 max_memory: use npt doctor --plan; a micro-batch that does not fit is computed in halves
 logit_temperature: remove it; the losses on the logits use temperature 1
 rank_timeout: remove it; a process waits 600 seconds for the others
 stop_on_divergence: remove it; a run that diverges prints a warning
 trace_every: use --trace_steps /100 to record every hundredth step
-spike_sigmas: use --skip_spikes, which refuses beyond ten robust standard deviations
+spike_sigmas: use --skip_spikes (beyond ten robust standard deviations)
 base_precision: remove it; model.dequantize() unpacks the weights of a loaded folder
-sharded: use npt pretrain --shard_base, which compares its shards with the whole base
+sharded: use npt pretrain --shard_base
 fidelity message: remove it; npt push uploads the model card saved with the adapter
 attribution: call npt.evaluate(..., unquantized=base) for the cost of quantisation
 temperature top_p: npt generate writes the most likely tokens; sample with npt.student_view
@@ -92,7 +92,7 @@ def canonical(name: str, known: Collection[str]) -> str:
 
 
 def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
-    """Return the end of a message about an unknown name: its replacement, a similar name, or ""."""
+    """Return what replaced an unknown name, or a similar name, as the end of a message, or ""."""
     plain = name.replace("-", "_")
     if plain in RETIRED:
         return f": {RETIRED[plain]}"
@@ -211,9 +211,8 @@ def yaml_content(path: str, where: str) -> Any:
     except (yaml.YAMLError, OSError, ValueError, OverflowError, RecursionError) as error:
         mark, problem = (getattr(error, key, None) for key in ("problem_mark", "problem"))
         line = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        raise ConfigError(
-            f"{where} is not valid YAML: {line}{problem or first_line(error)}"
-        ) from error
+        fault = "cannot be read" if isinstance(error, OSError) else "is not valid YAML"
+        raise ConfigError(f"{where} {fault}: {line}{problem or first_line(error)}") from error
 
 
 class _StrictLoader(yaml.SafeLoader):

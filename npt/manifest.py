@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: sha256 and size of each file, and a sha256 of the manifest."""
+"""The manifest of a checkpoint: sha256 and size of each file, and its own sha256."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return the files below a folder by relative path; CheckpointError for a link or device."""
+    """Return the files below a folder by relative path; CheckpointError for links and devices."""
     files: dict[str, Path] = {}
     for parent, folders, names in os.walk(folder):
         for path in (Path(parent, name) for name in (*folders, *names)):

@@ -12,7 +12,7 @@ _PACKAGES = ("torch", "transformers", "bitsandbytes", "accelerate", "datasets", 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, npt and the packages that affect a run's numerics."""
+    """Return the versions of Python, npt and these packages."""
     return {
         "python": platform.python_version(),
         "npt": __version__,
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _version(package: str) -> str:
-    # cached: every checkpoint calls this, and reading metadata takes as long as writing it
+    # cached, since every checkpoint calls it and reading metadata is slow
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Flags that several verbs share, and loading the base and the adapter that they name."""
+"""Flags that several verbs share, and loading their base and adapter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_TRAINING = {"num_samples", "replay_dataset", "replay_ratio", "teacher_precis
 
 
 def natural(text: str, least: int = 0) -> int:
-    value = int(text)  # argparse reports a ValueError
+    value = int(text)
     if not least <= value <= INT_MAX:
         raise argparse.ArgumentTypeError(f"{value} is not between {least} and {INT_MAX}")
     return value
@@ -41,7 +41,7 @@ def limit(text: str) -> float:
 def add_number(
     parser: Any, flag: str, help: str, default: Any = None, kind: Callable[[str], float] = positive
 ) -> None:
-    """Add a flag for a number; its help ends with the default, if that is a number."""
+    """Add a flag for a number; its help ends with the default."""
     metavar = "INT" if kind in (int, natural, positive) else "FLOAT"
     shown = f" (default: {default:g})" if isinstance(default, int | float) else ""
     parser.add_argument(
@@ -77,7 +77,7 @@ def add_student(
 
 
 def check_partners(flags: Mapping[str, Any], partners: Mapping[str, str]) -> None:
-    """Refuse flags that are given without the partner that they need."""
+    """Refuse flags without the partner that they need."""
     for name, partner in partners.items():
         value = flags.get(name)
         if value not in (None, False) and flags.get(partner) in (None, False, 0):
@@ -112,7 +112,7 @@ class Task(NamedTuple):
 
     Attributes:
         flags: the flags, with the adapter in place of its path.
-        console: the console for notes; standard error if standard output holds only results.
+        console: for notes; standard error if standard output holds only results.
     """
 
     flags: dict[str, Any]

@@ -12,8 +12,7 @@ from npt.errors import DataError
 def collect(flags: dict[str, Any]) -> int:
     """Collect prompts where student and teacher disagree.
 
-    The file holds each prompt with the teacher's continuation. To train on it, pass
-    it to `npt pretrain --adapter RUN --dataset_name FILE.jsonl`.
+    The file holds each prompt with the teacher's continuation, as training data.
     """
     from npt.data.source import OWN_HELDOUT, open_source
     from npt.tools.collect.collect import collect as run

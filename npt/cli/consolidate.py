@@ -14,8 +14,7 @@ from npt.errors import DataError
 def consolidate(flags: dict[str, Any]) -> int:
     """Write a fact permanently into a student.
 
-    Turn the modulation that a text gives one token into an update of the weights,
-    and report what the model then recalls and forgets.
+    Turn one token's modulation into an update of the weights; report its effects.
     """
     task = begin(flags)
     import npt

@@ -1,7 +1,7 @@
 """Defaults of a run's flags that depend on each other.
 
 The best rate, scale and objective depend on the start (docs/results/choosing-settings.md), so the
-command line chooses them together and prints its choice. Defaults in npt/config/ are independent.
+command line chooses them together and prints them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EMBEDDED_DEFAULTS: dict[str, dict[str, Any]] = {
     "random": {"max_steps": 600},
 }
 OTHER_WAYS = {"adapter_rank": ("ranks",), "max_steps": ("num_epochs", "num_samples")}
-"""Flags that replace a default flag."""
+"""For some defaults, the flags that replace them."""
 
 
 class Chosen(NamedTuple):

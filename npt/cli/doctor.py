@@ -27,7 +27,7 @@ from npt.flags import add_settings, build, with_safe_mode
 def doctor(flags: dict[str, Any]) -> int:
     """Check a data set or predict memory before a run.
 
-    Exit status 2 means that training would stop at a fault, or lack memory.
+    Exit status 2 means that the data have faults or the run does not fit in memory.
     """
     if flags["data"] is None and not flags["plan"]:
         raise ConfigError("add --data [NAME] to check a data set, or --plan to predict memory")

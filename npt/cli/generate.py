@@ -23,7 +23,9 @@ def generate(flags: dict[str, Any]) -> int:
 
     page = None if flags["html"] is None else Path(flags["html"])
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
-        fault = " is a folder" if page.is_dir() else f": there is no folder {page.parent}"
+        fault = (
+            " is a folder: name a file" if page.is_dir() else f": there is no folder {page.parent}"
+        )
         raise ConfigError(f"--html {page}{fault}")
     prompt, limit, compare = flags["prompt"], flags["max_new_tokens"], flags["compare"]
     task = begin(flags, stderr=True)  # stdout holds only the text or the JSON

@@ -29,8 +29,8 @@ VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 
 ABOUT = """\
 NPT distils Neuro-Plastic adapters into quantised language models, with a guard
-that keeps NaN and Inf out of the weights. `npt pretrain --config tiny` trains on
-the embedded model, on a CPU; `npt VERB --help` explains a verb."""
+that keeps NaN and Inf out of the weights. `npt pretrain --config tiny` trains
+the embedded model on a CPU; `npt VERB --help` explains a verb."""
 
 STATUSES = """\
 Exit status: 0 done, 1 npt trace found a fault, 2 wrong arguments or data,
@@ -38,7 +38,7 @@ Exit status: 0 done, 1 npt trace found a fault, 2 wrong arguments or data,
 checkpoint or bundle, 6 another process of the run failed, 128+n after signal n."""
 
 _NAMED = {"import": "import_base"}
-"""Modules of verbs whose names are Python keywords."""
+"""Verbs whose name is a Python keyword."""
 
 CROWDED = 0.4
 """Load per core over the last minute above which other programs are computing here."""
@@ -88,14 +88,15 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
     parser._positionals.title = argparse.SUPPRESS
     how: Any = {"required": True, "metavar": "VERB", "prog": prog, "parser_class": OneLineParser}
-    verbs, raw = parser.add_subparsers(**how), {"formatter_class": _GroupedHelp}
+    verbs = parser.add_subparsers(**how)
     for name in VERBS:
         called = _NAMED.get(name, name)
         module = import_module(f"npt.cli.{called}")
         run = getattr(module, called)
-        text: Any = inspect.getdoc(run)
-        more = {"help": text.partition("\n")[0].rstrip("."), "epilog": STATUSES}
-        sub = verbs.add_parser(name, description=text, allow_abbrev=False, **more, **raw)
+        text = inspect.getdoc(run) or ""
+        texts: Any = {"description": text, "help": text.partition("\n")[0].rstrip(".")}
+        texts |= {"epilog": STATUSES, "formatter_class": _GroupedHelp}
+        sub = verbs.add_parser(name, allow_abbrev=False, **texts)
         sub.set_defaults(verb=run)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name != "pretrain":

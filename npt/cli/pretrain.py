@@ -57,14 +57,14 @@ class _Run(NamedTuple):
 def pretrain(flags: dict[str, Any]) -> int:
     """Distil adapters: train a student to match its base.
 
-    NPT converts layers of a frozen language model (the base) so that attention
-    only shifts and scales each token's MLP, through a low-rank adapter, and trains
-    the adapters until this student predicts what the base, its teacher, predicts.
-    It is made for research on how context acts in a model: what the adapters do to
-    a token can be read, moved to another prompt and made permanent. A micro-batch
-    that yields NaN or Inf is refused: it is skipped, changes nothing and is logged.
+    NPT converts layers of a frozen language model (the base): attention then acts
+    only through a low-rank adapter, which shifts the residual stream and modulates
+    the MLP. Training makes this student predict what its teacher, the base, does.
+    It is for research on how context acts in a model: what the adapters do to a
+    token can be read, moved to another prompt and made permanent. A micro-batch
+    that yields NaN or Inf is refused: skipped without any change, and logged.
 
-    Try the embedded model, for a few minutes on a CPU, then your own model and text:
+    Try the embedded model, a few minutes on a CPU, then your own model and text:
 
         npt pretrain --config tiny
         npt pretrain --model_name MODEL --use_quantization --dataset_name FILE

@@ -11,8 +11,7 @@ from npt.cli.arguments import tell
 def replay(flags: dict[str, Any]) -> int:
     """Re-run the last window of a failed run and find the cause.
 
-    Report whether the fault recurs, which operation causes it, and whether the data
-    or the state is to blame.
+    Report which operation causes the fault, and whether data or state is to blame.
     """
     from npt.forensics.student import replay_student
 

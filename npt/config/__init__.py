@@ -1,7 +1,7 @@
 """All settings, as frozen dataclasses that are checked when they are made.
 
-The command line, the YAML file and `run.json` are made from these fields: a field's name (or its
-`flag`) is the flag, and its `help` is the flag's help. Invalid combinations raise `ConfigError`.
+The command line, the YAML file and `run.json` are made from the fields: a field's name (or its
+`flag`) is the flag, with the field's `help`. Invalid combinations raise `ConfigError`.
 """
 
 from npt.config.adapter import (

@@ -97,7 +97,7 @@ class NPTConfig(SettingsGroup):
         "sigmoid",
         "formula of the multipliers; use sigmoid, the others are for comparison",
         choices=MULT_FORMS,
-        need=Need(lambda c: c.multiplicative, "--modulation both or multiplicative"),
+        need=Need(lambda c: c.multiplicative, "--modulation both (or multiplicative)"),
     )
 
     def check(self) -> None:

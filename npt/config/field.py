@@ -95,8 +95,9 @@ class SettingsGroup:
             value, need = getattr(self, f.name), f.metadata["need"]
             if need is not None and value != f.default and not need.met(self):
                 shown = ",".join(value) if isinstance(value, tuple) else value
+                shown = "" if value is True else f" {shown}"
                 raise ConfigError(
-                    f"--{flag_of(f)} {shown} has no effect without {need.words}: add {need.words}"
+                    f"--{flag_of(f)}{shown} has no effect without {need.words}: add {need.words}"
                     f" or remove --{flag_of(f)}"
                 )
         self.check()

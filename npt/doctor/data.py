@@ -89,7 +89,7 @@ class DataReport:
         return values | {"problems": self.problems, "trainable": not self.problems}
 
     def note(self, name: str, error: Exception) -> None:
-        """Count a fault of a file or data set, and keep the message of the first NAMED."""
+        """Count a fault of a file or data set; keep the first NAMED messages."""
         self.broken_total += 1
         if len(self.broken) < NAMED:
             words = first_line(error)

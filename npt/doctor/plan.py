@@ -2,7 +2,7 @@
 
 The peak is in one of three phases: a micro-batch, whose graph is alive; an optimizer step, which
 keeps the state before it until the new state is verified; or an evaluation. The factors count the
-tensors that are alive together. They were derived from the code and fitted to runs of many shapes.
+tensors that are alive together; they were fitted to runs of many shapes.
 All rows are assumed to be full. Loading the base, the closed-form start and the process itself are
 not included.
 
@@ -128,7 +128,7 @@ class Workload:
         """Return the run of these settings; ConfigError if `shard_base` lacks `processes`."""
         if base.shard_base and processes is None:
             raise ConfigError(
-                "--shard_base shares the base among processes: add --processes N, their number"
+                "--shard_base shares the base among several processes: add --processes N"
             )
         packed = getattr(config, "quantization_config", None) is not None
         quantization = base.quant_type if packed else base.quantization

@@ -1,4 +1,4 @@
-"""Settings by name: this folder's files for `--config`, those of `studies` for `npt sweep`."""
+"""Presets for `--config` (this folder) and studies for `npt sweep` (`studies`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def settings_file(name: str) -> Path:
 
 
 def studies() -> dict[str, Path]:
-    """Return the specification of each study that comes with the package, by name."""
+    """Return the file of each study in the package, by name."""
     return {path.stem: path for path in sorted((FOLDER / "studies").glob("*.yaml"))}
 
 

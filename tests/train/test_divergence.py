@@ -60,4 +60,4 @@ def test_the_terminal_ends_with_the_cause(tmp_path: Path, capsys: Any) -> None:
     small = "--batch_size 1 --max_length 32 --eval_samples 2 --no_smoke_test"
     folder = ["--output_dir", str(tmp_path / "run")]
     assert main(["pretrain", *arguments.split(), *small.split(), *folder]) == 0
-    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("warning: this run has")
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("warning: the run diverged")

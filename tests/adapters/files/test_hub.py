@@ -175,7 +175,7 @@ class TestRefused:
         ):
             npt.push_to_hub(folder, "me/adapter")
         (folder / WEIGHTS_NAME).unlink()
-        with pytest.raises(AdapterFileError, match="it is no file"):
+        with pytest.raises(AdapterFileError, match="not a regular file"):
             npt.push_to_hub(folder, "me/adapter")
         assert not any(method == "POST" for method, _ in hub.asked)
 
