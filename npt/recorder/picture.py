@@ -161,8 +161,8 @@ def _page(records: Sequence[Record], picture: bytes) -> str:
             (step, row.direction, row.name, row.nan, row.pos_inf + row.neg_inf, row.count)
             for step, row in bad[:LISTED]
         ],
-        steps=[record.step for record in records],
-        grid=_layers_by_step(records),
+        steps=["layer", *(f"step {record.step}" for record in records)],
+        layers=_layers_by_step(records),
         exploded=len(exploded),
         factor=FACTOR,
         grown=[

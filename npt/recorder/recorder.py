@@ -20,8 +20,8 @@ An NPT layer also has:
     a             the attention output, after o_proj
     z             the low-rank code A a
     s_stream      the shift of the stream
-    stream        what the MLP reads and adds to, if not h: h plus a (attention residual kept), plus
-                  the shift if there is one
+    stream        what the MLP reads and adds to, if not h: h plus any shift, and plus a where the
+                  attention residual is kept
     m_gate ...    multipliers of gate, up, down, with their saturation
     s_gate ...    additive terms of gate, up, down
     gate, up      the products as modulated (before: `mlp.gate_proj out`, `mlp.up_proj out`)

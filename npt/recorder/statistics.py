@@ -4,8 +4,8 @@ Counts cover all elements; minimum, maximum, mean, standard deviation and RMS th
 Elements are divided by the largest before they are squared, so that the RMS is right even for a
 tensor that is about to overflow.
 
-On a CPU, where reading a number costs nothing, a tensor without NaN, Inf or extreme sizes takes a
-path that is 100 times as fast. The general path reads nothing from the device.
+On a CPU, a tensor without NaN, Inf or extreme sizes takes a path that is 100 times as fast. The
+general path reads nothing from the device.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 400, 220  # CSS pixels: as wide as a phone; a chart grows with the page
 MARKS = 240  # about the most marks of one kind, evenly chosen
 DOTS = 80  # a line of at most so many points has a dot for each
-LARGEST, SMALLEST = 1e100, 1e-100  # numbers beyond these are drawn at the end of the scale
+LARGEST, SMALLEST = 1e100, 1e-100  # numbers beyond are drawn at the end of the scale
 
 SOFT, LINE, SECOND, BAD = "#59636e", "#0a58a8", "#a35200", "#c5162a"
 
@@ -94,13 +94,8 @@ def lines(
     heading: str, unit: str, series: Sequence[Series], *, log: bool | None = None, x: str = "step",
     marks: Sequence[float] = (),
 ) -> Chart:  # fmt: skip
-    """Return a line chart. Its description covers the first line. matplotlib's user settings have
-    no effect and do not change.
-
-    Args:
-        log: as for `scale`.
-        x: name of the x axis, which has whole numbers.
-        marks: refusals, marked in red along the bottom.
+    """Return a line chart, independent of the user's settings of matplotlib. `log` is as for
+    `scale`, `x` names the axis of whole numbers, `marks` are refusals, in red along the bottom.
     """
     import matplotlib
     from matplotlib.figure import Figure

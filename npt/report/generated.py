@@ -57,7 +57,7 @@ def _text(
     finite = np.isfinite(change)
     sums = np.where(finite, change, 0).sum(axis=1)
     means = np.where(finite.any(axis=1), sums / np.maximum(finite.sum(axis=1), 1), np.nan)
-    tokens = []
+    tokens, rows = [], []
     for i, text in enumerate(measured["tokens"]):
         kind = f"{colour(means[i], high)}{' q' * (i < measured.get('start', 0))}"
         hint = f"token {i + 1}, change {number(means[i], 3)}"
@@ -67,8 +67,10 @@ def _text(
         cells = [("kl", number(measured["kl"][i], 2))]
         cells += [(colour(value, high), number(value, 2)) for value in change[i]]
         kind += " p" * (i == measured.get("parts"))
-        tokens.append((visible(text), kind, text.count("\n"), hint, cells))
-    return {"title": title, "tokens": tokens, "layers": measured["layers"]}
+        tokens.append((visible(text), kind, text.count("\n"), hint))
+        rows.append((visible(text), cells))
+    head = ["token", "KL", *measured["layers"]]
+    return {"title": title, "tokens": tokens, "rows": rows, "head": head}
 
 
 def colour(value: float, high: float) -> str:
