@@ -6,6 +6,7 @@ A table maps each heading to a cell: a format (`{kl:.4f}`) or a function of the 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -152,36 +153,31 @@ def totals(figures: Json) -> str:
 
 
 TRAINERS = ("loop", "accelerate", "hf", "trl", "grpo", "fsdp", "fsdp_sharded")
-"""Trainers of `inject_fault.py --trainer`, in column order."""
+"""Trainers of `inject_fault.py --trainer`, in row order."""
+
+UNGUARDED = ("changed", "ended", "equal", "not run")
+"""Outcomes of a case without the guard."""
 
 
 def trainers(*campaigns: Json) -> str:
-    """Return the output of `inject_fault.py --trainer T --all --json` for each of TRAINERS. A row
-    lists the faults that have the same outcome in the same trainers.
+    """Return a row for the output of `inject_fault.py --trainer T --all --json`, for each of
+    TRAINERS, and a line for each case that failed.
     """
-    cases: dict[str, dict[str, Any]] = {}
+    rows, failures, alarms = [], "", 0
     for trainer, figures in zip(TRAINERS, campaigns, strict=True):
+        ends = Counter(case["unguarded"].split(" by ")[0] for case in figures["cases"])
+        rows.append({"trainer": trainer, **figures, **{end: ends[end] for end in UNGUARDED}})
+        alarms += figures["false_alarms"]
         for case in figures["cases"]:
-            outcomes = cases.setdefault(case["name"], {"guarded": {}, "unguarded": {}})
-            verdict = "equal" if case["passed"] else case["verdict"]
-            outcomes["guarded"].setdefault(verdict, []).append(trainer)
-            outcomes["unguarded"][case["unguarded"]] = None
-    rows: dict[tuple[str, str], list[str]] = {}
-    for name, outcomes in cases.items():
-        guarded = "; ".join(f"{v} in {', '.join(t)}" for v, t in outcomes["guarded"].items())
-        rows.setdefault((guarded, ", ".join(outcomes["unguarded"])), []).append(name)
-    passed = [
-        f"{name} {figures['passed']} of {figures['total']}"
-        for name, figures in zip(TRAINERS, campaigns, strict=True)
-    ]
-    alarms = sum(figures["false_alarms"] for figures in campaigns)
-    head = f"Cases passed: {', '.join(passed)}; {alarms} false alarms."
-    columns = {name: f"{{{name}}}" for name in ("planted", "guarded", "unguarded")}
-    lines = (
-        {"planted": "; ".join(names), "guarded": guarded, "unguarded": unguarded}
-        for (guarded, unguarded), names in rows.items()
-    )
-    return f"{head}\n\n{table(columns, lines)}"
+            if not case["passed"]:
+                failures += f"\nFailed: {case['name']} in {trainer} ({case['verdict']}).\n"
+    columns: dict[str, Cell] = {
+        "`--trainer`": "`{trainer}`",
+        "cases": "{total}",
+        "guarded: equal": "{passed}",
+        **{f"unguarded: {end}": f"{{{end}}}" for end in UNGUARDED},
+    }
+    return f"{table(columns, rows, 1)}\n{alarms} false alarms.\n{failures}"
 
 
 def machine(figures: Json) -> str:
