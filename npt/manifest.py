@@ -42,7 +42,7 @@ def verify_checkpoint(folder: Path) -> None:
             now = _sums(present[name])
             if now != sums:
                 raise CheckpointError(
-                    f"{present[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, but the"
+                    f"{present[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, the"
                     f" manifest says {shown(sums)}"
                 )
     except (OSError, RecursionError) as error:

@@ -69,13 +69,13 @@ class NPTConfig(SettingsGroup):
     )
     targets: tuple[str, ...] = _adapter(
         tuple(TARGETS),
-        "what to modulate, comma-separated: products of the MLP, and the stream that it reads",
+        "comma-separated list of what to modulate: stream, gate, up, down",
         choices=tuple(TARGETS),
         read=words,
     )
     modulation: str = _adapter("both", "terms that modulate products", choices=MODULATIONS)
     residual: str = _adapter(
-        "modulate", "remove attention from the residual stream, or keep it", choices=RESIDUALS
+        "modulate", "modulate: take attention out of the stream; keep: leave it", choices=RESIDUALS
     )
     init: str = _adapter(
         "random", "random: small random start; calibrated: closed-form start", choices=INITS
