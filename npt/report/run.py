@@ -67,8 +67,11 @@ class RunRecord:
         self.postmortems = [(path, self._object(path / "postmortem.json")) for path in bundles]
         settings = self.run.get("settings")
         self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
-        if self.events and self.fidelity and self.end[0] != "done":
-            self.notes["fidelity.json"] = "from an earlier end of this run"
+        if self.events and self.end[0] != "done":
+            if self.fidelity:
+                self.notes["fidelity.json"] = "from an earlier end of this run"
+            elif self.notes.get("fidelity.json") == "missing":
+                self.notes["fidelity.json"] = "written when the run finishes"
 
     @property
     def name(self) -> str:
