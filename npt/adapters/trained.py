@@ -149,7 +149,7 @@ def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[
         read = layer.post_attention_layernorm(stream)
         return read, read.detach()
     both = layer.post_attention_layernorm(torch.cat([stream, taught]))
-    # so that gate's rows are adjacent, and up's
+    # gate needs its rows adjacent, and so does up
     x = torch.cat([both, both[: len(stream)]])
     return (both if both.requires_grad else x)[: len(stream)], x.detach()
 
@@ -222,7 +222,7 @@ class _MLP(torch.autograd.Function):
             down, of_down = modulated_forward(own, low)
             energy = energy + of_down
         ctx.mlp, ctx.config, ctx.width = mlp, config, down.shape[-1]
-        ctx.goes_on = ctx.needs_input_grad[1]  # to x, by what is read
+        ctx.goes_on = ctx.needs_input_grad[1]  # the gradient, to x
         # If the gradient goes on, all layers' graphs coexist, and dense weights would fill the
         # memory. ctx.freed can be freed early in backward, but would defeat gradient checkpointing.
         ctx.freed = (own, weight, product) if teach else None
