@@ -65,9 +65,7 @@ class Cut:
         return replace(self, code=self.code.to(device), back=self.back.to(device))
 
     def cost(self, rank: int) -> float:
-        """Return the cost in KL, nats, of a cut to `rank` directions of this layer alone, to second
-        order.
-        """
+        """Return the cost in KL (nats, to second order) of cutting only this layer, to `rank`."""
         return 0.5 * sum(self.worth[rank:])
 
 
