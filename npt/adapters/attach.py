@@ -36,9 +36,9 @@ class AttachReport:
 
     Attributes:
         layers: indices of the converted layers.
-        num_layers: of the model.
-        trainable_parameters: of the adapters.
-        base_parameters: frozen ones, 4-bit weights unpacked.
+        num_layers: number of layers of the model.
+        trainable_parameters: parameters of the adapters.
+        base_parameters: frozen parameters; a 4-bit weight counts unpacked.
     """
 
     layers: tuple[int, ...]

@@ -35,7 +35,7 @@ class Attached:
 
 
 def viewed(model: Any) -> Any:
-    """Return the model that a view shows, which holds the records; any other model itself."""
+    """Return the model that a view shows, which keeps the state; any other model itself."""
     return vars(model).get(VIEWED, model)
 
 

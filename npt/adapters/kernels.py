@@ -197,8 +197,8 @@ def forward(
 def backward(
     low: LowRank, grad: Tensor, gate: Tensor, up: Tensor | None, *of_products: Tensor | None
 ) -> None:
-    """Add gradients of z, M and B to `low`, from that [N, F] of what `forward` writes; write those
-    of gate and up to `of_products`, if given.
+    """Backpropagate `forward` from the gradient [N, F] of its output: add to the gradients in
+    `low`; write those of gate and up to `of_products`, if given.
     """
     work, grad = _Work(low, gate, leaves=True), grad.contiguous()
     into = [sums for sums in low.grad_weights if sums is not None]

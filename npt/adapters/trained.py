@@ -149,7 +149,7 @@ def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[
         read = layer.post_attention_layernorm(stream)
         return read, read.detach()
     both = layer.post_attention_layernorm(torch.cat([stream, taught]))
-    # so that gate's rows are adjacent, and up's
+    # gate needs its rows adjacent, and so does up
     x = torch.cat([both, both[: len(stream)]])
     return (both if both.requires_grad else x)[: len(stream)], x.detach()
 
@@ -188,7 +188,7 @@ class _MLP(torch.autograd.Function):
     `apply(z, read, mlp, x, teach, config, *weights)` returns down' [N, D], the teacher's output and
     the energy [N]. z is [N, R], `read` the student's x [N, D] with its graph, and weights are M and
     B of gate, up and down. x holds N rows of the student and, with a teacher, N rows of the teacher
-    and those of the student again.
+    and then the student's rows again.
 
     With a teacher, gate multiplies the first 2 N rows and up the last 2 N, into four buffers
     [N, F]. The outer two hold the student's gate and up, which backward reads. The inner two hold
@@ -222,7 +222,7 @@ class _MLP(torch.autograd.Function):
             down, of_down = modulated_forward(own, low)
             energy = energy + of_down
         ctx.mlp, ctx.config, ctx.width = mlp, config, down.shape[-1]
-        ctx.goes_on = ctx.needs_input_grad[1]  # to x, by what is read
+        ctx.goes_on = ctx.needs_input_grad[1]  # the gradient, to x
         # If the gradient goes on, all layers' graphs coexist, and dense weights would fill the
         # memory. ctx.freed can be freed early in backward, but would defeat gradient checkpointing.
         ctx.freed = (own, weight, product) if teach else None
@@ -303,7 +303,7 @@ class LowRank:
 
     Attributes:
         grad_z: [N, R], in backward the sum over the blocks so far.
-        grad_weights: gradients of `weights`, likewise.
+        grad_weights: the same for `weights`.
     """
 
     def __init__(self, z: Tensor, weights: Sequence[Tensor | None], config: NPTConfig):
@@ -389,7 +389,7 @@ class LowRank:
         c: Tensor | None,
         grad_y: Tensor | None,
     ) -> None:
-        """Add a block's gradients of z, M and B, from that of m y + s; write y's to `grad_y`."""
+        """Backpropagate m y + s for a block: add to the gradients of z, M and B; write `grad_y`."""
         part, codes, grad_z = y[rows], self.z[rows], self.grad_z[rows]
         mult, add = self.mults[product], self.adds[product]
         into_mult, into_add = self.grad_weights[2 * product : 2 * product + 2]
@@ -440,7 +440,7 @@ def product_backward(
     grad_gate: Tensor | None = None,
     grad_up: Tensor | None = None,
 ) -> None:
-    """Add gradients of z, M and B to `low`, from that of p; write those of gate and up if given."""
+    """Backpropagate p: add to the gradients in `low`; write `grad_gate` and `grad_up` if given."""
     if low.kernels is not None:
         low.kernels.backward(low, grad, gate, up, grad_gate, grad_up)
         return
@@ -468,7 +468,7 @@ def modulated_forward(y: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
 
 
 def modulated_backward(grad: Tensor, y: Tensor, low: LowRank, grad_y: Tensor | None) -> None:
-    """Add gradients of z, M and B to `low`, from that of m y + s; write y's if given."""
+    """Backpropagate m y + s: add to the gradients in `low`; write `grad_y` if given."""
     if low.kernels is not None:
         low.kernels.backward(low, grad, y, None, grad_y, None)
         return

@@ -40,9 +40,9 @@ def check_card(device: torch.device, *, bf16: bool = False, tf32: bool = False) 
     runs = [(int(a), int(b)) for kind, a, b in codes if kind == "compute" or int(a) == major]
     if codes and not any(code <= (major, minor) for code in runs):
         raise ConfigError(
-            f"torch {torch.__version__} has no kernels for {card}, only {compiled}: install a torch"
-            " that has (below capability 7.5, the one for CUDA 12.6 from torch's index whl/cu126),"
-            f" or set {VARIABLE}=cpu"
+            f"torch {torch.__version__} has no kernels for {card}, only {compiled}: install a build"
+            " that has them (below capability 7.5, the one for CUDA 12.6, from torch's index"
+            f" whl/cu126), or set {VARIABLE}=cpu"
         )
     if bf16 and major < 8:
         warnings.warn(f"{card} emulates bf16, which is slow; compute in fp32", stacklevel=3)

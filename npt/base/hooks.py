@@ -52,7 +52,7 @@ def _only_looks(hook: Any) -> bool:
 
 
 def is_replaced(module: Any) -> bool:
-    """Return whether a module's own forward replaces that of its class."""
+    """Return whether a module has its own forward instead of its class's."""
     return "forward" in vars(module)
 
 

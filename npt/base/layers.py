@@ -224,5 +224,5 @@ def reading(what: str, name: str) -> Iterator[None]:
             " login for gated models)"
         )
         raise ModelError(
-            f"cannot load the {what} of {name!r}: {first_line(error)[:300]}; {remedy}"
+            f"cannot load the {what} of {name!r} ({first_line(error)[:300]}): {remedy}"
         ) from error

@@ -130,7 +130,7 @@ def dense_weight(module: Any) -> Tensor:
 
 def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
     """Return the dense weight [out, in] for `multiply`: bf16 for 4-bit layers with bf16 products,
-    else in `dtype`, that of the rows.
+    else `dtype`, the dtype of the rows.
     """
     weight = dense_weight(module)
     packed = isinstance(module, bnb.nn.Linear4bit)

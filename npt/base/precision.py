@@ -51,8 +51,8 @@ ROWS, OUTPUTS = 64, 256
 """Rows to multiply and outputs to compare: enough for two digits of the error."""
 
 LARGEST_ERROR = 1e-3
-"""Largest relative error of a product for which `auto` selects TF32. TF32's error is about 3e-4,
-that of bf16 2e-3, and that of NF4 weights 9e-2."""
+"""Largest relative error of a product for which `auto` selects TF32. The error of TF32 is about
+3e-4, of bf16 2e-3, of NF4 weights 9e-2."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def declared_dtype(model: PreTrainedModel) -> torch.dtype:
 
 def policy_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype that the base must compute in, except 4-bit products: fp32 if quantised,
-    else that of its final norm.
+    else the dtype of its final norm.
     """
     return torch.float32 if quantized_linears(model) else model.model.norm.weight.dtype
 

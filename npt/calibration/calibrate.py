@@ -321,10 +321,11 @@ def start_tensors(
 def balanced(code: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
     """Scale A and B so that training changes both evenly, without changing the student.
 
-    A row of A [R, D] times c and the column of B [D, R] that reads it over c give the same student.
-    For a code of unit variance, entries of A are a few hundredths and entries of B a few units, but
-    AdamW moves every entry by the learning rate: A would be overwritten before B moves. So c makes
-    their root mean squares equal. It is a power of two, so that fp32 products with it are exact.
+    The student stays the same if a row of A [R, D] is multiplied by c and the column of B [D, R]
+    that reads it is divided by c. For a code of unit variance, entries of A are a few hundredths
+    and entries of B a few units, but AdamW moves every entry by the learning rate: A would be
+    overwritten before B moves. So c makes their root mean squares equal. It is a power of two, so
+    that fp32 products with it are exact.
     """
     sizes = back.square().mean(dim=0).sqrt() / code.square().mean(dim=1).sqrt()
     factor = torch.exp2(torch.round(torch.log2(sizes) / 2))

@@ -1,7 +1,7 @@
 """The closed form of one layer: attention cut to the R directions that the predictions read most.
 
-With C = E a a' / r^2 and S = E s s' r^2 (see `Sensitivity`), an error e of the attention output
-costs e'S e / 2 in KL(teacher, student), to second order. Among all a' = P A a of rank R, the mean
+With C = E a a' / r^2 and S = E s s' r^2 (see `Sensitivity`), an error e of a / r costs e'S e / 2 in
+KL(teacher, student), to second order. Among all a' = P A a of rank R, the mean
 cost is least if the rows of A span v' C^(-1/2), with v the top R eigenvectors of C^(1/2) S C^(1/2),
 and P = C A'(A C A')^(-1) = C^(1/2) [v ...] is the least-squares inverse. The other directions then
 cost half the sum of their eigenvalues. So an eigenvalue is the worth of its direction in nats, and
@@ -65,9 +65,7 @@ class Cut:
         return replace(self, code=self.code.to(device), back=self.back.to(device))
 
     def cost(self, rank: int) -> float:
-        """Return the cost in KL, nats, of a cut to `rank` directions of this layer alone, to second
-        order.
-        """
+        """Return the cost in KL (nats, to second order) of cutting only this layer, to `rank`."""
         return 0.5 * sum(self.worth[rank:])
 
 

@@ -17,7 +17,7 @@ class LayerCalibration:
     Attributes:
         rank: R.
         nmse: ||a - a'||^2 / ||a||^2 of rows a / r: the share of the attention output that is lost.
-        kl: its cost in KL(teacher, student), nats per token, of this layer alone, to second order.
+        kl: cost of cutting only this layer in KL(teacher, student), nats per token, second order.
     """
 
     rank: int

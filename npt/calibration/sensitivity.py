@@ -145,8 +145,8 @@ def measure(
 
 
 def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> ExitStack:
-    """Hook a layer's attention output a and the stream h + a, whose gradient is that of a at
-    constant h.
+    """Hook a layer's attention output a and the stream h + a. The gradient of the stream is that of
+    a at constant h.
     """
 
     def attention(module: Any, inputs: Any, output: Any) -> None:

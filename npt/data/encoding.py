@@ -70,10 +70,10 @@ def no_sample(counts: RecordCounts) -> DataError:
     """Return the error for data without a sample, from its `counts`."""
     held = f"{counts.samples:,} held out" if counts.samples else ""
     reasons = ", ".join(filter(None, (held, lost(counts))))
-    of = f" of {counts.records:,} records ({reasons})" if reasons else " of the data"
+    source = f"{counts.records:,} records ({reasons})" if reasons else "the data"
     return DataError(
-        f"no sample to train on came{of}; check --dataset_name and the columns (--text_column,"
-        " --prompt_column)"
+        f"no sample to train on came from {source}; check --dataset_name and the columns"
+        " (--text_column, --prompt_column)"
     )
 
 

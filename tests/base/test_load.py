@@ -149,8 +149,11 @@ class TestRefused:
             (lambda f: (f / "config.json").unlink(), r"holds no config\.json"),
             (as_config("{"), r"cannot load the configuration of .*not a valid JSON"),
             (as_config("{}"), r"cannot load the configuration of .*model_type"),
-            (as_config('{"model_type": "gpt2"}'), r"is of type 'gpt2'; only llama"),
-            (as_config('{"model_type": "granite"}'), r"is of type 'granite'; only llama, mistral"),
+            (as_config('{"model_type": "gpt2"}'), r"is of type 'gpt2'; NPT supports only llama"),
+            (
+                as_config('{"model_type": "granite"}'),
+                r"is of type 'granite'; NPT supports only llama, mistral",
+            ),
             (in_config(hidden_size="wide"), r"hidden_size"),
             (lambda f: (f / "tokenizer.json").unlink(), r"cannot load the tokenizer of"),
             (lambda f: (f / "model.safetensors").unlink(), r"load the weights of .*\.safetensors"),

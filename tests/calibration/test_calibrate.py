@@ -303,7 +303,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[NPTError], str]] =
         {"targets": ("gate", "up", "down")},
         {},
         NotSupportedError,
-        "--targets is gate,up,down; add stream",
+        "--targets is gate,up,down: add stream",
     ),
     "kept residual": (
         {"residual": "keep"},

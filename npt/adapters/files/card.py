@@ -11,7 +11,7 @@ from npt.base.recipe import Recipe
 
 _FIGURES = {
     "perplexity": ("perplexity", ".3f", 1, ""),
-    "perplexity_ratio": ("ratio to teacher's", ".4f", 1, ""),
+    "perplexity_ratio": ("ratio to teacher", ".4f", 1, ""),
     "kl": ("KL, nats", ".4f", 1, ""),
     "top1": ("top-1", ".1f", 100, "%"),
     "acceptance": ("acceptance", ".1f", 100, "%"),
@@ -83,7 +83,7 @@ def _fidelity(fidelity: Mapping[str, Any]) -> str:
         if isinstance(figures := fidelity.get(name), Mapping)
     ]
     headings = ["model", *(heading for heading, *_ in _FIGURES.values())]
-    text = "Measured on held-out text, ± one standard error. The teacher is the base itself."
+    text = "Measured on held-out text against the teacher, ± one standard error."
     table = _table(headings, rows)
     return f"\n## Fidelity to the teacher\n\n{text}\n\n{table}\n" if rows else ""
 
@@ -113,7 +113,7 @@ tags: [npt, distillation]
 
 # NPT student of {name}
 
-A language model distilled from {name}, with its weights unchanged. In layers
+This model was distilled from {name}, whose weights it keeps unchanged. In layers
 {", ".join(form["ranks"])}, a low-rank code of each token's attention output modulates that token's
 MLP. The targets of the modulation are {", ".join(form["targets"])}; `modeling_npt.py` states the
 formula.
