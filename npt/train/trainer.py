@@ -15,7 +15,6 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
-from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
@@ -252,8 +251,8 @@ class Trainer:
         fidelity = None
         if number is not None:
             setup.say(
-                f"stopped by signal {number} at step {loop.steps}; the checkpoint is in"
-                f" {folder.path / CHECKPOINTS}; continue with --resume auto"
+                f"stopped by signal {number} at step {loop.steps} after saving a checkpoint;"
+                f" continue with --resume {folder.path}"
             )
         else:
             with contextlib.suppress(StoppedError):  # the checkpoint is saved already

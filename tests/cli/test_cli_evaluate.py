@@ -42,7 +42,7 @@ def test_the_tables_show_it(adapter, capsys) -> None:
     out = capsys.readouterr().out
     for part in ("floor", "acceptance", "student, free", "16-31"):
         assert part in out, part
-    assert "after 2 prompts" in out
+    assert "of 2 prompts" in out
 
 
 def test_nothing_more_is_measured_than_is_asked_for(adapter, capsys) -> None:

@@ -332,10 +332,7 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
         of_some(lambda r: r[:9], "rng.0.cpu"),
         "'rng.0.cpu' is not a random state",
     ),
-    "a random state of zeros": (
-        lambda t: t["rng.0.cpu"].zero_(),
-        "'rng.0.cpu' is not a random state",
-    ),
+    "a random state of zeros": (lambda t: t["rng.0.cpu"].zero_(), "'rng.0.cpu' is not a random"),
     "half a spike guard": (lambda t: t.pop("spikes.norms"), "lacks the tensor 'spikes.norms'"),
     "too many spikes": (
         of_some(lambda _: torch.zeros(129, dtype=torch.float64), "spikes.norms"),
