@@ -128,7 +128,7 @@ class Run:
         if not setup.deterministic:
             self.warn(
                 f"{attention_name(setup.model)} attention may not be deterministic in backward: a"
-                " resumed run will not match this one bit for bit; to get identical bits, use"
+                " resumed run may not match this one bit for bit; to get identical bits, use"
                 " --attn_implementation eager, --strategy local, or --deterministic with an fp32"
                 " base"
             )
