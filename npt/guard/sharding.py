@@ -130,7 +130,7 @@ class Sharding:
                 for module in self.modules:
                     module.set_custom_reduce_scatter(_Summing(self))
             except ValueError as error:
-                raise ConfigError(f"the guard does not support this use of FSDP2: {error}") from error
+                raise ConfigError(f"this use of FSDP2 is not supported: {error}") from error
             self._sum(True)
 
     @property

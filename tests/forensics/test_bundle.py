@@ -177,7 +177,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an entry too many": (entry("run\nme")(1), "'run\\nme' is unknown"),
     "a text for a list": (entry("refusals")("none"), "refusals is 'none'"),
     "a refusal of a micro-batch that is a number": (entry(*FIRST, "refusal")(1), "TypeError"),
-    "no micro-batch": (entry("micro_batches")([]), "names no micro-batch"),
+    "no micro-batch": (entry("micro_batches")([]), "has no refused micro-batch"),
     "one that is a number": (entry("micro_batches")([1]), "TypeError"),
     "more samples than rows": (
         lambda said: said["micro_batches"][0]["sample_ids"].append("x"),
