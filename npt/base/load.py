@@ -158,7 +158,8 @@ def load_teacher(
         name: the student's base, as for `load_base`. It must not be stored in 4 bits.
         precision: of the stored weights, `bf16` (2 bytes each) or `fp32` (4). The teacher computes
             in fp32.
-        device, attn_implementation: as for `load_base`.
+        device: as for `load_base`.
+        attn_implementation: as for `load_base`.
 
     Raises as `load_base`.
     """

@@ -216,7 +216,8 @@ def from_pretrained(
         adapter: a folder written by `npt.save_adapter`, a run folder (its best student, else its
             last), a checkpoint, or USER/NAME on the hub.
         base_name: name or path of the base, if not the one recorded with the adapter.
-        device, attn_implementation: as for `npt.load_base`.
+        device: as for `npt.load_base`.
+        attn_implementation: as for `npt.load_base`.
         revision: the adapter's branch, tag or commit on the hub.
         check_base: False accepts any base with matching shapes.
 

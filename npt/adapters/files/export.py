@@ -60,8 +60,11 @@ def export(
     that is exact. The host needs memory for one weight file (4 GiB) besides the student.
 
     Args:
-        adapter, base_name, device, revision: as for `npt.from_pretrained`.
+        adapter: as for `npt.from_pretrained`.
         folder: a new or an empty folder.
+        base_name: as for `npt.from_pretrained`.
+        device: as for `npt.from_pretrained`.
+        revision: as for `npt.from_pretrained`.
 
     Raises:
         ConfigError: the folder is not empty or cannot be written.
