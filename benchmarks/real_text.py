@@ -79,7 +79,7 @@ def read_text(
     choosing_tokens: int = 4096,
     seed: int = 0,
 ) -> Text:
-    """Return the samples of a data set (a file, a folder, a glob, or a name for --dataset_name).
+    """Return the samples of a dataset (a file, a folder, a glob, or a name for --dataset_name).
 
     One sample of each held-out document is measured; at most a quarter of the documents is held
     out, and at most an eighth chooses. Samples with ids of V or more are left out. The seed fixes
@@ -141,7 +141,7 @@ def shuffled(documents: Iterable[Document], seed: int) -> list[Document]:
 
 
 def read_documents(config: DataConfig) -> list[Document]:
-    """Return the documents of a data set."""
+    """Return the documents of a dataset."""
     documents = documents_of(open_source(config))
     if len(documents) >= FEW:
         return documents

@@ -47,7 +47,7 @@ compile: remove it; compiling converted layers does not make them faster
 report_to: use --use_wandb, --use_tensorboard or neither
 project wandb_entity wandb_group wandb_tags: set WANDB_PROJECT, WANDB_ENTITY etc.
 save_strategy eval_strategy evaluation_strategy: use --save_steps and --eval_steps
-dataset_mix: use --replay_dataset for a second data set; join others into one file
+dataset_mix: use --replay_dataset for a second dataset; join others into one file
 stages: a run has one --strategy; train further in a second run with --adapter
 layer_weights token_weighting: remove it; all layers and tokens have equal weight
 smooth_l1_beta cosine_weight jsd_weight: add a loss of your own with register_loss

@@ -23,7 +23,7 @@ from transformers import (
 from npt.base.load import EMBEDDED_FOLDER
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
-"""A data set has a row for each word: an odd number, so that windows and batches end short."""
+"""A dataset has a row for each word: an odd number, so that windows and batches end short."""
 
 ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": 2,

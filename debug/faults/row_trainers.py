@@ -259,7 +259,7 @@ def hf(case: RowCase, faulty: bool, guarded: bool) -> Trained:
 
 
 def trl(case: RowCase, faulty: bool, guarded: bool) -> Trained:
-    """Train with TRL's SFTTrainer, whose data set needs lists."""
+    """Train with TRL's SFTTrainer, whose dataset needs lists."""
     from datasets import Dataset
     from datasets.utils.logging import disable_progress_bar
     from transformers import AutoTokenizer

@@ -67,10 +67,10 @@ def add_student(
     parser: Any, *, data: bool = False, leave_out: Iterable[str] = (), **adapter: Any
 ) -> None:
     """Add the flags of an adapter (`adapter` goes to `add_adapter`), its base and, with `data`, a
-    data set.
+    dataset.
     """
     add_adapter(parser, **adapter)
-    text = "accept another base of the same shapes; a warning names the differences"
+    text = "accept a base other than the adapter's if the shapes match, with a warning"
     add_switch(parser, "any_base", text)
     classes = (BaseConfig, DataConfig) if data else (BaseConfig,)
     add_settings(parser, *classes, leave_out={*_OF_TRAINING, *leave_out})

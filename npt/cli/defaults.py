@@ -143,7 +143,7 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
 
 
 def with_data(flags: Mapping[str, Any], model_name: str) -> Chosen:
-    """Return the flags with a data set.
+    """Return the flags with a dataset.
 
     The default is the built-in text for the embedded model, and web text for any other.
     """
@@ -161,7 +161,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     unset, names = argparse.SUPPRESS, ", ".join(presets())
     text = f"YAML file or preset with settings ({names}); other flags take precedence"
     parser.add_argument("--config", metavar="FILE.yaml", default=unset, help=text)
-    text = "use additive modulation only; short for --modulation additive"
+    text = "same as --modulation additive"
     add_switch(parser, "safe_mode", text, unset)
 
 

@@ -25,12 +25,12 @@ from npt.flags import add_settings, build, with_safe_mode
 
 
 def doctor(flags: dict[str, Any]) -> int:
-    """Check a data set or predict memory before a run.
+    """Check a dataset or predict memory before a run.
 
     Exit status 2 means that the data have faults or the run does not fit in memory.
     """
     if flags["data"] is None and not flags["plan"]:
-        raise ConfigError("add --data [NAME] to check a data set, or --plan to predict memory")
+        raise ConfigError("add --data [NAME] to check a dataset, or --plan to predict memory")
     names = (flag_of(f) for cls in SETTINGS if cls is not DataConfig for f in fields(cls))
     needing = {*names, "safe_mode", "shape", "device", "measure", "processes"} - {"model_name"}
     check_partners(flags, dict.fromkeys(sorted(needing), "plan"))
@@ -181,7 +181,7 @@ def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "check a data set: NAME, or else --dataset_name"
+    text = "check a dataset: NAME, or else --dataset_name"
     add("--data", nargs="?", const=True, metavar="NAME", help=text)
     add_number(parser, "max_records", "check only this many records (default: all)")
     add_switch(parser, "plan", "predict the peak memory of a run, without reading weights")

@@ -55,19 +55,24 @@ class _Run(NamedTuple):
 
 
 def pretrain(flags: dict[str, Any]) -> int:
-    """Distil adapters: train a student to match its base.
+    """Train a student: distil adapters on a frozen base.
 
-    NPT converts layers of a frozen language model (the base): attention then acts
-    only through a low-rank adapter, which shifts the residual stream and modulates
-    the MLP. Training makes this student predict what its teacher, the base, does.
-    It is for research on how context acts in a model: what the adapters do to a
-    token can be read, moved to another prompt and made permanent. A micro-batch
-    that yields NaN or Inf is refused: skipped without any change, and logged.
+    In each converted layer of the base, the attention output is not added to the
+    residual stream. It goes into a low-rank adapter, which adds to the stream and
+    rescales the MLP. Training makes the converted model (the student) predict what
+    the original (the teacher) predicts. Use this to study how context affects a
+    model: what an adapter does to a token can be inspected, moved to another prompt
+    or written into the weights. A micro-batch with NaN or Inf is refused, which
+    means skipped: it changes nothing and is logged.
 
-    Try the embedded model, a few minutes on a CPU, then your own model and text:
+    Try the tiny model that comes with NPT, for a few minutes on a CPU. Then use your
+    own model and data:
 
         npt pretrain --config tiny
         npt pretrain --model_name MODEL --use_quantization --dataset_name FILE
+
+    A run prints how close the student is to its teacher, and writes a folder with
+    the adapter and report.html. Several GPUs: torchrun pretrain_npt_safe.py.
     """
     tokens = flags.get("calibration_tokens")
     flags, base = with_base(with_safe_mode(with_config(flags)))
@@ -225,8 +230,8 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     unset = argparse.SUPPRESS
-    text = "with --adapter: accept another base of the same shapes, with a warning"
+    text = "with --adapter: accept a base other than its own if the shapes match, with a warning"
     add_switch(parser, "any_base", text, unset)
-    text = "start training from a saved adapter, with its base and its form"
+    text = "start from a saved adapter, with its base, rank, layers and targets"
     add_adapter(parser, text, required=False, default=unset)
     add_run_settings(parser)

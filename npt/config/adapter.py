@@ -60,7 +60,8 @@ class NPTConfig(SettingsGroup):
 
     rank: int = _adapter(
         16,
-        "rank R; with a closed-form start, the mean rank",
+        "rank R: numbers per token that an adapter keeps; with a closed-form start, the mean over"
+        " layers",
         flag="adapter_rank",
         bound=at_least(1),
     )
@@ -73,29 +74,35 @@ class NPTConfig(SettingsGroup):
         choices=tuple(TARGETS),
         read=words,
     )
-    modulation: str = _adapter("both", "terms that modulate products", choices=MODULATIONS)
+    modulation: str = _adapter(
+        "both", "multiply gate, up and down, add to them, or both", choices=MODULATIONS
+    )
     residual: str = _adapter(
-        "modulate", "modulate: take attention out of the stream; keep: leave it", choices=RESIDUALS
+        "modulate",
+        "modulate: remove attention from the residual stream; keep: leave it in",
+        choices=RESIDUALS,
     )
     init: str = _adapter(
-        "random", "random: small random start; calibrated: closed-form start", choices=INITS
+        "random",
+        "random: small random values; calibrated: closed-form start, computed from the data",
+        choices=INITS,
     )
-    additive_scale: float = _adapter(0.1, "alpha, the scale of the additive term", bound=POSITIVE)
+    additive_scale: float = _adapter(0.1, "alpha, the scale of additive terms", bound=POSITIVE)
     mult_bound: float = _adapter(
         0.5,
-        "beta; multipliers stay within (1-beta, 1+beta)",
+        "beta, the bound of multipliers: (1-beta, 1+beta)",
         # closer to 1, fp32 would round 1 - beta towards 0
         bound=Bound(lambda value: 0 < value <= 0.999, "it must be above 0 and at most 0.999"),
         need=Need(lambda c: c.mult_form == "sigmoid", "--mult_form sigmoid"),
     )
     ranks: tuple[int, ...] | None = _adapter(
         None,
-        "rank of each converted layer, lowest first, such as 8,16,32 (default: the same for all)",
+        "one rank per converted layer, from the lowest layer up, such as 8,16,32",
         read=_whole_numbers,
     )
     mult_form: str = _adapter(
         "sigmoid",
-        "formula of the multipliers; use sigmoid, the others are for comparison",
+        "formula of the multipliers; all but sigmoid are for comparison only",
         choices=MULT_FORMS,
         need=Need(lambda c: c.multiplicative, "--modulation both (or multiplicative)"),
     )

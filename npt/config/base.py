@@ -29,30 +29,31 @@ def check_attention(name: str) -> None:
 class BaseConfig(SettingsGroup):
     """The frozen base model, how it is stored and how it computes."""
 
-    model_name: str = _base("tiny", "tiny (embedded), a folder, a GGUF file, or a Hub id")
-    use_quantization: bool = _base(False, "load the base in 4 bits and compute in fp32")
+    model_name: str = _base("tiny", "tiny (comes with NPT), a folder, a GGUF file, or a Hub id")
+    use_quantization: bool = _base(False, "load the base in 4 bits")
     quant_type: str = _base("nf4", "4-bit format of the base", choices=QUANT_TYPES, need=_QUANTISED)
     use_fp16: bool = _base(False, "compute in fp16; ignored with --use_quantization")
     compute_dtype: str = _base(
         "fp32",
-        "dtype of products with 4-bit weights; everything else stays in fp32",
+        "dtype of matrix products with 4-bit weights; everything else computes in fp32",
         choices=COMPUTE_DTYPES,
         need=_QUANTISED,
     )
     matmul_precision: str = _base(
         "auto",
-        "fp32 products: highest (fp32), high (TF32), or auto (TF32 if accurate and faster)",
+        "precision of fp32 matrix products: highest (fp32), high (TF32), or auto (TF32 where it is"
+        " accurate enough)",
         choices=("auto", "highest", "high"),
     )
-    attn_implementation: str = _base("sdpa", "sdpa (less memory), or eager (stores every score)")
+    attn_implementation: str = _base("sdpa", "sdpa, or eager (stores the full attention matrix)")
     teacher_precision: str | None = _base(
         None,
-        "distil from the unquantised model, in this dtype, instead of the 4-bit base",
+        "use the unquantised model, in this dtype, as the teacher (default: the 4-bit base)",
         choices=("bf16", "fp32"),
         need=_QUANTISED,
     )
-    shard_base: bool = _base(False, "shard the base over all processes (FSDP2)")
-    share_embeddings: bool = _base(False, "no effect: teacher and student always share the base")
+    shard_base: bool = _base(False, "shard the base over all processes with FSDP2")
+    share_embeddings: bool = _base(False, "no effect; accepted because old commands contain it")
 
     def check(self) -> None:
         """Refuse an attention implementation that training does not support."""

@@ -21,22 +21,24 @@ class DataConfig(SettingsGroup):
     dataset_name: str = _data(
         "builtin",
         "builtin (Python code), builtin-prose (English), a file, folder or glob (.txt .jsonl .json"
-        " .csv .parquet), or a data set on the Hub",
+        " .csv .parquet), or a dataset on the Hub",
     )
-    dataset_config: str | None = _data(None, "configuration of a data set on the Hub")
+    dataset_config: str | None = _data(None, "configuration of a dataset on the Hub")
     dataset_split: str = _data("train", "split to train on")
     text_column: str = _data("text", "column that holds the text")
     prompt_column: str | None = _data(None, "column that holds the prompt: text or messages")
     completion_column: str | None = _data(
         None, "column that holds the completion (default for messages: the last answer)", need=_PAIR
     )
-    streaming: bool = _data(False, "stream the data instead of loading them first")
+    streaming: bool = _data(False, "read the data during training instead of loading it all first")
     num_samples: int | None = _data(
         None, "maximum number of samples, before packing", bound=at_least(1)
     )
     max_length: int = _data(256, "maximum number of tokens per sample", bound=at_least(2))
-    packing: bool = _data(False, "pack short documents into rows, each with its own attention")
-    replay_dataset: str | None = _data(None, "second data set to mix in, against forgetting")
+    packing: bool = _data(
+        False, "pack short documents into one row; they do not attend to each other"
+    )
+    replay_dataset: str | None = _data(None, "second dataset to mix in, to reduce forgetting")
     replay_ratio: float | None = _data(
         None,
         f"share of samples from --replay_dataset (default: {REPLAY_RATIO})",
@@ -54,5 +56,5 @@ class DataConfig(SettingsGroup):
 
     @property
     def replay_share(self) -> float:
-        """Share of samples from the replay data set, if there is one."""
+        """Share of samples from the replay dataset, if there is one."""
         return REPLAY_RATIO if self.replay_ratio is None else self.replay_ratio

@@ -18,7 +18,7 @@ GROUPS = {
     "adapter": "Adapter",
     "data": "Data",
     "objective": "Objective",
-    "optimiser": "Optimiser",
+    "optimiser": "Optimisation",
     "guards": "Memory and guards",
     "output": "Output",
 }

@@ -43,11 +43,17 @@ class TrainConfig(SettingsGroup):
 
     strategy: str = _objective(
         "local",
-        "train each layer alone, fed the teacher's states (local) or the student's (propagated),"
-        " or train the whole student (end_to_end)",
+        "local: train each layer alone, on the teacher's states; propagated: the same, on the"
+        " student's states; end_to_end: train the whole student",
         choices=STRATEGIES,
     )
-    loss: str = _objective("nmse", "loss on the hidden states", choices=LOSSES, need=_HIDDEN)
+    loss: str = _objective(
+        "nmse",
+        "loss on the hidden states: squared error relative to the state (nmse) or to the layer's"
+        " update (nmse_update), or of the direction only",
+        choices=LOSSES,
+        need=_HIDDEN,
+    )
     hidden_weight: float = _objective(
         1.0, "weight of the hidden-state loss; 0 trains on the logits only", bound=at_least(0.0)
     )
@@ -62,30 +68,36 @@ class TrainConfig(SettingsGroup):
     learning_rate: float = _optimiser(1e-3, "peak learning rate", bound=POSITIVE)
     weight_decay: float = _optimiser(0.0, "decoupled weight decay of AdamW", bound=at_least(0.0))
     regularization_lambda: float = _optimiser(
-        0.0, "weight of an L2 penalty on the modulation", bound=at_least(0.0)
+        0.0, "weight of a penalty on the size of the modulation", bound=at_least(0.0)
     )
-    num_epochs: int = _optimiser(1, "passes over the data, unless --max_steps is set", bound=_COUNT)
+    num_epochs: int = _optimiser(
+        1, "passes over the data; has no effect with --max_steps", bound=_COUNT
+    )
     max_steps: int | None = _optimiser(
-        None, "optimizer steps, over as many epochs as needed", bound=at_least(1, MAX_STEPS)
+        None,
+        "number of optimizer steps, over as many passes as needed",
+        bound=at_least(1, MAX_STEPS),
     )
     warmup_steps: int = _optimiser(0, "steps of linear warm-up", bound=at_least(0, MAX_STEPS))
     scheduler_type: str = _optimiser("cosine", "learning-rate schedule", choices=SCHEDULES)
     max_grad_norm: float = _optimiser(0.5, "clip the global gradient norm to this", bound=POSITIVE)
     seed: int = _optimiser(0, "seed of initialisation and data order", bound=at_least(0))
 
-    deterministic: bool = _guards(False, "use deterministic, slower attention on CUDA")
+    deterministic: bool = _guards(False, "use deterministic (slower) attention on CUDA")
     gradient_checkpointing: bool = _guards(
-        False, "recompute layers in backward: less memory, identical results", need=_WHOLE
+        False, "recompute layers in the backward pass: less memory, identical results", need=_WHOLE
     )
     max_consecutive_bad: int = _guards(10, "stop after this many refusals in a row", bound=_COUNT)
     skip_spikes: bool = _guards(
-        False, "also refuse finite steps whose loss or gradient norm is unusually large"
+        False, "also refuse steps whose loss or gradient norm is finite but unusually large"
     )
     smoke_test: bool = _guards(
         True, "before training, test one forward and backward pass with anomaly detection"
     )
     trace_steps: str | None = _guards(
-        None, "record all tensors at these steps: 1-5,8, or /100 for every hundredth", read=as_text
+        None,
+        "record statistics of every tensor at these steps, such as 1-5,8 or /100 (every hundredth)",
+        read=as_text,
     )
 
     output_dir: str | None = _output(None, "run folder (default: a new folder in outputs/)")
@@ -97,7 +109,8 @@ class TrainConfig(SettingsGroup):
     save_steps: int | None = _output(None, "steps between checkpoints", bound=_COUNT)
     save_total_limit: int | None = _output(None, "keep at most this many checkpoints", bound=_COUNT)
     resume: str | None = _output(
-        None, "checkpoint to resume: auto (newest in --output_dir), a run folder, or a path"
+        None,
+        "continue a run: auto (newest checkpoint in --output_dir), a run folder, or a checkpoint",
     )
     use_wandb: bool = _output(False, "log to Weights & Biases")
     use_tensorboard: bool = _output(False, "log to TensorBoard files in the run folder")

@@ -158,7 +158,7 @@ def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
 
     def fault(error: Exception) -> DataError:
         return DataError(
-            f"cannot read the data set {name!r} (split {split!r}): {first_line(error)[:300]}; check"
+            f"cannot read the dataset {name!r} (split {split!r}): {first_line(error)[:300]}; check"
             f" the name and the network, or give --dataset_name a local file ({files})"
         )
 

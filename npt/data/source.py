@@ -1,4 +1,4 @@
-"""Data sets by name, and the registry of readers (filled in npt/data/__init__.py)."""
+"""Datasets by name, and the registry of readers (filled in npt/data/__init__.py)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def is_sequence(records: Any) -> bool:
 
 
 def is_local(name: str) -> bool:
-    """Return whether a data set's name is a local path, a glob or has a known suffix."""
+    """Return whether a dataset's name is a local path, a glob or has a known suffix."""
     path, is_glob = os.path.expanduser(name), any(c in name for c in "*?[")
     is_path = Path(path).suffix in READERS or os.path.isabs(path) or os.path.exists(path)
     return name not in READERS and (is_path or is_glob)
@@ -128,7 +128,7 @@ def check_source(config: DataConfig) -> None:
     for one in local_files(name) if local else (name,):
         needs = reader_of(one).needs
         if needs is not None:
-            require(needs, str(one) if local else f"the data set {name!r} of the hub")
+            require(needs, str(one) if local else f"the dataset {name!r} of the hub")
     if (local or name in READERS) and part is not None:
         raise DataError(
             f"--dataset_config {part} has no effect on {name}, which is not on the hub; remove it"
@@ -142,7 +142,7 @@ def check_source(config: DataConfig) -> None:
 
 
 def open_source(config: DataConfig) -> Iterable[Record]:
-    """Return the records of a data set: a sequence, or with `config.streaming` an iterable that
+    """Return the records of a dataset: a sequence, or with `config.streaming` an iterable that
     every pass reads again. Faults raise DataError, now or in iteration."""
     check_source(config)
     name = config.dataset_name

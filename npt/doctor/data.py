@@ -1,4 +1,4 @@
-"""Check a data set before a base is loaded: counts, ids, three decoded samples, and all faults (at
+"""Check a dataset before a base is loaded: counts, ids, three decoded samples, and all faults (at
 the first of which training would stop), in one pass and constant memory.
 """
 
@@ -37,7 +37,7 @@ OPEN, CLOSE = "⟦", "⟧"
 
 @dataclass
 class DataReport:
-    """The figures of a data set.
+    """The figures of a dataset.
 
     Attributes:
         heldout: number of held-out samples; None if the source has a held-out split.
@@ -89,7 +89,7 @@ class DataReport:
         return values | {"problems": self.problems, "trainable": not self.problems}
 
     def note(self, name: str, error: Exception) -> None:
-        """Count a fault of a file or data set; keep the first NAMED messages."""
+        """Count a fault of a file or dataset; keep the first NAMED messages."""
         self.broken_total += 1
         if len(self.broken) < NAMED:
             words = first_line(error)
@@ -116,9 +116,9 @@ class DataReport:
 def examine(
     config: DataConfig, tokenizer: Any, vocab_size: int, *, max_records: int | None = None
 ) -> DataReport:
-    """Read a data set once, as training would, note its faults and return a report.
+    """Read a dataset once, as training would, note its faults and return a report.
 
-    `num_samples` is ignored. DataError if the data set cannot be opened.
+    `num_samples` is ignored. DataError if the dataset cannot be opened.
     """
     check_source(config)
     name = config.dataset_name
@@ -140,7 +140,7 @@ def examine(
 
 
 def readable(config: DataConfig, report: DataReport) -> Iterator[tuple[Record, str]]:
-    """Yield each readable record with its file or data set; note faults in the report."""
+    """Yield each readable record with its file or dataset; note faults in the report."""
     if not is_local(config.dataset_name):
         yield from ((record, config.dataset_name) for record in open_source(config))
         return

@@ -197,7 +197,7 @@ def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
 
 
 def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the known `data_fingerprint` of a data set has changed."""
+    """Raise CheckpointError if the known `data_fingerprint` of a dataset has changed."""
     for name, new in now.items():
         old = recorded.get(name)
         if isinstance(old, Mapping) and any(

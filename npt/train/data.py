@@ -44,7 +44,7 @@ FIRST, REPLAY = "data", "replay data"
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of a run.
+    """A dataset of a run.
 
     Attributes:
         share: probability that a sample comes from this source.

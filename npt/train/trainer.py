@@ -82,7 +82,7 @@ class Trainer:
         model: from `npt.load_base`, with adapters attached by `npt.attach`.
         tokenizer: tokenizer of the base.
         data: records ({"text"}, {"prompt", "completion"} or {"input_ids"}) in a list, a `datasets`
-            object or a generator. None loads the data set that `data_config` names.
+            object or a generator. None loads the dataset that `data_config` names.
         config: training settings.
         data_config: how to cut `data` into samples.
         teacher: an unquantised model from `npt.load_teacher`; default: the student's own base.

@@ -20,9 +20,7 @@ def test_a_run_gets_its_page_anew(tmp_path, capsys) -> None:
     out = capsys.readouterr().out
     assert "Finished at step 12; refused: 1" in out and "fidelity.json: missing" in out
     assert f"written to {folder / 'report.html'}" in out
-    assert "<title>run: run report</title>" in (folder / "report.html").read_text(
-        encoding="utf-8"
-    )
+    assert "<title>run: run report</title>" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_json_holds_what_was_found(tmp_path, capsys) -> None:

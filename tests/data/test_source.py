@@ -114,8 +114,7 @@ class TestHub:
     @pytest.mark.parametrize("name", ["no-such-team/no-such-data", "no-such-data"])
     def test_a_failure_is_one_line_with_name_split_and_remedy(self, streaming, name):
         with pytest.raises(
-            DataError,
-            match=r"cannot read the data set '.*' \(split 'train'\): .*check the name and",
+            DataError, match=r"cannot read the dataset '.*' \(split 'train'\): .*check the name and"
         ) as refusal:
             open_source(npt.DataConfig(dataset_name=name, streaming=streaming))
         assert name in str(refusal.value)
@@ -142,7 +141,7 @@ class TestHub:
 
 
 class TestHubStream:
-    """A local data set replaces one of the hub: `load_dataset` gives the same class."""
+    """A local dataset replaces one of the hub: `load_dataset` gives the same class."""
 
     @pytest.fixture
     def opened(self, monkeypatch):
@@ -172,5 +171,5 @@ class TestHubStream:
             with pytest.raises(DataError) as refusal:
                 next(records)
             message = str(refusal.value)
-            assert "cannot read the data set 'team/data' (split 'train'): Connection res" in message
+            assert "cannot read the dataset 'team/data' (split 'train'): Connection res" in message
             assert "\n" not in message and "check the name and the network" in message

@@ -1,4 +1,4 @@
-"""The report says of a data set what training would find in it."""
+"""The report says of a dataset what training would find in it."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A refusal under a Trainer names the rows of the data set."""
+"""A refusal under a Trainer names the rows of the dataset."""
 
 from typing import Any
 

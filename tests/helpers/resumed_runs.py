@@ -72,7 +72,7 @@ class Runs:
     attached anew for each.
 
     Attributes:
-        data: makes a fresh data set.
+        data: makes a fresh dataset.
         settings: of training.
         data_settings: of the data.
         report: write one at their end.
