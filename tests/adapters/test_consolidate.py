@@ -178,10 +178,7 @@ class TestRefused:
         ("what", "message"),
         [
             *(({"alpha": alpha}, "--alpha is") for alpha in (0.0, -0.5, 1.01, float("nan"))),
-            (
-                {"targets": ("sideways",)},
-                "--targets is sideways, but the adapter modulates down, gate",
-            ),
+            ({"targets": ("sideways",)}, "is sideways, but the adapter modulates down, gate"),
             ({"targets": ()}, "--targets is none"),
         ],
     )

@@ -69,8 +69,6 @@ def test_folders_that_are_left_out_are_not_entered(library, monkeypatch):
 
 
 def test_a_python_without_source_is_refused_with_a_remedy(tmp_path):
-    with pytest.raises(
-        DataError, match=r"there is no Python source in .*--dataset_name FILE"
-    ) as refusal:
+    with pytest.raises(DataError, match=r"no Python source in .*--dataset_name FILE") as refusal:
         list(builtin_files("train", tmp_path))
     assert str(tmp_path) in str(refusal.value)
