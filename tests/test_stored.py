@@ -161,7 +161,7 @@ def test_a_folder_that_is_missing_is_not_said_to_lack_a_file(tmp_path) -> None:
     for name, words in (("gone", "there is no folder {}"), ("file", "{} is not a folder")):
         path = tmp_path / name
         message = refused(path, lambda where, _: read_postmortem(where))
-        assert message.startswith(f"{words.format(path)}: name a ")
+        assert message.startswith(f"{words.format(path)}: pass a ")
     assert refused(tmp_path, lambda where, _: read_postmortem(where)).startswith(
         f"{tmp_path} holds no post"
     )

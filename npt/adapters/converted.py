@@ -93,7 +93,9 @@ def is_sharded(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
-    """Within the context, make every converted layer compute `student`, `teacher` or `floor`."""
+    """Within the context, make every converted layer of a model compute in a mode: `student`,
+    `teacher` or `floor`.
+    """
     outer = [(layer.npt, layer.npt.mode) for _, layer in npt_layers(model)]
     for adapter, _ in outer:
         adapter.mode = mode

@@ -72,7 +72,7 @@ def no_sample(counts: RecordCounts) -> DataError:
     reasons = ", ".join(filter(None, (held, lost(counts))))
     source = f"{counts.records:,} records ({reasons})" if reasons else "the data"
     return DataError(
-        f"no sample to train on came from {source}; check --dataset_name and the columns"
+        f"no sample to train on in {source}; check --dataset_name and the columns"
         " (--text_column, --prompt_column)"
     )
 

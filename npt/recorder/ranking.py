@@ -47,7 +47,8 @@ def growths(record: Record) -> list[Explosion]:
 
 
 def explosions(record: Record, factor: float = FACTOR) -> list[Explosion]:
-    """Return the tensors whose RMS grew by more than `factor` (above 1), largest first.
+    """Return the tensors of a record whose RMS grew by more than `factor` (above 1), largest growth
+    first.
 
     Compares each module's output with its input, and the residual stream from layer to layer. Skips
     normalisations and embeddings, whose output does not scale with their input, and modules that

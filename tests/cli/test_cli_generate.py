@@ -115,7 +115,8 @@ def test_the_page_has_the_prompt_and_the_text(written, base, tmp_path) -> None:
     tokens = reader.of("span", class_="token")
     assert len(tokens) == len(ids) + NEW + 2  # and the key
     assert len(reader.of("span", class_="q")) == len(ids) + 1
-    assert len(reader.of("td")) == 2 * (len(ids) + NEW)  # of the layers 6 and 7
+    cells = [each["class"][0] for each in reader.of("td") if each.get("class")]
+    assert cells.count("h") == 2 * cells.count("k") == 2 * (len(ids) + NEW)  # layers 6 and 7; KL
     assert visible(found["student"]["text"]) in reader.text
     assert "The student continued the prompt" in reader.text
 
@@ -125,9 +126,10 @@ def test_the_page_of_a_comparison_has_both_texts_and_where_they_part(written, tm
     found, _ = written("--compare --json --html", page)
     reader = Reader(page.read_text(encoding="utf-8"))
     assert f"The texts differ after {found['parts_at']} token" in reader.text
-    assert len(reader.of("span", class_="p")) == 3 and len(reader.of("table")) == 2
-    hints = [each["title"] or "" for each in reader.of("span", class_="token") if "title" in each]
-    assert sum(", KL " in hint for hint in hints) == len(hints) - 2
+    assert len(reader.of("span", class_="p")) == 3
+    assert len(reader.of("table", class_="grid")) == 2
+    tokens = [each for each in reader.of("span", class_="token") if "title" in each]
+    assert len(reader.of("td", class_="kl")) == len(tokens)
 
 
 def test_a_page_in_no_folder_is_refused_first(written, tmp_path) -> None:

@@ -217,16 +217,16 @@ class TestSequence:
     @pytest.mark.parametrize(
         ("records", "came"),
         [
-            ([], "of the data"),
-            ([{"text": ""}] * 40, r"of 40 records \(40 skipped \(empty text\)\)"),
-            ([{"input_ids": [4]}], r"of 1 records \(1 skipped \(fewer than two tokens\)\)"),
+            ([], "in the data"),
+            ([{"text": ""}] * 40, r"in 40 records \(40 skipped \(empty text\)\)"),
+            ([{"input_ids": [4]}], r"in 1 records \(1 skipped \(fewer than two tokens\)\)"),
             (
                 [{"prompt": "a", "completion": " "}],
-                r"of 1 records \(1 skipped \(empty completion\)\)",
+                r"in 1 records \(1 skipped \(empty completion\)\)",
             ),
             (
                 [{"input_ids": [0, 13, 1]}, {"text": ""}],
-                r"of 2 records \(1 held out, 1 skipped \(empty text\)\)",
+                r"in 2 records \(1 held out, 1 skipped \(empty text\)\)",
             ),
         ],
     )
@@ -234,9 +234,7 @@ class TestSequence:
     def test_data_without_a_sample_are_refused_with_what_became_of_them(
         self, tokenizer, records, came, packing
     ):
-        with pytest.raises(
-            DataError, match=f"no sample to train on came {came}; check --dataset_name"
-        ):
+        with pytest.raises(DataError, match=f"no sample to train on {came}; check --dataset_name"):
             Samples(records, tokenizer, config(packing=packing), seed=0)
 
 

@@ -541,7 +541,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "replay data without a sample": (
         lambda: texts(12),
         {"replay_data": [{"text": ""}]},
-        "replay data: no sample to train on came from 1 records",
+        "replay data: no sample to train on in 1 records",
     ),
     "replay data with a broken record": (
         lambda: texts(12),
@@ -688,7 +688,7 @@ def test_lost_records_are_reported_and_recorded(build) -> None:
 def test_a_stream_from_which_nothing_comes_says_what_became_of_it(build, smoke_test) -> None:
     data = [{"prompt": "a", "completion": ""}] * 3
     trainer = build(iter(data), streaming=True, smoke_test=smoke_test)
-    message = r"no sample to train on came from 3 records \(3 skipped \(empty completion\)\)"
+    message = r"no sample to train on in 3 records \(3 skipped \(empty completion\)\)"
     with pytest.raises(DataError, match=message):
         trainer.train()
 
