@@ -180,7 +180,8 @@ def add_settings(
                 how |= {"choices": choices, "metavar": None}
             default = (defaults or {}).get(name, f.default)
             shown = "" if default is None else f" (default: {shown_default(default)})"
-            text = f.metadata["help"] + shown
+            need = f.metadata["need"]
+            text = f.metadata["help"] + (f"; needs {need.words}" if need else "") + shown
             groups[title].add_argument(f"--{name}", help=text, **how, **unset)
 
 

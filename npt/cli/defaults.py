@@ -170,4 +170,4 @@ def add_run_settings(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, *SETTINGS, defaults={**with_defaults({}).flags, "init": AUTO})
     init = parser._option_string_actions["--init"]
     init.choices = (AUTO, *INITS)
-    init.help = f"auto: calibrated if possible, else random; {init.help}"
+    init.help = f"auto: calibrated if possible, else random (the run says why); {init.help}"

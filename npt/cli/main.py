@@ -33,9 +33,9 @@ that keeps NaN and Inf out of the weights. `npt pretrain --config tiny` trains
 the embedded model on a CPU; `npt VERB --help` explains a verb."""
 
 STATUSES = """\
-Exit status: 0 done, 1 npt trace found a fault, 2 wrong arguments or data,
+Exit status: 0 done, 1 fault found (npt trace), 2 wrong arguments or data,
 3 stopped after too many refusals, 4 smoke test failed, 5 unusable adapter,
-checkpoint or bundle, 6 another process of the run failed, 128+n after signal n."""
+checkpoint or post-mortem, 6 another process of the run failed, 128+n after signal n."""
 
 _NAMED = {"import": "import_base"}
 """Verbs whose name is a Python keyword."""

@@ -58,12 +58,14 @@ def pretrain(flags: dict[str, Any]) -> int:
     """Train a student: distil adapters on a frozen base.
 
     In each converted layer of the base, the attention output is not added to the
-    residual stream. It goes into a low-rank adapter, which adds to the stream and
-    rescales the MLP. Training makes the converted model (the student) predict what
-    the original (the teacher) predicts. Use this to study how context affects a
-    model: what an adapter does to a token can be inspected, moved to another prompt
-    or written into the weights. A micro-batch with NaN or Inf is refused, which
-    means skipped: it changes nothing and is logged.
+    residual stream. It goes into a low-rank adapter, which shifts the stream and can
+    also modulate the MLP (--targets). Training makes the converted model (the student)
+    predict what the original (the teacher) predicts.
+
+    Use it to study how context affects a model: inspect an adapter's effect on a
+    token (npt generate --html), apply it to another prompt (npt transplant), or write
+    it into the weights (npt consolidate). A micro-batch whose loss or gradient is NaN
+    or Inf is refused: it is skipped, changes nothing and is logged.
 
     Try the tiny model that comes with NPT, for a few minutes on a CPU. Then use your
     own model and data:
@@ -71,8 +73,10 @@ def pretrain(flags: dict[str, Any]) -> int:
         npt pretrain --config tiny
         npt pretrain --model_name MODEL --use_quantization --dataset_name FILE
 
-    A run prints how close the student is to its teacher, and writes a folder with
-    the adapter and report.html. Several GPUs: torchrun pretrain_npt_safe.py.
+    A run prints how close the student is to its teacher, and writes a folder with the
+    adapter and report.html. On N GPUs, run pretrain_npt_safe.py with the same flags:
+
+        torchrun --standalone --nproc_per_node N pretrain_npt_safe.py --output_dir RUN
     """
     tokens = flags.get("calibration_tokens")
     flags, base = with_base(with_safe_mode(with_config(flags)))
@@ -230,8 +234,8 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     unset = argparse.SUPPRESS
-    text = "with --adapter: accept a base other than its own if the shapes match, with a warning"
+    text = "let --adapter be used with another base if the shapes match; prints a warning"
     add_switch(parser, "any_base", text, unset)
-    text = "start from a saved adapter, with its base, rank, layers and targets"
+    text = "start from a saved adapter; its base, rank, layers and targets apply"
     add_adapter(parser, text, required=False, default=unset)
     add_run_settings(parser)

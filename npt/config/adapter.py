@@ -60,8 +60,7 @@ class NPTConfig(SettingsGroup):
 
     rank: int = _adapter(
         16,
-        "rank R: numbers per token that an adapter keeps; with a closed-form start, the mean over"
-        " layers",
+        "rank of every adapter; their mean if --init calibrated chooses them",
         flag="adapter_rank",
         bound=at_least(1),
     )
@@ -75,11 +74,14 @@ class NPTConfig(SettingsGroup):
         read=words,
     )
     modulation: str = _adapter(
-        "both", "multiply gate, up and down, add to them, or both", choices=MODULATIONS
+        "both",
+        "add to gate, up and down, multiply them, or both; no effect on stream",
+        choices=MODULATIONS,
     )
     residual: str = _adapter(
         "modulate",
-        "modulate: remove attention from the residual stream; keep: leave it in",
+        "modulate: attention reaches the residual stream only through the adapter; keep: it is also"
+        " added directly",
         choices=RESIDUALS,
     )
     init: str = _adapter(
@@ -97,7 +99,7 @@ class NPTConfig(SettingsGroup):
     )
     ranks: tuple[int, ...] | None = _adapter(
         None,
-        "one rank per converted layer, from the lowest layer up, such as 8,16,32",
+        "one rank per converted layer, lowest layer first, as in 8,16,32; replaces --adapter_rank",
         read=_whole_numbers,
     )
     mult_form: str = _adapter(

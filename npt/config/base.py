@@ -48,7 +48,7 @@ class BaseConfig(SettingsGroup):
     attn_implementation: str = _base("sdpa", "sdpa, or eager (stores the full attention matrix)")
     teacher_precision: str | None = _base(
         None,
-        "use the unquantised model, in this dtype, as the teacher (default: the 4-bit base)",
+        "use the unquantised model, in this dtype, as the teacher, instead of the 4-bit base",
         choices=("bf16", "fp32"),
         need=_QUANTISED,
     )

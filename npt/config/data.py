@@ -32,9 +32,13 @@ class DataConfig(SettingsGroup):
     )
     streaming: bool = _data(False, "read the data during training instead of loading it all first")
     num_samples: int | None = _data(
-        None, "maximum number of samples, before packing", bound=at_least(1)
+        None, "maximum number of samples, before packing (default: all)", bound=at_least(1)
     )
-    max_length: int = _data(256, "maximum number of tokens per sample", bound=at_least(2))
+    max_length: int = _data(
+        256,
+        "maximum number of tokens per sample; a longer text becomes several samples",
+        bound=at_least(2),
+    )
     packing: bool = _data(
         False, "pack short documents into one row; they do not attend to each other"
     )

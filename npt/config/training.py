@@ -43,14 +43,14 @@ class TrainConfig(SettingsGroup):
 
     strategy: str = _objective(
         "local",
-        "local: train each layer alone, on the teacher's states; propagated: the same, on the"
-        " student's states; end_to_end: train the whole student",
+        "local: train each layer alone, with inputs from the teacher; propagated: the same, with"
+        " inputs from the student; end_to_end: train the whole student",
         choices=STRATEGIES,
     )
     loss: str = _objective(
         "nmse",
-        "loss on the hidden states: squared error relative to the state (nmse) or to the layer's"
-        " update (nmse_update), or of the direction only",
+        "hidden-state loss: nmse divides the squared error by the state's squared norm, nmse_update"
+        " by that of the layer's change; direction compares directions only",
         choices=LOSSES,
         need=_HIDDEN,
     )
@@ -60,7 +60,12 @@ class TrainConfig(SettingsGroup):
     logit_kl_weight: float = _objective(
         0.0, "weight of the loss on the logits", bound=at_least(0.0), need=_WHOLE
     )
-    logit_loss: str = _objective("kl", "loss on the logits", choices=LOGIT_LOSSES, need=_LOGITS)
+    logit_loss: str = _objective(
+        "kl",
+        "loss on the logits: kl (teacher, student), reverse_kl, or cross_entropy with the data",
+        choices=LOGIT_LOSSES,
+        need=_LOGITS,
+    )
     calibration_tokens: int = _objective(65536, "tokens for the closed-form start", bound=_COUNT)
 
     batch_size: int = _optimiser(4, "samples per micro-batch", bound=_COUNT)
@@ -71,11 +76,11 @@ class TrainConfig(SettingsGroup):
         0.0, "weight of a penalty on the size of the modulation", bound=at_least(0.0)
     )
     num_epochs: int = _optimiser(
-        1, "passes over the data; has no effect with --max_steps", bound=_COUNT
+        1, "passes over the data, if --max_steps is not given", bound=_COUNT
     )
     max_steps: int | None = _optimiser(
         None,
-        "number of optimizer steps, over as many passes as needed",
+        "optimizer steps, over as many passes as needed; replaces --num_epochs",
         bound=at_least(1, MAX_STEPS),
     )
     warmup_steps: int = _optimiser(0, "steps of linear warm-up", bound=at_least(0, MAX_STEPS))
@@ -87,9 +92,11 @@ class TrainConfig(SettingsGroup):
     gradient_checkpointing: bool = _guards(
         False, "recompute layers in the backward pass: less memory, identical results", need=_WHOLE
     )
-    max_consecutive_bad: int = _guards(10, "stop after this many refusals in a row", bound=_COUNT)
+    max_consecutive_bad: int = _guards(
+        10, "stop after this many refused micro-batches or steps in a row", bound=_COUNT
+    )
     skip_spikes: bool = _guards(
-        False, "also refuse steps whose loss or gradient norm is finite but unusually large"
+        False, "also refuse a step whose loss or gradient norm is finite but unusually large"
     )
     smoke_test: bool = _guards(
         True, "before training, test one forward and backward pass with anomaly detection"
@@ -107,7 +114,9 @@ class TrainConfig(SettingsGroup):
     )
     eval_samples: int = _output(64, "held-out samples per evaluation", bound=_COUNT)
     save_steps: int | None = _output(None, "steps between checkpoints", bound=_COUNT)
-    save_total_limit: int | None = _output(None, "keep at most this many checkpoints", bound=_COUNT)
+    save_total_limit: int | None = _output(
+        None, "maximum number of checkpoints to keep (default: all)", bound=_COUNT
+    )
     resume: str | None = _output(
         None,
         "continue a run: auto (newest checkpoint in --output_dir), a run folder, or a checkpoint",

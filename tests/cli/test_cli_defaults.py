@@ -85,8 +85,12 @@ def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
         main(["pretrain", "--help"])
-    words = " ".join(capsys.readouterr().out.split())
-    shown = dict(re.findall(r" --(\w+) (?:(?! --\w+ ).)*?\(default: ([^)]*)\)", words))
+    entries = re.split(r"\n  --", capsys.readouterr().out)
+    shown = dict(
+        re.findall(r"^(\w+) .*\(default: ([^)]*)\)", e, re.S)[0]
+        for e in entries
+        if "(default: " in e
+    )
     for name, value in with_defaults({}).flags.items():
         assert shown[name] == ("auto" if name == "init" else str(value)), name
     assert shown["strategy"] == "end_to_end" and shown["learning_rate"] == "5e-05"
