@@ -317,9 +317,10 @@ def _by_precision(measured: Mapping[str, Json]) -> str:
         for p, f in measured.items()
     )
     first = next(iter(measured.values()))
+    missing = {n: why for f in measured.values() for n, why in f["missing"].items()}
     return (
         f"{shape_line(first)} Square products reach {reached}.\n\n"
-        f"{table(columns, runs.values(), words=1)}{left_out(first['missing'])}"
+        f"{table(columns, runs.values(), words=1)}{left_out(missing)}"
     )
 
 

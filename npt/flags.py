@@ -34,7 +34,7 @@ ALIASES = {
 """Other names of flags, from scripts of transformers and PEFT and from older versions of NPT."""
 
 _RETIRED = """
-mixed_precision fp16 bf16: use --compute_dtype (a 4-bit base computes in fp32)
+mixed_precision fp16 bf16: use --use_fp16 (unquantised base) or --compute_dtype (4-bit base)
 micro_batch: npt replay traces the refused micro-batches, or the largest of a refused window
 optimizer_type: the optimizer is always AdamW, with fp32 moments
 modulation_scale: use --additive_scale and --mult_bound
@@ -51,7 +51,7 @@ dataset_mix: use --replay_dataset for a second dataset; join others into one fil
 stages: a run has one --strategy; train further in a second run with --adapter
 layer_weights token_weighting: remove it; all layers and tokens have equal weight
 smooth_l1_beta cosine_weight jsd_weight: add a loss of your own with register_loss
-init_a init_std_a init_std_b init_std_m: remove it; a random start has fixed standard deviations
+init_a init_std_a init_std_b init_std_m: remove it; a random start has deviations 0.02, 0.001 and 0
 rank_budget: use --adapter_rank, the mean rank of a closed-form start
 padding_side: remove it; rows are padded on the right, which changes no result
 max_refused_share: remove it; a run stops if a fifth of its micro-batches is refused
@@ -91,13 +91,13 @@ def canonical(name: str, known: Collection[str]) -> str:
     return name
 
 
-def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
+def _hint(name: str, known: Collection[str]) -> str:
     """Return what replaced an unknown name, or a similar name, as the end of a message, or ""."""
     plain = name.replace("-", "_")
     if plain in RETIRED:
         return f": {RETIRED[plain]}"
     near = difflib.get_close_matches(plain, [*known, *ALIASES], n=1)
-    return f": did you mean {mark}{near[0]}?" if near else ""
+    return f": did you mean --{near[0]}?" if near else ""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -124,7 +124,11 @@ class OneLineParser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            self.error(f"there is no verb {value}{_hint(value, action.choices, mark='')}")
+            near = difflib.get_close_matches(value, action.choices, n=1)
+            hint = (
+                f"did you mean {near[0]}?" if near else f"choose from {', '.join(action.choices)}"
+            )
+            self.error(f"there is no verb {value}: {hint}")
         super()._check_value(action, value)
 
     def _flags(self) -> list[str]:
@@ -155,7 +159,11 @@ def add_settings(
     (`--no_smoke_test`). Help texts show the `defaults`, by flag name, in place of the fields' own.
     """
     # argparse would list every flag here
-    needed = [f"{a.option_strings[0]} {a.metavar}" for a in parser._actions if a.required]
+    needed = [
+        f"{a.option_strings[0]} {a.metavar}"
+        for a in parser._actions
+        if a.required and a.option_strings
+    ]
     parser.usage = " ".join(["%(prog)s", *needed, "[flags]"])
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
     groups: dict[str, Any] = {}

@@ -26,14 +26,12 @@ def verify_checkpoint(folder: Path) -> None:
     """Check a checkpoint and its manifest; CheckpointError if a file has changed."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} holds no {MANIFEST}; it is incomplete: resume an older one"
-        )
+        raise CheckpointError(f"{folder} holds no {MANIFEST}: it is incomplete; use an older one")
     manifest = read_json(path, CheckpointError)
     files = manifest.get("files")
     try:
         if not isinstance(files, dict) or path.read_bytes() != _text(files).encode():
-            raise CheckpointError(f"{path} is damaged (wrong sha256): resume another checkpoint")
+            raise CheckpointError(f"{path} is damaged (wrong sha256); restore it from the original")
         present = _files(folder)
         if odd := files.keys() ^ present.keys():
             kind = "lacks the file" if min(odd) in files else "holds the extra file"

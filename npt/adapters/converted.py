@@ -94,7 +94,7 @@ def is_sharded(model: PreTrainedModel) -> bool:
 @contextmanager
 def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
     """Within the context, make every converted layer of a model compute in a mode: `student`,
-    `teacher` or `floor`.
+    `teacher` or `floor`. Contexts nest.
     """
     outer = [(layer.npt, layer.npt.mode) for _, layer in npt_layers(model)]
     for adapter, _ in outer:

@@ -22,7 +22,7 @@ def collect(flags: dict[str, Any]) -> int:
     if data.dataset_name in OWN_HELDOUT and data.dataset_split != "train":
         raise DataError(
             f"--dataset_split {data.dataset_split} of the built-in text is reserved for evaluation:"
-            " use --dataset_split 'train'"
+            " use --dataset_split train"
         )
     student = task.load()
     names = ("max_new_tokens", "num_prompts", "batch_size", "seed")

@@ -75,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--context", metavar="TEXT", default="", help=text)
     add_number(parser, "token", "token to use; negative counts from the end", -1, int)
     add_number(parser, "alpha", "maximum strength, above 0 and at most 1", 0.5, float)
-    text = "lower alpha until held-out KL is at most this, in nats per token"
+    text = "lower alpha until held-out KL is at most this, in nats per token (inf: any)"
     add_number(parser, "max_kl", text, 0.01, limit)
     text = "folder to write the adapter and its update to"
     add("--output", required=True, metavar="FOLDER", help=text)

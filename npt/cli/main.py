@@ -35,7 +35,7 @@ the embedded model on a CPU; `npt VERB --help` explains a verb."""
 STATUSES = """\
 Exit status: 0 done, 1 fault found (npt trace), 2 wrong arguments or data,
 3 stopped after too many refusals, 4 smoke test failed, 5 unusable adapter,
-checkpoint or post-mortem, 6 another process of the run failed, 128+n after signal n."""
+checkpoint or post-mortem, 6 another process failed, 128+n after signal n."""
 
 _NAMED = {"import": "import_base"}
 """Verbs whose name is a Python keyword."""

@@ -58,25 +58,27 @@ def pretrain(flags: dict[str, Any]) -> int:
     """Train a student: distil adapters on a frozen base.
 
     In each converted layer of the base, the attention output is not added to the
-    residual stream. It goes into a low-rank adapter, which shifts the stream and can
-    also modulate the MLP (--targets). Training makes the converted model (the student)
-    predict what the original (the teacher) predicts.
+    residual stream. It goes into a low-rank adapter, which shifts the stream and
+    can also modulate the MLP (--targets). Training makes the converted model (the
+    student) predict what the original (the teacher) predicts.
 
     Use it to study how context affects a model: inspect an adapter's effect on a
-    token (npt generate --html), apply it to another prompt (npt transplant), or write
-    it into the weights (npt consolidate). A micro-batch whose loss or gradient is NaN
-    or Inf is refused: it is skipped, changes nothing and is logged.
+    token (npt generate --html), apply it to another prompt (npt transplant), or
+    write it into the weights (npt consolidate). A micro-batch whose loss or
+    gradient is NaN or Inf is refused: it is skipped, changes nothing and is
+    logged.
 
-    Try the tiny model that comes with NPT, for a few minutes on a CPU. Then use your
-    own model and data:
+    Try the tiny model that comes with NPT, for a few minutes on a CPU. Then use
+    your own model and data:
 
         npt pretrain --config tiny
         npt pretrain --model_name MODEL --use_quantization --dataset_name FILE
 
-    A run prints how close the student is to its teacher, and writes a folder with the
-    adapter and report.html. On N GPUs, run pretrain_npt_safe.py with the same flags:
+    A run prints how close the student is to its teacher, and writes a folder with
+    the adapter and report.html. On N GPUs, run pretrain_npt_safe.py with the same
+    flags:
 
-        torchrun --standalone --nproc_per_node N pretrain_npt_safe.py --output_dir RUN
+        torchrun --standalone --nproc_per_node N pretrain_npt_safe.py --config tiny
     """
     tokens = flags.get("calibration_tokens")
     flags, base = with_base(with_safe_mode(with_config(flags)))

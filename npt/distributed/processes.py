@@ -81,7 +81,9 @@ class ProcessGroup:
         return everyone
 
     def first(self, act: Callable[[], T]) -> T:
-        """Call `act` on process 0 and return its value everywhere; if it raises, all raise."""
+        """Call `act` on process 0 and return its value everywhere. If it raises, the other
+        processes raise ProcessError.
+        """
         if self.size == 1:
             return act()
         value, failure = None, None

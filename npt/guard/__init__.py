@@ -8,7 +8,7 @@
                 loss.backward()
         outcome = guard.step()
 
-NPT's own trainer takes the same step. The guard itself needs only torch and safetensors; the parts
+NPT's own trainer takes the same step. The guard itself needs only torch; the parts
 for a Trainer or a post-mortem are imported when first used.
 """
 

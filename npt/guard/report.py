@@ -150,7 +150,7 @@ class Report(TrainerCallback):
         self._read()
         self._stop()
         lost = ", ".join(f"{kind} {number}" for kind, number in self.counts.items())
-        text = f"faults in {self._steps} steps: {lost}" if lost else "nothing was lost"
+        text = f"faults during {self._steps} steps: {lost}" if lost else "nothing was lost"
         _log.log(logging.WARNING if lost else logging.INFO, "report: %s", text)
 
     def _begin(self) -> None:

@@ -144,10 +144,11 @@ def _page(records: Sequence[Record], picture: bytes) -> str:
     if bad:
         kind, (step, first) = "bad", bad[0]
         where = "" if first.layer is None else f" in layer {first.layer}"
-        finding = f"First non-finite tensor: {first.name}{where} at step {step}"
+        what = "gradient of " if first.direction == "gradient" else ""
+        finding = f"First non-finite tensor: {what}{first.name}{where} at step {step}"
         next = "Next: find the operation with npt replay POSTMORTEM or npt.trace(model, batch)."
     elif exploded:
-        kind, finding = "warn", "First explosion, at step {}: {}".format(*exploded[0])
+        kind, finding = "warn", "Largest explosion of step {}: {}".format(*exploded[0])
         next = "Next: lower the learning rate, and record the steps before this one."
     return render(
         "recorder.html.j2",

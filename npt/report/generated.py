@@ -77,7 +77,7 @@ def colour(value: float, high: float) -> str:
     """Return the CSS class of a colour, or `hn` if the value is not finite."""
     if not math.isfinite(value):
         return "hn"
-    return f"h{max(0, min(COLOURS - 1, int(COLOURS * value / high)))}"
+    return f"h{max(0, min(COLOURS - 1, int(COLOURS * (value / high))))}"
 
 
 def visible(text: Any) -> str:

@@ -74,7 +74,10 @@ def status(record: RunRecord) -> tuple[str, str]:
     if state == "signal":
         return "warn", f"Ended by signal {event.get('number', '?')}{at}"
     if state == "error":
-        return "bad", f"Ended with an error{at}: {event.get('error')}: {event.get('message')}"
+        return (
+            "bad",
+            f"Ended with an error{at}: {event.get('error', '')}: {event.get('message', '')}",
+        )
     if state == "open":
         return "warn", f"Still running or killed{at}: no end is recorded"
     return "warn", "No start is recorded: events.jsonl is missing or incomplete"
@@ -84,6 +87,10 @@ def _next(record: RunRecord) -> Markup:
     """Return what to do next, with a command."""
     kind, state = status(record)[0], record.end[0]
     words, command = "to resume, repeat the command with", "--resume auto"
+    if state == "open":
+        words = "if it was killed, repeat the command with"
+    elif state == "unknown" or (state == "stopped" and not record.postmortems):
+        words, command = "for the last events, read", "events.jsonl"
     if state == "done" and kind == "good":
         words = "to compare student and teacher, run in this folder"
         command = "npt generate --adapter . --compare --prompt TEXT"

@@ -71,7 +71,9 @@ class RunRecord:
             if self.fidelity:
                 self.notes["fidelity.json"] = "from an earlier end of this run"
             elif self.notes.get("fidelity.json") == "missing":
-                self.notes["fidelity.json"] = "written when the run finishes"
+                running = self.end[0] == "open"
+                why = "is written at the end" if running else "missing: the run did not finish"
+                self.notes["fidelity.json"] = why
 
     @property
     def name(self) -> str:
@@ -154,7 +156,7 @@ class RunRecord:
         except OSError as error:
             self.notes[name] = f"cannot be read: {error.strerror}"
         if damaged:
-            self.notes[name] = f"{damaged:,} damaged lines were skipped"
+            self.notes[name] = f"damaged lines skipped: {damaged:,}"
 
     def _add_metrics(self, line: Mapping[str, Any]) -> None:
         """Add a line that has a step. If the run resumed from further back, the line replaces those

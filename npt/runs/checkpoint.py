@@ -208,7 +208,8 @@ def write_checkpoint(
     base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
-    """Write a checkpoint, whole or not at all; AdapterFileError if the adapter is not finite.
+    """Write a checkpoint, whole or not at all (OSError); AdapterFileError if the adapter is not
+    finite.
 
     Args:
         window: a window without outcomes in flight.
@@ -284,7 +285,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest_good(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest checkpoint that verifies, and the faults of newer ones."""
+    """Return the newest checkpoint that verifies, and the faults of newer ones; CheckpointError if
+    it has another version's format.
+    """
     broken: dict[Path, str] = {}
     for path in reversed(checkpoints(folder)):
         try:

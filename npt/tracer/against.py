@@ -162,7 +162,7 @@ class HeldPass(Observer):
         keep: record values too.
         held: the results to replace by.
         compared: the results to compare with; default `held`.
-        units: the relative size of the perturbation of each operation's result.
+        units: the relative size of the perturbation of each operation's inputs and held result.
         unit: that size for other operations; 0 turns perturbations off.
     """
 
@@ -351,7 +351,7 @@ class PassComparison:
             # equal dtypes may differ in a last bit that another device rounded
             units = _unit(tensor.dtype), _unit(other.dtype)
             if apart > (1e-6 if units[0] == units[1] else max(units)):
-                text += f"; {name} differs by {apart:.2g}"
+                text += f"; {name} has a relative difference of {apart:.2g}"
         return text
 
 

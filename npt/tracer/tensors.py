@@ -47,7 +47,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Badness(IntEnum):
-    """The badness of a tensor: SOFT if it may be a mask (-Inf or below -limit), HARD otherwise."""
+    """The badness of a tensor: SOFT if it may be a mask (-Inf or below -limit), HARD if it has NaN,
+    +Inf or a value above the limit.
+    """
 
     FINE = 0
     SOFT = 1
