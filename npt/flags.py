@@ -91,13 +91,13 @@ def canonical(name: str, known: Collection[str]) -> str:
     return name
 
 
-def _hint(name: str, known: Collection[str]) -> str:
+def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
     """Return what replaced an unknown name, or a similar name, as the end of a message, or ""."""
     plain = name.replace("-", "_")
     if plain in RETIRED:
         return f": {RETIRED[plain]}"
     near = difflib.get_close_matches(plain, [*known, *ALIASES], n=1)
-    return f": did you mean --{near[0]}?" if near else ""
+    return f": did you mean {mark}{near[0]}?" if near else ""
 
 
 class OneLineParser(argparse.ArgumentParser):
