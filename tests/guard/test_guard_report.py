@@ -74,7 +74,7 @@ def test_a_loss_that_the_trainer_hides_is_named_and_traced(tmp_path, caplog) -> 
     assert any("hides 1 that are not finite" in line for line in said)
     assert any(line.startswith("step 2: micro-batch 1 traced") for line in said)
     assert "model.layers.1.mlp.act_fn" in str(report.findings[0].verdict)
-    assert said[-1].startswith("report: faults in 3 steps: ")
+    assert said[-1].startswith("report: faults during 3 steps: ")
     assert any("step 2: model.embed_tokens.weight is not finite" in line for line in said)
 
 

@@ -28,7 +28,7 @@ def test_lines_that_are_no_object_are_counted_but_for_half_a_last_one(tmp_path) 
     (tmp_path / "metrics.jsonl").write_bytes(lines)
     record = RunRecord(tmp_path)
     assert record.steps == [1, 3]
-    assert record.notes["metrics.jsonl"] == "3 damaged lines were skipped"
+    assert record.notes["metrics.jsonl"] == "damaged lines skipped: 3"
 
 
 def test_steps_that_were_made_again_replace_those_before(tmp_path) -> None:
