@@ -57,7 +57,7 @@ def check_layer(bench: Bench, findings: Findings) -> None:
             expected = expected or found
             pairs = zip(found, expected, strict=True)
             error = max(float((a - b).norm() / b.norm()) for a, b in pairs)
-            code = "plain torch" if form == "plain" else "NPT's kernels"
+            code = "plain torch" if form == "plain" else "NPT"
             cells = [PRECISIONS[precision], code, f"{launches or ''}", f"{1000 * seconds:.3g}"]
             lines.append(f"| {' | '.join(cells)} | {error:.1e} |")
             name = f"{form}, {precision}"
