@@ -88,15 +88,18 @@ ROWS = {
     "nf4": Row("NF4 against the 16-bit model"),
     "floor": Row("upper half without attention"),
     "start": Row("closed-form start, D/4", form=STREAM),
-    "best": Row("the same, trained", form=STREAM, training=NEAR),
+    "best": Row("closed-form start, D/4, trained", form=STREAM, training=NEAR),
     "best-small": Row(
-        "D/16, trained", divisor=16, form=STREAM, training={**NEAR, "learning_rate": 3e-4}
+        "closed-form start, D/16, trained",
+        divisor=16,
+        form=STREAM,
+        training={**NEAR, "learning_rate": 3e-4},
     ),
     "all-but-first": Row(
         "all layers but the first, D/4, trained", layers="1-{last}", form=STREAM, training=NEAR
     ),
     "original": Row(
-        "gate alone, half sigmoid, random start, `local`",
+        "first version: gate alone, random start, trained",
         divisor=2,
         form=ORIGINAL,
         training={"learning_rate": 5e-5, "max_steps": 600, "batch_size": 2},

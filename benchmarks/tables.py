@@ -6,6 +6,7 @@ A table maps each heading to a cell: a format (`{kl:.4f}`) or a function of the 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -92,7 +93,7 @@ def guards(npt_step: Json, lora: Json) -> str:
         "step": "{step}",
         "guarded / plain time": "{ratio:.3f}",
         "quartiles": "{ratio_quartiles[0]:.2f} to {ratio_quartiles[1]:.2f}",
-        "added host waits": "{added_synchronisations}",
+        "extra host synchronisations": "{added_synchronisations}",
     }
     rows = [
         {**npt_step, "step": "NPT"},
@@ -124,7 +125,9 @@ def kernels(figures: Json) -> str:
 
     columns: dict[str, Cell] = {
         "kernel": "{kernel}",
-        "M z and B z": lambda row: f"rank ≤ {row['rank']}" if row["rank"] else "torch",
+        "low-rank products": lambda row: (
+            f"fused, rank ≤ {row['rank']}" if row["rank"] else "in torch"
+        ),
     }
     columns |= {
         card: partial(cell, architecture) for architecture, card in figures["cards"].items()
@@ -140,7 +143,12 @@ def campaign(figures: Json) -> str:
         cases = [case for case in figures["cases"] if case["verdict"] == verdict]
         counts = {key: sum(case[key] for case in cases) for key in ("located", "passed")}
         rows.append({"verdict": verdict, "cases": len(cases), **counts})
-    columns = {name: f"{{{name}}}" for name in ("verdict", "cases", "located", "passed")}
+    columns = {
+        "verdict": "{verdict}",
+        "cases": "{cases}",
+        "fault located": "{located}",
+        "passed": "{passed}",
+    }
     return f"{totals(figures)}\n\n{table(columns, rows)}"
 
 
@@ -174,8 +182,8 @@ def trainers(*campaigns: Json) -> str:
     columns: dict[str, Cell] = {
         "`--trainer`": "`{trainer}`",
         "cases": "{total}",
-        "guarded: equal": "{passed}",
-        **{f"unguarded: {end}": f"{{{end}}}" for end in UNGUARDED},
+        "with guard: equal": "{passed}",
+        **{f"without: {end}": f"{{{end}}}" for end in UNGUARDED},
     }
     return f"{table(columns, rows, 1)}\n{alarms} false alarms.\n{failures}"
 
@@ -216,24 +224,25 @@ def real(figures: Json) -> str:
         "student": "{about}",
         "parameters": optional("parameters", ","),
         "minutes": optional("minutes", ".1f"),
-        "start, passes": optional("start_passes", ".1f"),
-        "total, passes": optional("forward_passes", ".1f"),
+        "start cost": optional("start_passes", ".1f"),
+        "total cost": optional("forward_passes", ".1f"),
         "KL, nats": of("kl"),
-        "over `nf4`": lambda row: f"{row['figures']['kl'] / unit:.2f}" if unit else "–",
-        "ratio": ratio,
+        "KL / KL of `nf4`": lambda row: f"{row['figures']['kl'] / unit:.2f}" if unit else "–",
+        "perplexity ratio": ratio,
         "top-1": of("top1"),
     }
     codes = {row["code"] for row in figures["rows"]}
-    mixed = "\nThe rows come from more than one version of the code.\n"
+    mixed = "\nThe rows were measured with different versions of the code.\n"
     return (
         f"{figures['model']} with an {figures['quantization'].upper()} base:"
-        f" {sizes['layers']} layers, D {sizes['hidden']}, F {sizes['ffn']}, V {sizes['vocab']:,}."
-        f" Machine: {machine(figures)}, computing on {figures['machine']['device']};"
-        f" {versions(figures)}.\n\n"
-        f"Rows are compared with their base on {text['heldout_tokens']:,} held-out tokens of"
-        f" {text['heldout_documents']} documents ({text['name']}; ±: standard error over documents)"
-        f" and may fit {text['fitted_tokens']:,} others, in samples of at most {text['length']}."
-        " One pass is a forward pass of the base over the tokens that the start fits.\n\n"
+        f" {sizes['layers']} layers, hidden size {sizes['hidden']}, MLP width {sizes['ffn']:,},"
+        f" vocabulary {sizes['vocab']:,}. Machine: {machine(figures)},"
+        f" {figures['machine']['device']}; {versions(figures)}.\n\n"
+        f"Figures are of {text['heldout_tokens']:,} held-out tokens from"
+        f" {text['heldout_documents']} documents ({text['name']}; ±: standard error over"
+        f" documents). The start and training use {text['fitted_tokens']:,} other tokens, in"
+        f" samples of at most {text['length']}. The unit of cost is one forward pass of the base"
+        " over the start's tokens.\n\n"
         f"{table(columns, figures['rows'], words=2)}{left_out(figures.get('failed', {}))}"
         f"{mixed if len(codes) > 1 else ''}"
     )
@@ -251,19 +260,20 @@ def speed(figures: Json) -> str:
     columns: dict[str, Cell] = {
         "run": "`{name}`",
         "tokens/s": "{tokens_per_second:,.0f}",
-        "over `two_model`": ratio,
+        "speed vs `two_model`": ratio,
         "peak MiB": lambda run: f"{run['peak_bytes'] / MIB:,.0f}",
-        "held MiB": lambda run: f"{run['held_bytes'] / MIB:,.0f}",
-        "over `two_model` ": optional("memory_ratio", ".2f", missing="-"),
+        "MiB between steps": lambda run: f"{run['held_bytes'] / MIB:,.0f}",
+        "memory vs `two_model`": optional("memory_ratio", ".2f", missing="-"),
         "MFLOP/token": lambda run: f"{run['flops_per_token'] / 1e6:,.0f}",
         "roofline share": lambda run: f"{100 * run['roofline_share']:.0f}%",
-        "parameters": "{trainable_parameters:,}",
+        "trainable parameters": "{trainable_parameters:,}",
     }
     where = machine(figures) if device == "cpu" else f"{device}; {machine(figures)}"
     return (
-        f"Machine: {where}; {versions(figures)}; fp32 products at"
-        f" `{figures['machine']['matmul_precision']}`. Square products (side {roofline['size']})"
-        f" reach {roofline['flops_per_second'] / 1e9:,.0f} GFLOP/s.\n\n{shape_line(figures)}\n\n"
+        f"Machine: {where}; {versions(figures)}; fp32 products at precision"
+        f" `{figures['machine']['matmul_precision']}`. Square products of side {roofline['size']}"
+        f" set the roofline: {roofline['flops_per_second'] / 1e9:,.0f} GFLOP/s.\n\n"
+        f"{shape_line(figures)}\n\n"
         f"{table(columns, figures['runs'], words=1)}{left_out(figures['missing'])}"
     )
 
@@ -271,14 +281,13 @@ def speed(figures: Json) -> str:
 def shape_line(figures: Json) -> str:
     """Return the model and the step that `speed.py` measured."""
     shape, setting = figures["sizes"], figures["setting"]
-    count = setting["batch_size"]
+    base = (setting["quantization"] or "").upper() or "fp32"
     return (
-        f"Shape `{figures['shape']}`: D {shape['hidden']}, F {shape['ffn']}, {shape['layers']}"
-        f" layers, {shape['heads']} query heads, {shape['kv_heads']} key-value heads, V"
-        f" {shape['vocab']:,}; {setting['quantization'] or 'fp32'} base, layers"
-        f" `{setting['layers']}` converted, rank {setting['rank']}."
-        f" {count} row{'' if count == 1 else 's'} of {setting['length']:,} tokens a step,"
-        f" {setting['rounds']} rounds."
+        f"Model `{figures['shape']}`: hidden size {shape['hidden']:,}, MLP width {shape['ffn']:,},"
+        f" {shape['layers']} layers, {shape['heads']} query and {shape['kv_heads']} key-value"
+        f" heads, vocabulary {shape['vocab']:,}; {base} base."
+        f" Rank {setting['rank']}, `--layers {setting['layers']}`, batch"
+        f" {setting['batch_size']} x {setting['length']:,} tokens, {setting['rounds']} rounds."
     )
 
 
@@ -306,7 +315,10 @@ def _by_precision(measured: Mapping[str, Json]) -> str:
         return format(row[precision][key], form) if precision in row else "–"
 
     columns: dict[str, Cell] = {"run": lambda row: f"`{next(iter(row.values()))['name']}`"}
-    columns |= {f"{name} MiB": partial(largest, f"{name}_bytes") for name in ("peak", "held")}
+    columns |= {
+        "peak MiB": partial(largest, "peak_bytes"),
+        "MiB between steps": partial(largest, "held_bytes"),
+    }
     for heading, key, form in (
         ("tokens/s", "tokens_per_second", ",.0f"),
         ("roofline", "roofline_share", ".0%"),
@@ -319,7 +331,7 @@ def _by_precision(measured: Mapping[str, Json]) -> str:
     first = next(iter(measured.values()))
     missing = {n: why for f in measured.values() for n, why in f["missing"].items()}
     return (
-        f"{shape_line(first)} Square products reach {reached}.\n\n"
+        f"{shape_line(first)} Square products set the roofline: {reached}.\n\n"
         f"{table(columns, runs.values(), words=1)}{left_out(missing)}"
     )
 
@@ -341,7 +353,7 @@ def products(rows: Iterable[Json]) -> str:
 
 def step_cost(steps: Sequence[Json]) -> str:
     """Return the cost of a step on a GPU after each optimisation."""
-    columns: dict[str, Cell] = {"with": "{name}"}
+    columns: dict[str, Cell] = {"optimisations": "{name}"}
     for strategy in ("local", "end_to_end"):
         for heading, form in (
             (f"`{strategy}`: launches", "launches]:,"),
@@ -363,7 +375,7 @@ def gpu_check(figures: Json) -> str:
     columns: dict[str, Cell] = {
         "section": "{number} {name}",
         "verdict": "{verdict}",
-        "result": lambda section: section["text"].replace("|", "\\|"),
+        "checks passed": _findings,
     }
     date = max((section["ended"][:10] for section in sections), default="")
     program = figures.get("program", "gpu_check")
@@ -372,3 +384,11 @@ def gpu_check(figures: Json) -> str:
         f"### {card['device']}, {date}\n\n`benchmarks/{program}.py{flag}`, {libraries}.\n\n"
         f"{table(columns, sections)}"
     ) + "".join(f"\n{each}\n" for section in sections for each in section["tables"])
+
+
+def _findings(section: Json) -> str:
+    """Return a section's text without the notes whose figures its tables have."""
+    text = re.sub(r"^(\d+) of (\d+)", r"\1/\2", section["text"])
+    for note in section["notes"] if section["tables"] else ():
+        text = text.replace(f", {note}", "")
+    return text.replace("|", "\\|")

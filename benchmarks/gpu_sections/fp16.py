@@ -100,7 +100,7 @@ def check_fp16(bench: Bench, findings: Findings) -> None:
     )
     findings.check("its window keeps the scale", poisoned.scaler.get_scale() == scales[0])
     findings.figures |= {"windows without a step": missing, "scale": scales[0], "losses": losses}
-    findings.notes.append(f"scale {SCALE:g} to {scales[0]:g} in {missing} windows")
+    findings.notes.append(f"loss scale from {SCALE:g} to {scales[0]:g} in {missing} windows")
 
 
 FP16 = Section(5, "fp16 with a guarded GradScaler", check_fp16)

@@ -218,7 +218,7 @@ def check_attention(bench: Bench, findings: Findings) -> None:
     lengths = bench.pick((64, 256), (2048, 8192))
     model = base_of(bench, "llama-3.1-8b", lengths[-1], layers=1, vocab=512)
     layer, kernels = model.model.layers[0], set[str]()
-    heads = "tokens | mask | forward, ms | with backward, ms | peak | scores alone"
+    heads = "tokens | mask | forward, ms | with backward, ms | peak memory | scores, if stored"
     lines = ["Attention of a layer, one row:", "", f"| {heads} |", "|---|---|---|---|---|---|"]
     for length in lengths:
         scores = 4 * model.config.num_attention_heads * length**2

@@ -128,4 +128,4 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
     return None if apart is None else f"differs in {apart}"
 
 
-BITS = Section(7, "bits: late flags, refusal, resume", check_bits)
+BITS = Section(7, "bit-exact refusal and resume", check_bits)
