@@ -33,9 +33,10 @@ that keeps NaN and Inf out of the weights. `npt pretrain --config tiny` trains
 the embedded model on a CPU; `npt VERB --help` explains a verb."""
 
 STATUSES = """\
-Exit status: 0 done, 1 fault found (npt trace), 2 wrong arguments or data,
-3 stopped after too many refusals, 4 smoke test failed, 5 unusable adapter,
-checkpoint or post-mortem, 6 another process failed, 128+n after signal n."""
+Exit status of all verbs: 0 done, 1 fault found (npt trace only), 2 wrong
+arguments or data, 3 stopped after too many refusals, 4 smoke test failed,
+5 damaged adapter, checkpoint or post-mortem bundle, 6 another process failed,
+128+n after signal n."""
 
 _NAMED = {"import": "import_base"}
 """Verbs whose name is a Python keyword."""

@@ -55,7 +55,7 @@ class _Run(NamedTuple):
 
 
 def pretrain(flags: dict[str, Any]) -> int:
-    """Train a student: distil adapters on a frozen base.
+    """Train a student: adapters on a frozen base, by distillation.
 
     In each converted layer of the base, the attention output is not added to the
     residual stream. It goes into a low-rank adapter, which shifts the stream and
@@ -63,9 +63,9 @@ def pretrain(flags: dict[str, Any]) -> int:
     student) predict what the original (the teacher) predicts.
 
     Use it to study how context affects a model: inspect an adapter's effect on a
-    token (npt generate --html), apply it to another prompt (npt transplant), or
-    write it into the weights (npt consolidate). A micro-batch whose loss or
-    gradient is NaN or Inf is refused: it is skipped, changes nothing and is
+    token (npt generate --html), carry that effect over to another prompt (npt
+    transplant), or write it into the weights (npt consolidate). A micro-batch whose
+    loss or gradient is NaN or Inf is refused: it is skipped, changes nothing and is
     logged.
 
     Try the tiny model that comes with NPT, for a few minutes on a CPU. Then use
@@ -238,6 +238,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     unset = argparse.SUPPRESS
     text = "let --adapter be used with another base if the shapes match; prints a warning"
     add_switch(parser, "any_base", text, unset)
-    text = "start from a saved adapter; its base, rank, layers and targets apply"
+    text = "start from a saved adapter, with its base, rank, layers and targets"
     add_adapter(parser, text, required=False, default=unset)
     add_run_settings(parser)

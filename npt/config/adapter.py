@@ -60,7 +60,7 @@ class NPTConfig(SettingsGroup):
 
     rank: int = _adapter(
         16,
-        "rank of every adapter; their mean if --init calibrated chooses them",
+        "rank of every adapter; with --init calibrated, the mean of the ranks that it chooses",
         flag="adapter_rank",
         bound=at_least(1),
     )
@@ -92,7 +92,7 @@ class NPTConfig(SettingsGroup):
     additive_scale: float = _adapter(0.1, "alpha, the scale of additive terms", bound=POSITIVE)
     mult_bound: float = _adapter(
         0.5,
-        "beta, the bound of multipliers: (1-beta, 1+beta)",
+        "beta; multipliers lie within (1-beta, 1+beta)",
         # closer to 1, fp32 would round 1 - beta towards 0
         bound=Bound(lambda value: 0 < value <= 0.999, "it must be above 0 and at most 0.999"),
         need=Need(lambda c: c.mult_form == "sigmoid", "--mult_form sigmoid"),
@@ -104,7 +104,7 @@ class NPTConfig(SettingsGroup):
     )
     mult_form: str = _adapter(
         "sigmoid",
-        "formula of the multipliers; all but sigmoid are for comparison only",
+        "formula for the multipliers; all but sigmoid are for comparison only",
         choices=MULT_FORMS,
         need=Need(lambda c: c.multiplicative, "--modulation both (or multiplicative)"),
     )

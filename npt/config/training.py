@@ -49,8 +49,8 @@ class TrainConfig(SettingsGroup):
     )
     loss: str = _objective(
         "nmse",
-        "hidden-state loss: nmse divides the squared error by the state's squared norm, nmse_update"
-        " by that of the layer's change; direction compares directions only",
+        "hidden-state loss: nmse divides the squared error by the squared norm of the state,"
+        " nmse_update by the squared norm of the layer's change; direction ignores norms",
         choices=LOSSES,
         need=_HIDDEN,
     )
@@ -62,7 +62,8 @@ class TrainConfig(SettingsGroup):
     )
     logit_loss: str = _objective(
         "kl",
-        "loss on the logits: kl (teacher, student), reverse_kl, or cross_entropy with the data",
+        "loss on the logits: kl is KL(teacher, student), reverse_kl is KL(student, teacher),"
+        " cross_entropy compares with the data",
         choices=LOGIT_LOSSES,
         need=_LOGITS,
     )
@@ -76,17 +77,17 @@ class TrainConfig(SettingsGroup):
         0.0, "weight of a penalty on the size of the modulation", bound=at_least(0.0)
     )
     num_epochs: int = _optimiser(
-        1, "passes over the data, if --max_steps is not given", bound=_COUNT
+        1, "passes over the data; replaces the default of --max_steps", bound=_COUNT
     )
     max_steps: int | None = _optimiser(
         None,
-        "optimizer steps, over as many passes as needed; replaces --num_epochs",
+        "optimizer steps, over as many passes as needed; takes precedence over --num_epochs",
         bound=at_least(1, MAX_STEPS),
     )
     warmup_steps: int = _optimiser(0, "steps of linear warm-up", bound=at_least(0, MAX_STEPS))
     scheduler_type: str = _optimiser("cosine", "learning-rate schedule", choices=SCHEDULES)
     max_grad_norm: float = _optimiser(0.5, "clip the global gradient norm to this", bound=POSITIVE)
-    seed: int = _optimiser(0, "seed of initialisation and data order", bound=at_least(0))
+    seed: int = _optimiser(0, "seed for initialisation and data order", bound=at_least(0))
 
     deterministic: bool = _guards(False, "use deterministic (slower) attention on CUDA")
     gradient_checkpointing: bool = _guards(
