@@ -92,7 +92,7 @@ def test_an_adapter_that_training_overflows_with_is_found(huge_adapter, capsys) 
 def test_a_limit_is_handed_on(capsys) -> None:
     assert run("--limit 50 --json") == 1
     fault = json.loads(capsys.readouterr().out)["fault"]
-    assert (fault["cause"], fault["reached"]) == ("beyond the limit", "more than 50")
+    assert (fault["cause"], fault["reached"]) == ("beyond the limit", "a value above 50")
     assert abs(fault["value"]) > 50
     assert run("--limit 1e12") == 0
 

@@ -176,7 +176,7 @@ def test_the_table_shows_planted_against_found() -> None:
     print_lines(console, [*lines, missed], 0)
     table = out.getvalue()
     assert table.count("forward: log, 5.mlp.act_fn [2, 9]") == 3 and "nothing" in table
-    assert "found 1 of 2 exactly, 0 false alarms" in table
+    assert "located 1 of 2 faults exactly, 0 false alarms" in table
     assert summary([*lines, missed], 0)["passed"] == 1
 
 
