@@ -159,12 +159,16 @@ class Run:
         return fidelity
 
     def _judge(self, step: int, fidelity: Fidelity) -> None:
-        """Warn once if the student is worse than its floor by more than one standard error."""
-        figure = self.setup.config.judged_by
-        student, floor = (getattr(f, figure) for f in (fidelity.student, fidelity.floor))
+        """Warn once if the student is worse than its floor by more than one standard error. With
+        `residual="keep"` the floor is the base itself, and both are compared with the teacher.
+        """
+        figure, judged, base = self.setup.config.judged_by, fidelity.student, fidelity.floor
+        if self.setup.settings["residual"] == "keep":
+            judged, base = fidelity.aim, fidelity.attribution["unquantized_to_4bit"]
+        student, floor = getattr(judged, figure), getattr(base, figure)
         name = "KL to its teacher" if figure == "kl" else figure
         cause = f"the student's {name} is {student:.4g}, the floor's {floor:.4g}"
-        worse = student - getattr(fidelity.student, f"{figure}_se") > floor
+        worse = student - getattr(judged, f"{figure}_se") > floor
         self.diverged = (cause,) if worse else ()
         if worse and not self._warned:
             self._warned = True
