@@ -26,9 +26,7 @@ def verify_checkpoint(folder: Path) -> None:
     """Check a checkpoint and its manifest; CheckpointError if a file has changed."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} holds no {MANIFEST}; it is incomplete: resume an older one"
-        )
+        raise CheckpointError(f"{folder} is incomplete (no {MANIFEST}): resume another checkpoint")
     manifest = read_json(path, CheckpointError)
     files = manifest.get("files")
     try:
@@ -42,8 +40,8 @@ def verify_checkpoint(folder: Path) -> None:
             now = _sums(present[name])
             if now != sums:
                 raise CheckpointError(
-                    f"{present[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, the"
-                    f" manifest says {shown(sums)}"
+                    f"{present[name]} is damaged: sha256 {now['sha256'][:12]} of {now['bytes']}"
+                    f" bytes, but {MANIFEST} has {shown(sums)}"
                 )
     except (OSError, RecursionError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error

@@ -49,7 +49,7 @@ def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
             raise ValueError(f"it has {status.st_size} bytes, more than the limit of {JSON_BYTES}")
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse, parse_int=whole)
     except (OSError, ValueError, RecursionError) as problem:
-        raise error(f"{path} cannot be read: {problem}; {RESTORE}") from problem
+        raise error(f"{path} is damaged or unreadable: {problem}; {RESTORE}") from problem
     if not isinstance(value, dict):
         raise error(f"{path} holds {kind_of(value)}, not an object; {RESTORE}")
     return value
@@ -158,7 +158,8 @@ def opened(path: Path, error: type[NPTError]) -> Iterator[Any]:
         with safe_open(path, framework="pt") as stored:
             yield stored
     except (SafetensorError, OSError) as problem:
-        raise error(f"{path} cannot be read: {str(problem)[:200]!r}; {RESTORE}") from problem
+        what = str(problem)[:200]
+        raise error(f"{path} is damaged or unreadable: {what!r}; {RESTORE}") from problem
 
 
 def shown(value: Any) -> str:

@@ -205,7 +205,7 @@ def refuse_faults(name: str, faults: list[str]) -> None:
     """Raise ModelError with the first fault of a base and the number of faults, if any."""
     if faults:
         raise ModelError(
-            f"{name} {faults[0]} ({len(faults)} such): the checkpoint is incomplete or does not"
+            f"{name} {faults[0]} ({len(faults)} in all): the checkpoint is incomplete or does not"
             " match its config.json; restore it from the original"
         )
 

@@ -63,7 +63,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     except KeyboardInterrupt:
         complain(f"{speaker}: interrupted")
         return 130
-    except (NPTError, StoppedError, OSError, RuntimeError, MemoryError) as error:
+    except StoppedError as stop:
+        if debug:
+            raise
+        complain(f"{speaker}: {stop}")
+        return stop.exit_status
+    except (NPTError, OSError, RuntimeError, MemoryError) as error:
         message, status = str(error), getattr(error, "exit_status", None)
         if status is None:  # not an error of npt's: a disk, permissions or memory
             status = 2

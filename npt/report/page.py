@@ -113,7 +113,7 @@ def _causes(record: RunRecord) -> dict[Path, str]:
     for path, bundle in record.postmortems[-LISTED:]:
         words = [str(bundle.get("reason", "no recorded reason"))]
         if refusals := bundle.get("refusals"):
-            words.append(f"Last refusal: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
+            words.append(f"Last refusal: {refusals[-1].get('detail')}")
         verdicts = [entry.get("verdict") for entry in bundle.get("findings") or ()]
         if verdict := next(filter(None, reversed(verdicts)), None):
             words.append(f"First bad operation: {verdict.get('explanation') or flat(verdict)}")

@@ -15,7 +15,7 @@ from npt.report.run import RunRecord
 from npt.report.words import as_number, figure, number
 
 MODELS = {
-    "floor": "floor (attention dropped)",
+    "floor": "floor (attention removed)",
     "initial": "student before training",
     "student": "student",
     "teacher": "teacher (the base)",
@@ -109,10 +109,10 @@ def _headline(floor: Mapping[str, Any], student: Mapping[str, Any]) -> str:
         return ""
     if not math.isfinite(kl):
         return "The student's KL to its teacher is not finite."
-    words = "is worse than its floor (attention dropped)"  # a share below zero says no more
+    words = "is worse than its floor (attention removed)"  # a share below zero says no more
     if kl <= start:
         share = _GONE.write(1 - kl / start)
-        words = f"closes {share} of the KL between its floor (attention dropped) and its teacher"
+        words = f"closes {share} of the KL between its floor (attention removed) and its teacher"
     at_floor = FIGURES["kl"].write(start)
     return f"The student {words}: {figure(student, 'kl')} nats, against {at_floor} at the floor."
 

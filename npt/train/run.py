@@ -373,7 +373,7 @@ class Run:
         try:
             yield
         except Exception as error:
-            self.trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
+            self.trackers.alert(f"npt failed: {type(error).__name__}", str(error)[:1000])
             self._close(report)
             raise
         self._close(report)

@@ -95,7 +95,7 @@ def test_without_memory_for_the_grams_the_host_begins_the_walk_again(
     assert_equal(held(model), expected)
     assert set(calls[:5]) == {CUDA} and set(calls[5:]) == {HOST}
     (line,) = [line for line in console.file.getvalue().splitlines() if "out of memory" in line]
-    assert "trying again with its matrices on the host" in line
+    assert "retrying with its matrices on the host" in line
 
 
 def test_without_memory_on_the_host_path_either_nothing_is_changed(

@@ -384,7 +384,7 @@ def test_a_bad_checkpoint_is_one_line_and_status_5_before_loading(
     for resume in ("auto", str(checkpoint), str(stopped_run)):
         assert run(stopped_run, "--gradient_accumulation_steps 2 --resume", resume) == 5
         (error,) = capsys.readouterr().err.splitlines()
-        assert f"{checkpoint}/state.json: sha256 " in error and "the manifest says" in error
+        assert f"{checkpoint}/state.json is damaged: sha256 " in error and "manifest" in error
 
 
 SECRETS = {

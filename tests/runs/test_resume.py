@@ -324,7 +324,7 @@ def test_a_broken_checkpoint_is_set_aside_and_the_one_before_used(stopped) -> No
     stopped.run("run", resume="auto")
     stopped.outcome("run").assert_equal(stopped.outcome("whole"))
     (warning,) = events(run, "warning")
-    for part in ("03/state.safetensors: sha256", "set aside as step-00000003.broken"):
+    for part in ("03/state.safetensors is damaged: sha256", "set aside as step-00000003.broken"):
         assert part in warning["message"]
     assert warning["message"] in stopped.said.getvalue()
     assert events(run, "resume")[0]["step"] == 2
@@ -432,8 +432,8 @@ def test_what_is_no_checkpoint_is_refused_by_name(stopped, tmp_path) -> None:
         ("", None, CheckpointError, neither),
         (other, None, CheckpointError, neither),
         (tmp_path / "none", None, CheckpointError, "there is none"),
-        (checkpoints / "step-00000002", None, CheckpointError, "00002 holds no manifest.json"),
-        (checkpoints / "step-00000003", None, CheckpointError, "state.safetensors: sha256"),
+        (checkpoints / "step-00000002", None, CheckpointError, "incomplete (no manifest.json)"),
+        (checkpoints / "step-00000003", None, CheckpointError, "safetensors is damaged: sha256"),
         (tmp_path / "copied" / "checkpoint", None, ConfigError, "is not inside a run folder"),
         ("auto", None, ConfigError, "--output_dir"),
         ("auto", other, ConfigError, "other holds something other than a run"),
@@ -563,7 +563,7 @@ def test_settings_that_only_one_of_two_versions_has_are_not_compared() -> None:
     assert not changed_settings({"rank": 4, "old": 1}, {"rank": 4, "new": 2, "targets": ("gate",)})
     then = {"targets": ["gate"], "resume": None, "output_dir": "a"}
     assert not changed_settings(then, {"targets": ("gate",), "resume": "auto"})
-    with pytest.raises(CheckpointError, match=r"--quant_type 'nf4', this run asks for 'fp4'"):
+    with pytest.raises(CheckpointError, match=r"--quant_type 'nf4', but this run has 'fp4'"):
         changed_settings({"quant_type": "nf4"}, {"quant_type": "fp4"})
 
 
@@ -598,7 +598,7 @@ def test_equal_data_have_one_identity_and_others_another() -> None:
     one = data_fingerprint(rows)
     assert one == data_fingerprint(Rows(rows)) == data_fingerprint(tuple(rows))
     check_same_data({"data": one}, {"data": one})
-    message = r"trained on data of 50 records \(sha256 \w{12}\), this run has "
+    message = r"trained on data of 50 records \(sha256 \w{12}\), but this run has "
     for other in (records(51), records(50, seed=1), rows[::-1], rows[:49], [{"text": "a"}] * 50):
         with pytest.raises(CheckpointError, match=message):
             check_same_data({"data": one}, {"data": data_fingerprint(other)})

@@ -19,7 +19,7 @@ _FIGURES = {
 """Heading, format, factor and unit of each figure of `fidelity.json` that a card shows."""
 
 _LABELS = {
-    "floor": "floor: attention dropped",
+    "floor": "floor (attention removed)",
     "initial": "student before training",
     "student": "student",
     "teacher": "teacher",

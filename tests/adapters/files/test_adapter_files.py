@@ -170,7 +170,7 @@ DAMAGE = {
         r"there is no folder .*: name a folder that npt\.save_adapter wrote",
     ),
     "no configuration": (lambda f: (f / CONFIG_NAME).unlink(), r"holds no adapter_config\.json"),
-    "weights truncated": (truncate, r"adapter_model\.safetensors cannot be read"),
+    "weights truncated": (truncate, r"adapter_model\.safetensors is damaged"),
     "wrong shape": (
         in_weights(lambda t: t.update({SOME_TENSOR: torch.zeros(128, 5)})),
         r"layers\.1\.npt\.B\.gate is F32 \[128, 5\], the model needs F32 \[128, 4\]",
@@ -204,10 +204,7 @@ DAMAGE = {
         setting(layers="1,99"),
         r"does not fit the model: --layers names layer 99",
     ),
-    "not JSON": (
-        lambda f: (f / CONFIG_NAME).write_text("{"),
-        r"adapter_config\.json cannot be read",
-    ),
+    "not JSON": (lambda f: (f / CONFIG_NAME).write_text("{"), r"adapter_config\.json is damaged"),
     "rank larger than the model": (
         setting(rank=1000),
         r"does not fit the model: --adapter_rank is 1000",
@@ -267,7 +264,7 @@ class TestRefusedLoad:
         )
         with pytest.raises(
             AdapterFileError,
-            match=rf"another base \(.*\): 4-bit codes {theirs} there, {ours} here; .*--any_base",
+            match=rf"another base \(.*\): 4-bit codes {ours}, expected {theirs}; .*--any_base",
         ):
             npt.load_adapter(other, saved)
         assert not is_attached(other)
