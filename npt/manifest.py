@@ -34,7 +34,7 @@ def verify_checkpoint(folder: Path) -> None:
             raise CheckpointError(f"{path} is damaged (wrong sha256): resume another checkpoint")
         present = _files(folder)
         if odd := files.keys() ^ present.keys():
-            kind = "lacks the file" if min(odd) in files else "holds the extra file"
+            kind = "lacks the file" if min(odd) in files else "has the extra file"
             raise CheckpointError(f"{folder} {kind} {shown(min(odd))} ({len(odd)} in all)")
         for name, sums in files.items():
             now = _sums(present[name])

@@ -61,7 +61,7 @@ def require_file(path: Path, remedy: str, error: type[NPTError]) -> None:
     if path.is_file():
         return
     if folder.is_dir():
-        raise error(f"{folder} holds no {path.name}: {remedy}")
+        raise error(f"{folder} has no {path.name}: {remedy}")
     what = f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}"
     raise error(f"{what}: {remedy}")
 
@@ -158,8 +158,9 @@ def opened(path: Path, error: type[NPTError]) -> Iterator[Any]:
         with safe_open(path, framework="pt") as stored:
             yield stored
     except (SafetensorError, OSError) as problem:
-        what = str(problem)[:200]
-        raise error(f"{path} is damaged or unreadable: {what!r}; {RESTORE}") from problem
+        raise error(
+            f"{path} is damaged or unreadable: {str(problem)[:200]}; {RESTORE}"
+        ) from problem
 
 
 def shown(value: Any) -> str:

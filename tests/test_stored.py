@@ -163,5 +163,5 @@ def test_a_folder_that_is_missing_is_not_said_to_lack_a_file(tmp_path) -> None:
         message = refused(path, lambda where, _: read_postmortem(where))
         assert message.startswith(f"{words.format(path)}: pass a ")
     assert refused(tmp_path, lambda where, _: read_postmortem(where)).startswith(
-        f"{tmp_path} holds no post"
+        f"{tmp_path} has no post"
     )

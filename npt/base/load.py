@@ -274,7 +274,7 @@ def _find(name: str) -> Any:
         return GGUFFile(files[0])
     if path.exists():
         raise ModelError(
-            f"{name} holds no config.json: pass a folder with a saved model, or a GGUF file"
+            f"{name} has no config.json: pass a folder with a saved model, or a GGUF file"
         )
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelError(

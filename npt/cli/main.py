@@ -64,8 +64,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         complain(f"{speaker}: interrupted")
         return 130
     except StoppedError as stop:
-        if debug:
-            raise
         complain(f"{speaker}: {stop}")
         return stop.exit_status
     except (NPTError, OSError, RuntimeError, MemoryError) as error:
@@ -131,8 +129,6 @@ def _share_cores() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _show_warning(
-    message: Warning | str, category: type[Warning], *_: object, **__: object
-) -> None:
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     if os.environ.get("RANK", "0") == "0":
         complain(f"warning: {printable(str(message), one_line=True)}")

@@ -152,7 +152,7 @@ def open_source(config: DataConfig) -> Iterable[Record]:
             return Repeatable(lambda: read_stream(files, config))
         sequence = read_sequence(files, config)
         if len(sequence) == 0:
-            raise DataError(f"{name} holds no records; check --dataset_name")
+            raise DataError(f"{name} has no records; check --dataset_name")
         return sequence
     read: Any = reader_of(name).read
     records = read(name, config)

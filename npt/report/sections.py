@@ -27,7 +27,7 @@ _CHARTS = (
     ("tokens_per_second", "Tokens per second", "tokens/s", False),
 )
 
-_GONE = Figure("the way from floor to teacher", "way", 1, percent=True, ideal=1.0)
+_GONE = Figure("share of the floor's KL closed", "way", 1, percent=True, ideal=1.0)
 
 REFUSALS = 200  # the most refusals listed, the last ones
 
@@ -87,10 +87,10 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
         return None
     tables = [(*_table("model", models, MODELS), "Fidelity to the teacher")]
     if positions := record.fidelity.get("positions"):
-        caption = "Student by context length, in tokens"
-        tables.append((*_table("context", positions, {}), caption))
+        caption = "Student by position in the text"
+        tables.append((*_table("position", positions, {}), caption))
     if costs := record.fidelity.get("attribution"):
-        caption = "Cost of quantisation and of NPT"
+        caption = "Cost of quantisation and of conversion"
         tables.append((*_table("from, to", costs, COMPARISON_NAMES), caption))
     if divergence := record.fidelity.get("divergence"):
         caption = "Greedy continuations: tokens before they diverge"

@@ -196,7 +196,7 @@ def _read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     tensors = read_tensors(path, names, CheckpointError)
     bad = non_finite(tensors)
     if bad is not None:
-        raise CheckpointError(f"{path}: {bad} holds a non-finite value; use another checkpoint")
+        raise CheckpointError(f"{path}: {bad} has a non-finite value; use another checkpoint")
     return tensors
 
 

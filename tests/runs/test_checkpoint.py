@@ -188,7 +188,7 @@ def test_every_damage_to_every_file_is_found_and_named(folder, name, damage) -> 
 def test_a_file_too_many_is_found_and_named(folder, name) -> None:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("")
-    assert f"holds the extra file {name!r}" in refused(folder)
+    assert f"has the extra file {name!r}" in refused(folder)
 
 
 MANIFESTS: dict[str, Any] = {
@@ -318,7 +318,7 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
         of_some(lambda _: torch.zeros(2), SOME.replace("exp_avg", "step")),
         "B.up.step is F32 [2], the model needs F32 []",
     ),
-    "a NaN": (lambda t: t[SOME].view(-1)[3:4].fill_(math.nan), f"{SOME} holds a non-finite value"),
+    "a NaN": (lambda t: t[SOME].view(-1)[3:4].fill_(math.nan), f"{SOME} has a non-finite value"),
     "no random state": (lambda t: t.pop("rng.0.cpu"), "random states of processes []"),
     "a process that is none": (
         lambda t: t.update({"rng.x.cpu": t["rng.0.cpu"].clone()}),
@@ -344,7 +344,7 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
     ),
     "a NaN among the spikes": (
         lambda t: t["spikes.losses"].fill_(math.nan),
-        "spikes.losses holds a non-finite value",
+        "spikes.losses has a non-finite value",
     ),
 }
 

@@ -281,7 +281,7 @@ def read_adapter(
     on_disk = read_tensors(path, wanted, AdapterFileError)
     tensors = {name: on_disk[PREFIX + name] for name in shapes}
     if (bad := non_finite(tensors)) is not None:
-        raise AdapterFileError(f"{path}: {bad} holds a non-finite value; load another checkpoint")
+        raise AdapterFileError(f"{path}: {bad} has a non-finite value; load another checkpoint")
     return config, tensors
 
 
@@ -328,7 +328,7 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
     settings = record.get("npt")
     if not isinstance(settings, dict):
         raise AdapterFileError(
-            f"{path} has no entry 'npt', so the folder holds no NPT adapter: pass one that"
+            f"{path} has no entry 'npt', so the folder has no NPT adapter: pass one that"
             " npt.save_adapter wrote"
         )
     settings = {name: value for name, value in settings.items() if name not in _RETIRED}

@@ -79,7 +79,7 @@ def _copy(stored: StoredAdapter, folder: Path, repo_id: str) -> None:
     bad = non_finite(read_tensors(weights, headers, AdapterFileError))
     if bad is not None:
         raise AdapterFileError(
-            f"{weights}: {bad} holds a non-finite value; the adapter is not pushed"
+            f"{weights}: {bad} has a non-finite value; the adapter is not pushed"
         )
     base = str(stored.record[_BASE])
     text = card({**stored.record, _BASE: _public(base)})

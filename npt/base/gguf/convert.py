@@ -90,8 +90,8 @@ def convert(file: GGUFFile, folder: Path) -> Conversion:
             _, size = write_shards(values, temporary)
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{file.path} cannot be converted to {folder}: {first_line(error)}; make room, or"
-            " choose another folder (for a temporary one: TMPDIR)"
+            f"{file.path} cannot be converted to {folder}: {first_line(error)}; free disk"
+            " space or choose another folder (TMPDIR sets the temporary one)"
         ) from error
     return Conversion(str(file.path), str(folder), file.quantization, name, size // 2, size)
 

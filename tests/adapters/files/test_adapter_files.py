@@ -169,7 +169,7 @@ DAMAGE = {
         lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(),
         r"there is no folder .*: name a folder that npt\.save_adapter wrote",
     ),
-    "no configuration": (lambda f: (f / CONFIG_NAME).unlink(), r"holds no adapter_config\.json"),
+    "no configuration": (lambda f: (f / CONFIG_NAME).unlink(), r"has no adapter_config\.json"),
     "weights truncated": (truncate, r"adapter_model\.safetensors is damaged"),
     "wrong shape": (
         in_weights(lambda t: t.update({SOME_TENSOR: torch.zeros(128, 5)})),
@@ -189,7 +189,7 @@ DAMAGE = {
     ),
     "a value is NaN": (
         in_weights(with_value(float("nan"))),
-        r"layers\.1\.npt\.B\.gate holds a non-finite value",
+        r"layers\.1\.npt\.B\.gate has a non-finite value",
     ),
     "unknown setting": (setting(colour="blue"), r"unknown or missing settings: 'colour'"),
     "missing setting": (

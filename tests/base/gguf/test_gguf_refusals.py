@@ -24,7 +24,7 @@ def refused(name, words: str, kind: type[Exception] = ModelError) -> None:
     ("how", "words"),
     [
         ({"metadata": {"general.architecture": "gemma3"}}, "architecture 'gemma3'; from GGUF"),
-        ({"metadata": {"general.type": "adapter"}}, "holds no model with weights"),
+        ({"metadata": {"general.type": "adapter"}}, "is not a little-endian model"),
         ({"metadata": {"split.count": 3}}, "is one of 3 parts; join them with llama-gguf-split"),
         ({"metadata": {"llama.expert_count": 8}}, "has expert_count 8; NPT supports only 0"),
         ({"metadata": {"llama.attention.sliding_window": 64}}, "llama.attention.sliding_window"),
@@ -61,7 +61,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path) -> None:
         (tmp_path / "a.gguf").write_bytes(content)
         refused(tmp_path / "a.gguf", "is damaged, not a GGUF file")
     (tmp_path / "model.bin").write_bytes(b"PK")
-    refused(tmp_path / "model.bin", "holds no config.json: pass a folder")
+    refused(tmp_path / "model.bin", "has no config.json: pass a folder")
     refused(tmp_path / "absent.gguf", "there is no file")
 
 
@@ -80,7 +80,7 @@ def test_a_vocabulary_alone_is_refused(tmp_path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    refused(tmp_path / "a.gguf", "holds no model with weights")
+    refused(tmp_path / "a.gguf", "is not a little-endian model")
 
 
 def test_a_folder_with_two_files_names_both(tmp_path) -> None:
@@ -106,8 +106,8 @@ def test_no_room_is_one_line_and_nothing_is_left(tmp_path, monkeypatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("npt.base.shards.save_file", full)
-    refused(file, "No space left on device; make room")
-    with pytest.raises(ModelError, match="No space left on device; make room"):
+    refused(file, "No space left on device; free disk space")
+    with pytest.raises(ModelError, match="No space left on device; free disk space"):
         npt.import_base(file, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
 
