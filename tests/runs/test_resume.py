@@ -466,7 +466,7 @@ def test_a_run_that_is_being_written_is_not_resumed(stopped) -> None:
 
 MATTER: list[tuple[dict[str, Any], str]] = [
     ({"adapter": {"rank": 4}}, "--adapter_rank 2, .* 4"),
-    ({"adapter": {"layers": "3"}}, "--layers '1,3', .* for '3'"),
+    ({"adapter": {"layers": "3"}}, "--layers '1,3', .* has '3'"),
     (
         {"adapter": {"targets": ("gate", "up")}},
         r"--targets \['stream', 'gate', 'up', 'down'\], .* \['gate', 'up'\]",
@@ -494,7 +494,7 @@ def test_another_base_is_refused_with_both_hashes(stopped, load_model) -> None:
     there = npt.base_identity(stopped.model).codes[:12]
     stopped.model = load_model(quantization="fp4")
     here = npt.base_identity(stopped.model).codes[:12]
-    with pytest.raises(AdapterFileError, match=f"4-bit codes {there} .*{here} .*--any_base"):
+    with pytest.raises(AdapterFileError, match=f"4-bit codes {here}, .*{there}.*--any_base"):
         stopped.run("run", resume="auto")
     assert content_of(stopped.place / "run") == before
 
