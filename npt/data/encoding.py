@@ -218,8 +218,8 @@ def text_of(name: str, record: Record, column: str, flags: str) -> str:
     if not isinstance(text, str):
         # readers add `id`
         have = ", ".join(sorted(map(str, record.keys() - {"id", PIECE}))) or "nothing"
-        what = "has no" if column not in record else f"has {kind_of(text)} as"
-        raise DataError(f"record {name} {what} {column!r} (it has: {have}); set {flags}")
+        what = "has no column" if column not in record else f"has {kind_of(text)} as"
+        raise DataError(f"record {name} {what} {column!r} (columns: {have}); set {flags}")
     check_characters(name, repr(column), text)
     return text
 

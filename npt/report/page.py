@@ -69,7 +69,7 @@ def status(record: RunRecord) -> tuple[str, str]:
         return "good", f"Finished{at}"
     if state == "stopped":
         if (tried := record.refused_in) is not None:
-            at = f" in step {tried:,}, after {record.step:,} completed steps"
+            at = f" in step {tried:,} ({record.step:,} completed)"
         return "bad", f"Stopped{at}: {event.get('reason', 'no recorded reason')}"
     if state == "signal":
         return "warn", f"Ended by signal {event.get('number', '?')}{at}"

@@ -97,7 +97,7 @@ def test_a_plan_shows_all_memory_in_80_columns(capsys, monkeypatch) -> None:
         "state before the step",
         "logits",
         "activations kept",
-        "; it fits into the",
+        "; it fits in the",
     ):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80 and err == ""

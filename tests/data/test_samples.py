@@ -204,7 +204,7 @@ class TestSequence:
     def test_a_broken_record_is_named_by_its_place_in_the_data(self, tokenizer):
         records = [{"text": "good"}] * 40
         records[17] = {"body": "bad"}
-        with pytest.raises(DataError, match=r"record 17 has no 'text'"):
+        with pytest.raises(DataError, match=r"record 17 has no column 'text'"):
             list(Samples(records, tokenizer, config(), seed=0, hold_out=False).epoch(0))
 
     def test_a_datasets_object_is_a_sequence(self, tokenizer):

@@ -215,7 +215,7 @@ def test_a_run_that_gave_up_names_its_step_and_what_is_not_finite(tmp_path) -> N
         fidelity=None,
     )
     reader = read(folder)
-    assert "Stopped in step 10, after 9 completed steps: 3 refusals in a row" in reader.text
+    assert "Stopped in step 10 (9 completed): 3 refusals in a row" in reader.text
     assert "steps9 of 20" in reader.text
     assert "tokens at step 8512" in reader.text
     found = summary(RunRecord(folder))
