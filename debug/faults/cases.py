@@ -290,7 +290,7 @@ def run_cases() -> list[Case]:
              "the audit at the next checkpoint names it; that step is not saved",
              runs.dtype_flipped_in_a_run),
         Case("run-save", "saving over a good adapter while a tensor is not finite",
-             "refused, naming the tensor; the good files are kept", runs.refused_save, modes=AT_ONCE),
+             "refused, naming the tensor; good files are kept", runs.refused_save, modes=AT_ONCE),
         Case("run-tracker", "NaN and Inf in a tracker and in JSON",
              "not drawn, null in JSON, no crash", runs.tracker, modes=AT_ONCE),
         Case("run-after-nan", "129 clean steps after one NaN loss, spike refusal on",

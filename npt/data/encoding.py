@@ -70,7 +70,7 @@ def no_sample(counts: RecordCounts) -> DataError:
     """Return the error for data without a sample, from its `counts`."""
     held = f"{counts.samples:,} held out" if counts.samples else ""
     reasons = ", ".join(filter(None, (held, lost(counts))))
-    source = f"{counts.records:,} records ({reasons})" if reasons else "the data"
+    source = f"{counts.records:,} records: {reasons}" if reasons else "the data"
     return DataError(
         f"no sample to train on in {source}; check --dataset_name and the columns"
         " (--text_column, --prompt_column)"
