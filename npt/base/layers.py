@@ -220,7 +220,7 @@ def reading(what: str, name: str) -> Iterator[None]:
     # several libraries read the files, each with its own error classes
     except Exception as error:
         remedy = (
-            "pass 'tiny', a local folder with safetensors, or a hub id (check the network, and the"
+            "pass 'tiny', a local folder with safetensors, or a Hub id (check the network, and the"
             " login for gated models)"
         )
         raise ModelError(

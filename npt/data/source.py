@@ -128,10 +128,10 @@ def check_source(config: DataConfig) -> None:
     for one in local_files(name) if local else (name,):
         needs = reader_of(one).needs
         if needs is not None:
-            require(needs, str(one) if local else f"the dataset {name!r} of the hub")
+            require(needs, str(one) if local else f"the dataset {name!r} of the Hub")
     if (local or name in READERS) and part is not None:
         raise DataError(
-            f"--dataset_config {part} has no effect on {name}, which is not on the hub; remove it"
+            f"--dataset_config {part} has no effect on {name}, which is not on the Hub; remove it"
         )
     if name in OWN_HELDOUT and split not in ("train", "heldout"):
         raise DataError(f"the built-in text has no split {split!r}; choose from train, heldout")

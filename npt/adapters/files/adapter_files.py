@@ -155,7 +155,7 @@ class StoredAdapter:
 
 
 Named = str | Path | StoredAdapter
-"""A folder, USER/NAME on the hub, or the result of `find_adapter`."""
+"""A folder, USER/NAME on the Hub, or the result of `find_adapter`."""
 
 
 def find_adapter(name: Named, revision: str | None = None) -> StoredAdapter:
@@ -183,11 +183,11 @@ def load_adapter(
         folder: as for `npt.from_pretrained`, or the result of `find_adapter`.
         base: `npt.base_identity(model)`, if known.
         check_base: False accepts any base with matching shapes.
-        revision: branch, tag or commit on the hub.
+        revision: branch, tag or commit on the Hub.
 
     Raises:
         AdapterFileError: a file is missing or damaged, or the adapter does not fit the base.
-        HubError: the hub cannot be reached or has no such repository.
+        HubError: the Hub cannot be reached or has no such repository.
         ModelError: the model has consolidated updates already.
     """
     stored = find_adapter(folder, revision)  # fails before base_identity reads the whole base
@@ -214,11 +214,11 @@ def from_pretrained(
 
     Args:
         adapter: a folder written by `npt.save_adapter`, a run folder (its best student, else its
-            last), a checkpoint, or USER/NAME on the hub.
+            last), a checkpoint, or USER/NAME on the Hub.
         base_name: name or path of the base, if not the one recorded with the adapter.
         device: as for `npt.load_base`.
         attn_implementation: as for `npt.load_base`.
-        revision: the adapter's branch, tag or commit on the hub.
+        revision: the adapter's branch, tag or commit on the Hub.
         check_base: False accepts any base with matching shapes.
 
     Returns:
