@@ -186,7 +186,7 @@ def test_files_that_cannot_be_trained_on_are_refused_first(tmp_path, capsys) -> 
 def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path, capsys) -> None:
     (tmp_path / "run.json").write_text("{}")
     assert run(tmp_path, "--max_steps 1") == 2
-    assert "holds another run" in capsys.readouterr().err
+    assert "holds a run already" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 

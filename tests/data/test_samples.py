@@ -218,15 +218,12 @@ class TestSequence:
         ("records", "came"),
         [
             ([], "in the data"),
-            ([{"text": ""}] * 40, r"in 40 records \(40 skipped \(empty text\)\)"),
-            ([{"input_ids": [4]}], r"in 1 records \(1 skipped \(fewer than two tokens\)\)"),
-            (
-                [{"prompt": "a", "completion": " "}],
-                r"in 1 records \(1 skipped \(empty completion\)\)",
-            ),
+            ([{"text": ""}] * 40, r"in 40 records: 40 skipped \(empty text\)"),
+            ([{"input_ids": [4]}], r"in 1 records: 1 skipped \(fewer than two tokens\)"),
+            ([{"prompt": "a", "completion": " "}], r"in 1 records: 1 skipped \(empty completion\)"),
             (
                 [{"input_ids": [0, 13, 1]}, {"text": ""}],
-                r"in 2 records \(1 held out, 1 skipped \(empty text\)\)",
+                r"in 2 records: 1 held out, 1 skipped \(empty text\)",
             ),
         ],
     )
