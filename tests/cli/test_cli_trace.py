@@ -133,7 +133,7 @@ def test_a_pass_is_compared_with_a_file_and_with_another_device(
     assert "remove --batches and --limit" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert run("--against cuda") == 2
-    assert "there is no device cuda; GPUs that torch sees: 0" in capsys.readouterr().err
+    assert "there is no device cuda (torch sees 0 GPUs)" in capsys.readouterr().err
 
 
 def test_a_parting_ends_1(request, tmp_path, capsys) -> None:
