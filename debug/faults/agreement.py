@@ -42,8 +42,8 @@ def other_attention(setting: Setting) -> Verdict:
         # sums have another order, and the difference of states loses digits
         if not abs(losses["eager"] / losses["sdpa"] - 1) < 1e-3:
             complaints.append(
-                f"{strategy}: loss {losses['eager']:.6g} with an eager teacher,"
-                f" {losses['sdpa']:.6g} with SDPA"
+                f"{strategy}: loss {losses['eager']:.6g} from an eager teacher,"
+                f" {losses['sdpa']:.6g} from SDPA"
             )
     return verdict_of("unharmed", complaints)
 
