@@ -51,8 +51,8 @@ def test_non_finite_values_are_written_as_null_at_any_depth(folder) -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("run.json", "another run; continue it with --resume auto"),
-        ("checkpoints", "another run; continue it with --resume auto"),
+        ("run.json", "a run already; continue it with --resume auto"),
+        ("checkpoints", "a run already; continue it with --resume auto"),
         ("notes.txt", "other files; choose another folder"),
         (None, "is not a folder"),
     ],

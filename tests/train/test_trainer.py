@@ -509,7 +509,7 @@ def unreadable() -> Iterator[Any]:
 def test_a_folder_in_use_is_refused_before_the_data_is_read(build, tmp_path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match="another run"):
+    with pytest.raises(ConfigError, match="a run already"):
         build(unreadable())
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.json"]
 
