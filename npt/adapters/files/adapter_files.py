@@ -323,7 +323,7 @@ def check_replaceable(folder: Path) -> None:
 
 def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
     path = folder / CONFIG_NAME
-    require_file(path, "pass a folder that npt.save_adapter wrote", AdapterFileError)
+    require_file(path, "pass a run folder or an adapter folder", AdapterFileError)
     record = read_json(path, AdapterFileError)
     settings = record.get("npt")
     if not isinstance(settings, dict):

@@ -167,7 +167,7 @@ def with_value(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
 DAMAGE = {
     "no folder": (
         lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(),
-        r"there is no folder .*: name a folder that npt\.save_adapter wrote",
+        r"there is no folder .*: pass a run folder or an adapter folder",
     ),
     "no configuration": (lambda f: (f / CONFIG_NAME).unlink(), r"has no adapter_config\.json"),
     "weights truncated": (truncate, r"adapter_model\.safetensors is damaged"),
