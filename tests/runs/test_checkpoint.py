@@ -283,7 +283,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a place of text": (entry("position", "place")("abc"), "position"),
     "a place below zero": (entry("position", "place")([0, -1, 0]), "-1"),
     "an epoch of text": (entry("position", "epoch")("0"), "'0'"),
-    "no figures": (entry("initial")({}), "figures or counts are damaged: \"'teacher'\""),
+    "no figures": (entry("initial")({}), "figures or counts): \"'teacher'\""),
     "figures of text": (entry("initial", "teacher", "kl")("low"), "a figure is not a number"),
     "layers that are a list": (entry("initial", "layers")([]), "items"),
     "a layer without figures": (entry("initial", "layers", "1")({}), "nmse_student"),
