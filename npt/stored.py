@@ -154,7 +154,7 @@ def opened(path: Path, error: type[NPTError]) -> Iterator[Any]:
     """Open a safetensors file; raise the library's errors as `error`."""
     try:
         if not path.is_file():  # reading a pipe would wait
-            raise FileNotFoundError("not a regular file")
+            raise FileNotFoundError("missing or not a regular file")
         with safe_open(path, framework="pt") as stored:
             yield stored
     except (SafetensorError, OSError) as problem:
