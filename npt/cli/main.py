@@ -28,9 +28,9 @@ GROUPS = {
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 
 ABOUT = """\
-NPT distils Neuro-Plastic adapters into quantised language models, with a guard
-that keeps NaN and Inf out of the weights. `npt pretrain --config tiny` trains
-the embedded model on a CPU; `npt VERB --help` explains a verb."""
+NPT distils a frozen language model into a student in which attention acts only
+by adjusting each token's MLP. A guard keeps NaN and Inf out of its weights. To
+try it on a CPU, run `npt pretrain --config tiny`. See also `npt VERB --help`."""
 
 STATUSES = """\
 Exit status: 0 done, 1 npt trace found a fault, 2 wrong arguments or data,
