@@ -71,7 +71,7 @@ def test_a_calibration_on_a_device_gives_the_hosts_adapters(
     calibrate(model, tokenizer, **SHORT, console=console)
     assert all(isinstance(x, Simulated) for x in weights(model).values())
     assert_equal(held(model), expected)
-    assert ("failed to converge; trying again" in console.file.getvalue()) == fails
+    assert ("failed to converge; retrying" in console.file.getvalue()) == fails
 
 
 def out_of_memory() -> torch.OutOfMemoryError:

@@ -370,10 +370,10 @@ def test_a_bad_checkpoint_is_one_line_and_status_5_before_loading(
     checkpoint = stopped_run / "checkpoints" / "step-00000002"
     damaged = bytearray((checkpoint / "state.json").read_bytes())
     for line, *named in (
-        ("--resume auto --adapter_rank 8", "--adapter_rank 16", "asks for 8"),
-        ("--resume auto --seed 3", "--seed 0", "asks for 3"),
-        ("--resume auto --max_length 64", "--max_length 32", "asks for 64"),
-        ("--resume auto --quant_type fp4", "--quant_type 'nf4'", "asks for 'fp4'"),
+        ("--resume auto --adapter_rank 8", "--adapter_rank 16", "but this run has 8"),
+        ("--resume auto --seed 3", "--seed 0", "but this run has 3"),
+        ("--resume auto --max_length 64", "--max_length 32", "but this run has 64"),
+        ("--resume auto --quant_type fp4", "--quant_type 'nf4'", "but this run has 'fp4'"),
         ("--resume none", "--resume none is neither a checkpoint"),
     ):
         assert run(stopped_run, f"--gradient_accumulation_steps 2 {line}") == 5

@@ -92,7 +92,7 @@ def test_an_adapter_that_training_overflows_with_is_found(huge_adapter, capsys) 
 def test_a_limit_is_handed_on(capsys) -> None:
     assert run("--limit 50 --json") == 1
     fault = json.loads(capsys.readouterr().out)["fault"]
-    assert (fault["cause"], fault["reached"]) == ("beyond the limit", "more than 50")
+    assert (fault["cause"], fault["reached"]) == ("beyond the limit", "a value above 50")
     assert abs(fault["value"]) > 50
     assert run("--limit 1e12") == 0
 
@@ -125,7 +125,7 @@ def test_a_pass_is_compared_with_a_file_and_with_another_device(
     assert run("--use_quantization --against", file) == 0 and file.is_file()
     assert "after a change, rerun the command" in capsys.readouterr().out
     assert run("--use_quantization --attn_implementation eager --against", file) == 0
-    words = f"no difference beyond rounding (forward pass of the base against {file})"
+    words = f"no difference beyond rounding (forward pass of the base compared with {file})"
     assert words in capsys.readouterr().out
     assert run("--use_quantization --against cpu") == 0
     assert "pass of the base compared with cpu" in capsys.readouterr().out
