@@ -160,7 +160,7 @@ class TestRefused:
             (truncate, r"cannot load the weights of"),
             (
                 in_weights(lambda t: (t.pop(SOME_WEIGHT), t.pop("lm_head.weight"))),
-                r"lacks the weight lm_head\.weight \(2 such\)",
+                r"lacks the weight lm_head\.weight \(2 in all\)",
             ),
             (
                 in_weights(
