@@ -703,7 +703,7 @@ def test_a_run_on_the_logits_alone_reports_no_hidden_states(build) -> None:
         assert "loss_nmse" not in line and not any(key.endswith(".nmse") for key in line)
         assert 0 < line["loss"] < line["loss_kl"]  # per valid token, and per predicted one
     page = (result.folder / "report.html").read_text(encoding="utf-8")
-    assert "metrics.jsonl</code> has no NMSE by layer" in page
+    assert "Worst and best layer during training" not in page
 
 
 def test_a_packed_run_trains_on_the_same_tokens_in_fewer_rows(build) -> None:
