@@ -227,8 +227,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the figures on one line")
     parser.add_argument("--kills", type=int, default=100, help="processes to kill")
     parser.add_argument("--bit_flips", type=int, default=240, help="bits to flip")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a run")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the instants")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per run")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the times of the kills")
     args = parser.parse_args(arguments)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:

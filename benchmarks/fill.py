@@ -158,7 +158,9 @@ def filled(text: str, results: Path = RESULTS) -> tuple[str, list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; print what differs")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; print what is out of date"
+    )
     check = parser.parse_args(argv).check
     stale = False
     for page in pages():

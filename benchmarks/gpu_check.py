@@ -50,8 +50,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Section]]:
         epilog=f"Sections: {numbers}. {parts}, each at most ten minutes.",
     )
     chosen_by = parser.add_mutually_exclusive_group()
-    chosen_by.add_argument("--part", type=int, choices=PARTS, help="run one of three parts")
-    chosen_by.add_argument("--only", help="run these sections, by number with commas")
+    chosen_by.add_argument("--part", type=int, choices=PARTS, help="run one of the three parts")
+    chosen_by.add_argument("--only", help="comma-separated numbers of sections to run")
     add_flags(parser, 9.0)
     args = parser.parse_args(argv)
     chosen = [s for s in SECTIONS if args.part is None or s.number in PARTS[args.part]]
@@ -68,17 +68,14 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Section]]:
 def add_flags(parser: argparse.ArgumentParser, minutes: float) -> None:
     """Add the flags of all programs that run sections."""
     parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        help="write the figures to this folder, as JSON and Markdown",
+        "--output", type=Path, required=True, help="folder for the figures, as JSON and Markdown"
     )
     parser.add_argument("--small", action="store_true", help="use tiny models and shapes")
     parser.add_argument(
         "--minutes",
         type=float,
         default=minutes,
-        help="stop after so many minutes (default: %(default)g)",
+        help="stop after this many minutes (default: %(default)g)",
     )
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cuda", "cpu"], default=usual)

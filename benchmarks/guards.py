@@ -210,10 +210,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the figures on one line")
     parser.add_argument("--lora", action="store_true", help="measure npt.guard around a LoRA step")
     parser.add_argument("--model_name", default="tiny", help="the base")
-    parser.add_argument("--batch_size", type=int, default=4, help="rows of a batch")
+    parser.add_argument("--batch_size", type=int, default=4, help="rows per batch")
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=40, help="timed pairs of windows")
+    parser.add_argument("--pairs", type=int, default=40, help="pairs of windows to time")
     args = parser.parse_args()
     sizes = args.batch_size, args.max_length, args.gradient_accumulation_steps
     bench = LoraBench(*sizes) if args.lora else builtin_bench(args.model_name, *sizes)

@@ -3,7 +3,7 @@
     python benchmarks/h100_hour.py --output FOLDER [--minutes 60] [--model FOLDER] [--text FILE]
     python benchmarks/h100_hour.py --output FOLDER --small       the embedded model, on a CPU
 
-The base, in NF4, is --model; without it, Llama-3.1-8B from the hub's cache; without that, random
+The base, in NF4, is --model; without it, Llama-3.1-8B from the Hub's cache; without that, random
 weights of this shape, whose speed and memory are right and whose fidelity means nothing. PLAN gives
 each stage its minutes; --minutes scales them, the tokens of start and evaluations, and the steps.
 

@@ -313,7 +313,7 @@ def write(path: Path, about: Mapping[str, Any], rows: dict[str, Any]) -> dict[st
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
     parser.add_argument(
-        "--model", help="folder, GGUF file or hub id (default: the model of fetch_model.py)"
+        "--model", help="folder, GGUF file or Hub id (default: the model of fetch_model.py)"
     )
     parser.add_argument(
         "--text",
@@ -321,19 +321,21 @@ def make_parser() -> argparse.ArgumentParser:
         help="file, folder or glob, or a name for --dataset_name (default: %(default)s)",
     )
     parser.add_argument(
-        "--rows", default=",".join(ROWS), help="names with commas (default: %(default)s)"
+        "--rows", default=",".join(ROWS), help="comma-separated rows (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, help="train every row for so many steps")
+    parser.add_argument("--steps", type=int, help="training steps of each row")
     parser.add_argument(
-        "--tokens", type=int, default=49152, help="tokens that a start is fitted to"
+        "--tokens", type=int, default=49152, help="tokens for the closed-form start"
     )
-    parser.add_argument("--length", type=int, default=512, help="most tokens of a sample")
-    parser.add_argument("--heldout_tokens", type=int, default=8192, help="tokens to measure on")
+    parser.add_argument("--length", type=int, default=512, help="maximum tokens per sample")
+    parser.add_argument(
+        "--heldout_tokens", type=int, default=8192, help="held-out tokens to evaluate on"
+    )
     parser.add_argument(
         "--choosing_tokens",
         type=int,
         default=4096,
-        help="tokens that choose the best of four students",
+        help="tokens to select the best of four students on",
     )
     parser.add_argument(
         "--products",

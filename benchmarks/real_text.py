@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 HEADING = re.compile(r"^ *= (?!=)(.+)(?<!=) = *$", re.MULTILINE)
 BLOCK = 8000
-"""Least characters of a document that is made of paragraphs."""
+"""Fewest characters of a document built from paragraphs."""
 FEW = 8
-"""Least number of documents: a source with fewer is cut at headings or paragraphs."""
+"""Fewest documents: a source with fewer is cut at headings or paragraphs."""
 LARGEST = 1 << 23
-"""Characters that are read at most."""
+"""Most characters to read."""
 LEAST = 64
-"""Least tokens of a measured sample, unless all samples are shorter."""
+"""Fewest tokens of a measured sample, unless all are shorter."""
 
 
 class Document(NamedTuple):

@@ -179,28 +179,26 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--shape", default="cpu-0.2b", choices=list(SHAPES))
     parser.add_argument(
-        "--tokens", type=int, default=1024, help="tokens of a step, in rows of --length"
+        "--tokens", type=int, default=1024, help="tokens per step, in rows of --length"
     )
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per row")
     parser.add_argument(
         "--layers", default="all", help="layers to convert: all, upper_half, 8-15 or 3,5,7"
     )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
-    parser.add_argument("--runs", default=",".join(RUNS), help="names with commas")
+    parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated runs")
     parser.add_argument("--quantization", default="nf4", choices=["nf4", "fp4", "none"])
     parser.add_argument(
         "--matmul_precision",
         default="highest",
         choices=["highest", "high"],
-        help="high allows TF32",
+        help="precision of fp32 products; high: TF32",
     )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--device", help="torch device (default: the first GPU, else the CPU)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--output", type=Path, help="write the figures to SHAPE.json in this folder"
-    )
+    parser.add_argument("--output", type=Path, help="folder to write SHAPE.json to")
     return parser
 
 

@@ -292,8 +292,10 @@ def figures(strategy: str, setting: Setting = SETTING) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="add the counts to the list in this file")
-    parser.add_argument("--name", default="now", help="name of the row, replaced if it exists")
+    parser.add_argument("--json", type=Path, help="file with a list of counts to add to")
+    parser.add_argument(
+        "--name", default="now", help="name of the row; an existing row is replaced"
+    )
     args = parser.parse_args(argv)
     counts = {"name": args.name, **{name: figures(name) for name in NAMES}}
     print(json.dumps(counts, indent=2))

@@ -33,9 +33,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--only", metavar="LIST", help="names of examples with commas (default: all)"
-    )
+    parser.add_argument("--only", metavar="LIST", help="comma-separated examples (default: all)")
     parser.add_argument("--json", action="store_true", help="print all differences as JSON")
     args = parser.parse_args()
     names = [each.id for each in EXAMPLES] if args.only is None else args.only.split(",")

@@ -31,9 +31,11 @@ def main() -> int:
         allow_abbrev=False,
         takes_others=True,
     )
-    parser.add_argument("--demo", action="store_true", help="plant faults and locate them")
     parser.add_argument(
-        "--case", metavar="ID", help="plant only this fault of the demo and print the whole verdict"
+        "--demo", action="store_true", help="plant faults and check that the tracer locates them"
+    )
+    parser.add_argument(
+        "--case", metavar="ID", help="plant only this fault and print the full verdict"
     )
     parser.add_argument("--bundle", metavar="FOLDER", help="replay and trace a post-mortem bundle")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

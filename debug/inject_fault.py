@@ -34,7 +34,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--list", action="store_true", help="list the cases and what must happen")
+    what.add_argument(
+        "--list", action="store_true", help="list the cases and their expected outcomes"
+    )
     what.add_argument("--case", metavar="ID", help="run one case")
     what.add_argument("--all", action="store_true", help="run every case and the clean steps")
     parser.add_argument(

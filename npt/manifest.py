@@ -26,7 +26,7 @@ def verify_checkpoint(folder: Path) -> None:
     """Check a checkpoint and its manifest; CheckpointError if a file has changed."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise CheckpointError(f"{folder} holds no {MANIFEST}: it is incomplete; use an older one")
+        raise CheckpointError(f"{folder} is incomplete (no {MANIFEST}): use another one")
     manifest = read_json(path, CheckpointError)
     files = manifest.get("files")
     try:
@@ -34,14 +34,14 @@ def verify_checkpoint(folder: Path) -> None:
             raise CheckpointError(f"{path} is damaged (wrong sha256); restore it from the original")
         present = _files(folder)
         if odd := files.keys() ^ present.keys():
-            kind = "lacks the file" if min(odd) in files else "holds the extra file"
+            kind = "lacks the file" if min(odd) in files else "has the extra file"
             raise CheckpointError(f"{folder} {kind} {shown(min(odd))} ({len(odd)} in all)")
         for name, sums in files.items():
             now = _sums(present[name])
             if now != sums:
                 raise CheckpointError(
-                    f"{present[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, the"
-                    f" manifest says {shown(sums)}"
+                    f"{present[name]} is damaged: sha256 {now['sha256'][:12]} of {now['bytes']}"
+                    f" bytes, but {MANIFEST} has {shown(sums)}"
                 )
     except (OSError, RecursionError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error

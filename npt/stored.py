@@ -49,7 +49,7 @@ def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
             raise ValueError(f"it has {status.st_size} bytes, more than the limit of {JSON_BYTES}")
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse, parse_int=whole)
     except (OSError, ValueError, RecursionError) as problem:
-        raise error(f"{path} cannot be read: {problem}; {RESTORE}") from problem
+        raise error(f"{path} is damaged or unreadable: {problem}; {RESTORE}") from problem
     if not isinstance(value, dict):
         raise error(f"{path} holds {kind_of(value)}, not an object; {RESTORE}")
     return value
@@ -61,7 +61,7 @@ def require_file(path: Path, remedy: str, error: type[NPTError]) -> None:
     if path.is_file():
         return
     if folder.is_dir():
-        raise error(f"{folder} holds no {path.name}: {remedy}")
+        raise error(f"{folder} has no {path.name}: {remedy}")
     what = f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}"
     raise error(f"{what}: {remedy}")
 
@@ -154,11 +154,13 @@ def opened(path: Path, error: type[NPTError]) -> Iterator[Any]:
     """Open a safetensors file; raise the library's errors as `error`."""
     try:
         if not path.is_file():  # reading a pipe would wait
-            raise FileNotFoundError("not a regular file")
+            raise FileNotFoundError("missing or not a regular file")
         with safe_open(path, framework="pt") as stored:
             yield stored
     except (SafetensorError, OSError) as problem:
-        raise error(f"{path} cannot be read: {str(problem)[:200]!r}; {RESTORE}") from problem
+        raise error(
+            f"{path} is damaged or unreadable: {str(problem)[:200]}; {RESTORE}"
+        ) from problem
 
 
 def shown(value: Any) -> str:

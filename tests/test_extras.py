@@ -104,7 +104,7 @@ def test_hub_data_sets_and_parquet_need_datasets(monkeypatch, tmp_path) -> None:
     absent(monkeypatch, "datasets")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     for name, what in (
-        ("somebody/some-text", "the dataset 'somebody/some-text' of the hub"),
+        ("somebody/some-text", "the dataset 'somebody/some-text' of the Hub"),
         (str(tmp_path), f"{tmp_path}/rows.parquet"),
     ):
         with pytest.raises(

@@ -38,15 +38,15 @@ def refused(path: Path, read: Any = read_json) -> str:
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b"", "cannot be read"),
-        (b"{", "cannot be read"),
+        (b"", "is damaged or unreadable"),
+        (b"{", "is damaged or unreadable"),
         (b"[1]", "holds a list, not an object"),
         (b"3", "holds an int"),
         (b'{"a": NaN}', "NaN is not JSON"),
         (b'{"a": -Infinity}', "-Infinity is not JSON"),
-        (b"\xff{}", "cannot be read"),
-        (b"[" * 100_000, "cannot be read"),
-        (b'{"a":' * 100_000, "cannot be read"),
+        (b"\xff{}", "is damaged or unreadable"),
+        (b"[" * 100_000, "is damaged or unreadable"),
+        (b'{"a":' * 100_000, "is damaged or unreadable"),
         (b'{"a": ' + b"9" * 5000 + b"}", "has too many digits"),
     ],
 )
@@ -89,7 +89,7 @@ def test_headers_are_read_without_the_tensors(tmp_path) -> None:
     assert read_tensors(tmp_path / "x", ["b"], BundleError) == {
         "b": torch.tensor(1.5, dtype=torch.float64)
     }
-    with pytest.raises(BundleError, match="cannot be read"):
+    with pytest.raises(BundleError, match="is damaged or unreadable"):
         read_tensors(tmp_path / "x", ["c"], BundleError)
 
 
@@ -163,5 +163,5 @@ def test_a_folder_that_is_missing_is_not_said_to_lack_a_file(tmp_path) -> None:
         message = refused(path, lambda where, _: read_postmortem(where))
         assert message.startswith(f"{words.format(path)}: pass a ")
     assert refused(tmp_path, lambda where, _: read_postmortem(where)).startswith(
-        f"{tmp_path} holds no post"
+        f"{tmp_path} has no post"
     )

@@ -106,10 +106,10 @@ def _out_of_memory(bench: Bench, findings: Findings) -> None:
     if lacking:
         last = lacking[-1]["samples_at_once"]
         findings.check(
-            "halved until it fits", last < rows, f"{rows} samples, at last {last} at once"
+            "halved until it fits", last < rows, f"{rows} samples, finally {last} at once"
         )
     steps = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    findings.check("all steps made", len(steps) == 3, f"{len(steps)} of 3")
+    findings.check("all steps taken", len(steps) == 3, f"{len(steps)} of 3")
     if not bench.cuda:
         findings.notes.append("OOM is simulated without CUDA")
 
@@ -290,7 +290,7 @@ def measure_generation(bench: Bench, findings: Findings) -> None:
         logits = view(text[:, :-1], use_cache=False).logits[:, length - 1 :]
     short = logits.amax(dim=-1) - logits.gather(-1, text[:, length:, None])[..., 0]
     # with and without a cache, fp32 sums have different orders
-    findings.below("generate: below the most likely logit", float(short.max()), 1e-3)
+    findings.below("generate: gap to the largest logit", float(short.max()), 1e-3)
     findings.figures |= {
         "evaluated_tokens_per_second": evaluated,
         "generated_tokens_per_second": generated,

@@ -92,7 +92,7 @@ def check_file(bench: Bench, findings: Findings) -> None:
             few = host.bytes <= size / 2
             findings.target(f"{name}: host", few, f"{shown(host.bytes)} of {shown(size)}")
         del model
-    findings.check("the same bytes", identities[0] == identities[1])
+    findings.check("both loads give the same bytes", identities[0] == identities[1])
     findings.notes.insert(0, f"{shown(size)} of files")
 
 

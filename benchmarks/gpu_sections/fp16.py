@@ -77,13 +77,13 @@ def check_fp16(bench: Bench, findings: Findings) -> None:
     findings.check("windows overflow", 2 <= missing < WINDOWS // 2, f"the first {missing}")
     # if some micro-batches of a window overflow, the guard keeps the others
     findings.check(
-        "a step wherever the plain loop steps",
+        "steps exactly where the plain loop steps",
         all(step >= plain_step for step, plain_step in zip(steps, expected, strict=True)),
         f"{sum(steps)}, the plain loop {sum(expected)}",
     )
     scales = guarded.scaler.get_scale(), plain.scaler.get_scale() / MICRO_BATCHES
     findings.check(
-        "the plain loop's scale",
+        "same scale as the plain loop",
         scales[1] <= scales[0] <= 2 * scales[1],
         f"{scales[0]:g}, without a guard {scales[1]:g}",
     )
@@ -98,7 +98,9 @@ def check_fp16(bench: Bench, findings: Findings) -> None:
         set(refused_with) - set(refused) == {bad} and steps_with == steps,
         f"refused {sorted(set(refused_with) - set(refused))}",
     )
-    findings.check("its window keeps the scale", poisoned.scaler.get_scale() == scales[0])
+    findings.check(
+        "the refusal does not change the scale", poisoned.scaler.get_scale() == scales[0]
+    )
     findings.figures |= {"windows without a step": missing, "scale": scales[0], "losses": losses}
     findings.notes.append(f"loss scale from {SCALE:g} to {scales[0]:g} in {missing} windows")
 

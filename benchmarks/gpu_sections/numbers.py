@@ -89,7 +89,7 @@ def describe_machine(bench: Bench, findings: Findings) -> None:
             type(native).__name__,
         )
         total = torch.ones(1000, device=bench.device).sum()
-        findings.check("the GPU adds", total.item() == 1000.0)
+        findings.check("the GPU computes a sum", total.item() == 1000.0)
     shown = {name: findings.figures.get(name) for name in ("memory", "smi driver_version", "torch")}
     label = {"smi driver_version": "driver"}
     findings.notes.append(", ".join(f"{label.get(n, n)} {v}" for n, v in shown.items() if v))
@@ -246,7 +246,7 @@ def check_attention(bench: Bench, findings: Findings) -> None:
             if kind == "padded right":
                 alone = attention_of_valid(model, layer, batch)
                 # fp32 sums over the same keys, in blocks of another size
-                findings.below(f"{name}: as without padding", _relative(valid, alone), 1e-5)
+                findings.below(f"{name}: error against no padding", _relative(valid, alone), 1e-5)
             elif kind == "no mask":
                 torch.set_float32_matmul_precision("high")
                 rounded = stream.rows(forward())
@@ -256,7 +256,7 @@ def check_attention(bench: Bench, findings: Findings) -> None:
                 }
                 torch.set_float32_matmul_precision("highest")
                 # TF32 and fp16 round the operands of four projections and attention to 11 bits
-                findings.below(f"{name}: under TF32", _relative(rounded, valid), 3e-3)
+                findings.below(f"{name}: error under TF32", _relative(rounded, valid), 3e-3)
             kernel = _kernel(both)
             kernels.add(kernel)
             times = bench.seconds(forward), bench.seconds(both)

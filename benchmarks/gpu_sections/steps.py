@@ -68,7 +68,7 @@ def check_bits(bench: Bench, findings: Findings) -> None:
             )
         npt.detach(model)
         apart = _resumed(model, strategy, bench.folder / strategy)
-        findings.check(f"{strategy}: resumed", apart is None, apart or "")
+        findings.check(f"{strategy}: resumed run is equal", apart is None, apart or "")
 
 
 def _resumed(model: Any, strategy: str, folder: Path) -> str | None:

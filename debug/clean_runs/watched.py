@@ -128,19 +128,19 @@ def differences(plain: Any, guarded: Any, where: str = "") -> Iterator[str]:
     if isinstance(plain, dict) and isinstance(guarded, dict):
         for key in [*plain, *(key for key in guarded if key not in plain)]:
             if key not in plain or key not in guarded:
-                yield f"{where} {key}: {'only guarded' if key in guarded else 'only plain'}"
+                yield f"{where} {key}: only {'guarded' if key in guarded else 'plain'}"
             else:
                 yield from differences(plain[key], guarded[key], f"{where} {key}".strip())
     elif isinstance(plain, list | tuple) and isinstance(guarded, list | tuple):
         if len(plain) != len(guarded):
-            yield f"{where}: {len(guarded)} entries for {len(plain)}"
+            yield f"{where}: {len(guarded)} entries guarded, {len(plain)} plain"
         for index, pair in enumerate(zip(plain, guarded, strict=False)):
             yield from differences(*pair, f"{where}[{index}]")
     elif isinstance(plain, Tensor) and isinstance(guarded, Tensor):
         if not _same_bits(plain, guarded):
-            yield f"{where}: other bits"
+            yield f"{where}: bits differ"
     elif not _equal(plain, guarded):
-        yield f"{where}: {guarded!r} for {plain!r}"
+        yield f"{where}: {guarded!r} guarded, {plain!r} plain"
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

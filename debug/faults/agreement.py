@@ -42,8 +42,8 @@ def other_attention(setting: Setting) -> Verdict:
         # sums have another order, and the difference of states loses digits
         if not abs(losses["eager"] / losses["sdpa"] - 1) < 1e-3:
             complaints.append(
-                f"{strategy}: a loss of {losses['eager']:.6g} from an eager teacher,"
-                f" {losses['sdpa']:.6g} under SDPA"
+                f"{strategy}: loss {losses['eager']:.6g} from an eager teacher,"
+                f" {losses['sdpa']:.6g} from SDPA"
             )
     return verdict_of("unharmed", complaints)
 
@@ -63,12 +63,12 @@ def as_called(setting: Setting) -> Verdict:
     called = float(expected.detach())
     complaints = []
     if not abs(loss / called - 1) < 1e-4:  # fp32 sums in another order
-        complaints.append(f"a loss of {loss:.6g}, and {called:.6g} from calls")
+        complaints.append(f"loss {loss:.6g}, but {called:.6g} from calls")
     wanted = torch.autograd.grad(expected, list(student.parameters.values()))
     for name, gradient in zip(student.parameters, wanted, strict=True):
         ours = gradients[name]
         if ours is None or not float((ours - gradient).norm()) <= 1e-3 * float(gradient.norm()):
-            complaints.append(f"another gradient of {name}")
+            complaints.append(f"gradient of {name} differs")
             break
     return verdict_of("unharmed", complaints)
 

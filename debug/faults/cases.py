@@ -226,10 +226,10 @@ def optimizer_cases() -> list[Case]:
         costs_itself("optimizer-first", "a fault on step 1", NAN_GRADIENT,
                      "gradient", TENSOR, places=((0, 1),)),
         Case("optimizer-first-all", "only faults before step 1",
-             "moments and counts stay 0, and the schedule at its start",
+             "moments, counts and schedule do not move",
              partial(scenarios.whole_window_refused, 0)),
         Case("optimizer-rate", "a learning rate that overflows every weight",
-             "each step is taken back; schedule and counters stay",
+             "each step is undone; schedule and counters do not move",
              scenarios.overflowing_rate),
     ]
 
@@ -290,7 +290,7 @@ def run_cases() -> list[Case]:
              "the audit at the next checkpoint names it; that step is not saved",
              runs.dtype_flipped_in_a_run),
         Case("run-save", "saving over a good adapter while a tensor is not finite",
-             "refused, naming the tensor; the good files stay", runs.refused_save, modes=AT_ONCE),
+             "refused, naming the tensor; good files are kept", runs.refused_save, modes=AT_ONCE),
         Case("run-tracker", "NaN and Inf in a tracker and in JSON",
              "not drawn, null in JSON, no crash", runs.tracker, modes=AT_ONCE),
         Case("run-after-nan", "129 clean steps after one NaN loss, spike refusal on",

@@ -122,8 +122,8 @@ def costs_itself(
     places: Sequence[Place] = ((1, 1),),
 ) -> Case:
     """Return a case in which exactly `places` are refused as `kind`, with `says` in the detail."""
-    where = " and ".join(f"micro-batch {micro} of window {window}" for window, micro in places)
-    truth = f"{where}: refused as {kind}" + (f", naming {', '.join(says)}" if says else "")
+    where = ", ".join(f"micro-batch {micro} of window {window}" for window, micro in places)
+    truth = f"{where}: refused as {kind}" + (f", with {'; '.join(says)}" if says else "")
     return Case(id, name, truth, survived(fault, kind, says, places), setting)
 
 
@@ -144,7 +144,7 @@ def costs_nothing(
         twin = clean_run(setting) if instead is None else run(setting, faults={(1, 1): instead})[1]
         return judge(outcome, twin, [], "unharmed")
 
-    truth = "no alarm; the run is the same"
+    truth = "no alarm; the run is unchanged"
     return Case(
         id, name, truth + (" as with the clamped value itself" if instead else ""), check, setting
     )
@@ -160,7 +160,7 @@ def costs_its_window(id: str, name: str, fault: PersistentFault, setting: Settin
         twin = clean_run(setting, whole_window(setting, 1))
         return judge(outcome, twin, [(1, "update", None, (fault.name,))])
 
-    truth = f"window 1: refused as update, naming {fault.name}; schedule and counters stay"
+    truth = f"window 1: refused as update, with {fault.name}; schedule and counters do not move"
     return Case(id, name, truth, check, setting)
 
 

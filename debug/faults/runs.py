@@ -213,7 +213,7 @@ def stopped(
     events = _lines(run / "events.jsonl")
     stops = [event for event in events if event["event"] == "stopped"]
     if len(stops) != 1 or reason not in stops[0]["reason"]:
-        complaints.append(f"the events tell of {stops}")
+        complaints.append(f"the log has the events {stops}")
     files = {path.name for path in bundles[0].iterdir()}
     wanted = {"weights.safetensors", "moments.safetensors", "window.safetensors", "postmortem.json"}
     missing = wanted - files
@@ -266,7 +266,7 @@ def bad_in_a_row(setting: Setting) -> Verdict:
         refusals = _postmortem(bundle)["refusals"]
         bad = [r["sample_ids"][0].startswith("bad-") and r["kind"] == "data" for r in refusals]
         expected = [True] * (3 + setting.late)  # read late, one more window has started
-        return [] if bad == expected else [f"the bundle tells of {refusals}"]
+        return [] if bad == expected else [f"the bundle has the refusals {refusals}"]
 
     with trainer(setting, records(0, 8), max_consecutive_bad=3) as made:
         return stopped(made, "3 refusals in a row", 0, check)

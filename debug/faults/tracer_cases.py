@@ -312,7 +312,7 @@ def _low_precision_and_masks() -> list[Case]:
              Truth("forward", ACT, "mul", (3, 17), "low-precision overflow", (0, 3)),
              changed(ACT, product_in_fp16)),
         *(Case(f"mask-{form.split('.')[0]}",
-               f"a valid token's mask row all {lowest}: finite, and wrong", "mask",
+               f"a valid token's mask row all {lowest}: finite but wrong", "mask",
                Truth("data", ATTENTION, "attention_mask", (0, 5), "fully masked row", (0, 5)),
                mask_row(1, 0, 5, form))
           for form, lowest in (("bool", "False"), ("finfo.min", "finfo.min"))),
@@ -331,7 +331,7 @@ def _divisions_and_products() -> list[Case]:
         Case("unit-vector", "a vector divided by its norm of 0", "division",
              Truth("forward", projection, "div", (0, 6, 0), "vanishing norm", (0, 6)),
              changed(projection, unit_vectors)),
-        Case("mean-of-none", "a sum over no token divided by their number", "division",
+        Case("mean-of-none", "a mean over no tokens", "division",
              Truth("forward", "", "div", (), "division by zero"), extra_loss(mean_of_none)),
         Case("no-labels", "cross-entropy with every label ignored", "data",
              Truth("forward", "", "nll_loss_forward", (), "no valid label"),
@@ -343,7 +343,7 @@ def _divisions_and_products() -> list[Case]:
              "explosion", Truth("forward", ATTENTION, "bmm", (0, 0, 0), "exploding product"),
              eager(together(changed(f"{ATTENTION}.q_proj", lambda x: x.abs() * 1e25),
                             changed(f"{ATTENTION}.k_proj", lambda x: x.abs() * 1e25)))),
-        Case("modulation-huge", "residual and modulation multiplied beyond fp32", "explosion",
+        Case("modulation-huge", "residual times modulation overflows fp32", "explosion",
              Truth("forward", "model.layers.2.mlp", "mul", (0, 7), "exploding product", (0, 0)),
              together(changed("model.layers.2.mlp.act_fn", lambda x: put(x, (0, 7), 1e30)),
                       changed("model.layers.2.mlp.up_proj", lambda x: put(x, (0, 7), 1e30)))),
@@ -355,7 +355,7 @@ def _functions() -> list[Case]:
     functions = [
         ("exp", "exp(100)", 100.0, torch.exp, "exponential overflow"),
         ("log", "the logarithm of 0", 0.0, torch.log, invalid),
-        ("sqrt", "the root of a negative number", -1.0, torch.sqrt, invalid),
+        ("sqrt", "the square root of a negative number", -1.0, torch.sqrt, invalid),
     ]
     return [
         *(Case(f"forward-{id}", name, "forward", Truth("forward", ACT, id, (2, 9), cause, (0, 2)),
@@ -364,12 +364,12 @@ def _functions() -> list[Case]:
         Case("written", "a hook that writes NaN into an activation", "forward",
              Truth("forward", ACT, "masked_fill", (2, 9), "written constant", (0, 2)),
              changed(ACT, lambda x: x.masked_fill(one_hot(x, (2, 9)), NAN))),
-        Case("decoy", "a NaN that a where hides, before the one that counts", "forward",
+        Case("decoy", "a NaN masked by where, before the real one", "forward",
              Truth("forward", ACT, "log", (2, 9), invalid, (0, 2)),
              together(changed("model.layers.1.mlp.act_fn", decoy),
                       changed(ACT, applied(torch.log, (2, 9), 0.0)))),
         # row 1 begins with 4 padded positions, so gathered row 16 is its token 4
-        Case("left-padding", "the root of a negative number, padding on the left", "forward",
+        Case("left-padding", "square root of a negative number, left padding", "forward",
              Truth("forward", ACT, "sqrt", (16, 9), invalid, (1, 4)),
              changed(ACT, applied(torch.sqrt, (16, 9), -1.0)), setting=LEFT),
     ]
@@ -377,16 +377,16 @@ def _functions() -> list[Case]:
 
 def _backward() -> list[Case]:
     return [
-        Case("slope-sqrt", "the derivative of a root at 0", "backward",
+        Case("slope-sqrt", "the derivative of a square root at 0", "backward",
              Truth("backward", ACT, "div in SqrtBackward0", (4, 3), "infinite slope", (0, 4)),
              changed(ACT, root_at_zero)),
-        Case("hidden-log", "x log x at 0, hidden by a where after it", "backward",
+        Case("hidden-log", "x log x at 0, masked by a later where", "backward",
              Truth("forward", ACT, "log", (4, 3), "masked gradient", (0, 4)),
              changed(ACT, hidden_log)),
         Case("gradient-hook", "a hook that writes NaN into a gradient", "backward",
              Truth("backward", "model.layers.5.npt", "index_put", (2, 5), "written constant"),
              gradient_hooked(written, "model.layers.5.npt.A")),
-        Case("own-backward", "a custom function whose backward amplifies beyond fp32", "backward",
+        Case("own-backward", "a custom function whose backward overflows fp32", "backward",
              Truth("backward", ACT, "mul", (4, 3), "exploding gradient", (0, 4)),
              changed(ACT, lambda x: Amplify.apply(x, 4, 3))),
         Case("reverse-kl", "reverse KL at T = 0.05: finite loss, NaN gradient", "backward",

@@ -72,7 +72,7 @@ def update_from(
         ConfigError: alpha is out of range, or the modulation lacks a target.
     """
     if not 0 < alpha <= 1:
-        raise ConfigError(f"--alpha is {alpha}; it must lie above 0 and be at most 1")
+        raise ConfigError(f"--alpha is {alpha}; it must be above 0 and at most 1")
     present = {target for terms in modulation.terms.values() for target in terms}
     targets = present if targets is None else set(targets)
     if not targets or not targets <= present:

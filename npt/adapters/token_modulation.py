@@ -118,6 +118,6 @@ def token_index(ids: Tensor, token: int) -> int:
     length = ids.shape[1]
     if not -length <= token < length:
         raise ConfigError(
-            f"there is no token {token}: the text has {length} tokens, {-length} to {length - 1}"
+            f"there is no token {token}: the text has tokens {-length} to {length - 1}"
         )
     return token % length

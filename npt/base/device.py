@@ -32,7 +32,7 @@ def check_card(device: torch.device, *, bf16: bool = False, tf32: bool = False) 
     if device.type != "cuda" or torch.version.hip is not None:
         return
     if (device.index or 0) >= (count := torch.cuda.device_count()):
-        raise ConfigError(f"there is no device {device}, torch sees {count} GPUs; pass another")
+        raise ConfigError(f"there is no device {device} (torch sees {count} GPUs): pass another")
     major, minor = torch.cuda.get_device_capability(device)
     card = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
     compiled = " ".join(torch.cuda.get_arch_list())

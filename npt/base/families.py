@@ -104,7 +104,7 @@ def check_layer(index: int, layer: nn.Module) -> None:
     if type(layer) not in classes:
         names = ", ".join(c.__name__ for c in classes)
         raise ModelError(
-            f"layer {index} is {kind_of(layer)}, which may combine its parts in another way; NPT"
+            f"layer {index} is {kind_of(layer)}, which may combine its parts differently; NPT"
             f" supports only {names}"
         )
 

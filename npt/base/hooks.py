@@ -65,8 +65,8 @@ def call_around(
     if is_replaced(module):
         raise ModelError(
             f"the forward of {name} was replaced, but an NPT layer computes in its place: restore"
-            " the module's own forward, or load the base without what replaces it (kernels,"
-            " offloading)"
+            " the module's own forward, or load the base without the kernels or offloading that"
+            " replace it"
         )
     if not (has_forward_hooks(module) or may_change(module)):
         return compute(x, **context)

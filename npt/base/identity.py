@@ -69,11 +69,11 @@ class BaseIdentity:
         return {"base_hash": self.strict, "base_parts": parts}
 
     def mismatch(self, record: Mapping[str, Any]) -> str | None:
-        """Return the difference from a record's base, as `4-bit codes 01ab there, ba10 here`."""
+        """Return the difference from a record's base, as `4-bit codes ba10, expected 01ab`."""
         theirs = record.get("base_parts")
         theirs = theirs if isinstance(theirs, Mapping) else {}
         described = [
-            f"{what} {_short(theirs.get(name))} there, {_short(getattr(self, name))} here"
+            f"{what} {_short(getattr(self, name))}, expected {_short(theirs.get(name))}"
             for name, what in PARTS.items()
             if theirs.get(name) != getattr(self, name)
         ]

@@ -205,7 +205,7 @@ def refuse_faults(name: str, faults: list[str]) -> None:
     """Raise ModelError with the first fault of a base and the number of faults, if any."""
     if faults:
         raise ModelError(
-            f"{name} {faults[0]} ({len(faults)} such): the checkpoint is incomplete or does not"
+            f"{name} {faults[0]} ({len(faults)} in all): the checkpoint is incomplete or does not"
             " match its config.json; restore it from the original"
         )
 
@@ -220,7 +220,7 @@ def reading(what: str, name: str) -> Iterator[None]:
     # several libraries read the files, each with its own error classes
     except Exception as error:
         remedy = (
-            "pass 'tiny', a local folder with safetensors, or a hub id (check the network, and the"
+            "pass 'tiny', a local folder with safetensors, or a Hub id (check the network, and the"
             " login for gated models)"
         )
         raise ModelError(

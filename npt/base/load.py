@@ -57,7 +57,7 @@ def load_base(
     Weights are read only from safetensors or GGUF. No code or pickle of the checkpoint is run.
 
     Args:
-        name: `tiny` (embedded), a folder, a GGUF file, or a hub id. Each load converts a GGUF file
+        name: `tiny` (embedded), a folder, a GGUF file, or a Hub id. Each load converts a GGUF file
             to 16 bits in a temporary folder; `npt.import_base` keeps the converted folder.
         quantization: `nf4`, `fp4` or None. A checkpoint stored in 4 bits stays in 4 bits.
         device: default the first CUDA device, else the CPU.
@@ -258,7 +258,7 @@ def _find(name: str) -> Any:
     if name == EMBEDDED:
         return str(EMBEDDED_FOLDER)
     if not name.strip():
-        raise ModelError("the model's name is empty: pass --model_name tiny, a folder or a hub id")
+        raise ModelError("the model's name is empty: pass --model_name tiny, a folder or a Hub id")
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         return str(path)
@@ -274,7 +274,7 @@ def _find(name: str) -> Any:
         return GGUFFile(files[0])
     if path.exists():
         raise ModelError(
-            f"{name} holds no config.json: pass a folder with a saved model, or a GGUF file"
+            f"{name} has no config.json: pass a folder with a saved model, or a GGUF file"
         )
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelError(

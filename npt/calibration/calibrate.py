@@ -266,7 +266,7 @@ def on_device_or_host(
             raise
         reason = first_line(error)[:160]
     free_memory(device)  # only here: inside the handler the error keeps the tensors alive
-    say(console, f"calibration: {reason}; trying again with its matrices on the host")
+    say(console, f"calibration: {reason}; retrying with its matrices on the host")
     return compute(HOST)
 
 

@@ -48,8 +48,8 @@ def read_samples(
             break
     if len(chosen) < 2:
         raise DataError(
-            f"calibration needs two samples of text, but the data yield {len(chosen)}: add data or"
-            " pass --init random"
+            f"calibration needs two samples of text, but the data yield {len(chosen)}: add data,"
+            " raise --calibration_tokens or pass --init random"
         )
     return chosen
 

@@ -123,7 +123,7 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
     verdict = f"peak {shown(memory.peak)} in the {memory.phase}"
     if limit is not None:
         fits = "fits" if plan["fits"] else "does not fit"
-        verdict += f"; it {fits} into the {shown(limit)} free on {device}"
+        verdict += f"; it {fits} in the {shown(limit)} free on {device}"
     console.say(verdict)
     rows = [
         [str(w["samples"]), shown(w["predicted"]), "does not fit", ""]

@@ -28,9 +28,9 @@ GROUPS = {
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 
 ABOUT = """\
-NPT distils Neuro-Plastic adapters into quantised language models, with a guard
-that keeps NaN and Inf out of the weights. `npt pretrain --config tiny` trains
-the embedded model on a CPU; `npt VERB --help` explains a verb."""
+NPT distils a frozen language model into a student in which attention acts only
+by adjusting each token's MLP. A guard keeps NaN and Inf out of its weights. To
+try it on a CPU, run `npt pretrain --config tiny`. See also `npt VERB --help`."""
 
 STATUSES = """\
 Exit status of all verbs: 0 done, 1 fault found (npt trace only), 2 wrong
@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     except KeyboardInterrupt:
         complain(f"{speaker}: interrupted")
         return 130
-    except (NPTError, StoppedError, OSError, RuntimeError, MemoryError) as error:
+    except StoppedError as stop:
+        complain(f"{speaker}: {stop}")
+        return stop.exit_status
+    except (NPTError, OSError, RuntimeError, MemoryError) as error:
         message, status = str(error), getattr(error, "exit_status", None)
         if status is None:  # not an error of npt's: a disk, permissions or memory
             status = 2
@@ -127,8 +130,6 @@ def _share_cores() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _show_warning(
-    message: Warning | str, category: type[Warning], *_: object, **__: object
-) -> None:
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     if os.environ.get("RANK", "0") == "0":
         complain(f"warning: {printable(str(message), one_line=True)}")

@@ -90,8 +90,8 @@ def pretrain(flags: dict[str, Any]) -> int:
     adapter = build(NPTConfig, flags) if start is None else _form_of(start, flags)
     if tokens is not None and (start is not None or adapter.init != "calibrated"):
         raise ConfigError(
-            f"--calibration_tokens {tokens} has no effect without a closed-form start: add --init"
-            " calibrated and remove --adapter, or remove --calibration_tokens"
+            f"--calibration_tokens {tokens} has no effect without a closed-form start: remove it,"
+            " or use --init calibrated without --adapter"
         )
     check_partners({**flags, "any_base": any_base}, {"any_base": "adapter"})
     from npt.distributed.join import join_processes

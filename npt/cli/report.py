@@ -25,10 +25,10 @@ def report(flags: dict[str, Any]) -> int:
         raise ConfigError(f"--output {output} is a folder: name a file")
     if not is_run(folder):
         raise ConfigError(
-            f"{folder} holds no run: name a folder with run.json, metrics.jsonl or checkpoints"
+            f"{folder} has no run: name a folder with run.json, metrics.jsonl or checkpoints"
         )
     figures = {"report": str(output), **summary(write_report(folder, output))}
-    lines = [f"{figures['status']}; refused: {figures['refused']:,}"]
+    lines = [f"{figures['status']}; refusals: {figures['refused']:,}"]
     lines += [f"{name}: {why}" for name, why in figures["missing"].items()]
     tell(flags, figures, *lines, f"written to {output}")
     return 0

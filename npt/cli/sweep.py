@@ -64,8 +64,8 @@ def sweep(flags: dict[str, Any]) -> int:
         new = storage.enqueue(design.trials)
         finished = storage.progress(design.by_key).finished
         console.say(
-            f"study {design.name}: {len(design.trials)} trials, {new} new, {finished} finished;"
-            f" {folder}"
+            f"study {design.name} in {folder}: {len(design.trials)} trials, {new} new,"
+            f" {finished} finished"
         )
         update_table(storage, design, folder)
         count = flags["workers"]

@@ -61,11 +61,11 @@ def trace(flags: dict[str, Any]) -> int:
             break
     if not count:
         raise no_sample(samples.counts)
-    traced = traced if against is None else f"{traced} against {against}"
+    traced = traced if against is None else f"{traced} compared with {against}"
     if verdict is not None:
         lines = [f"batch {count - 1} ({traced}):", *str(verdict).split("\n")]
     elif written:
-        lines = [f"wrote the reference {against}: run the command again after a change"]
+        lines = [f"wrote the reference {against}: after a change, rerun the command to compare"]
     elif against is not None:
         lines = [f"no difference beyond rounding ({traced})"]
     else:

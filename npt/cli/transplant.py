@@ -30,8 +30,8 @@ def transplant(flags: dict[str, Any]) -> int:
         print_json({**positions, **words, "top": listed, "kl": kl, **other})
         return 0
     task.console.say(
-        f"next token if token {result.token_to} ({word_to!r}) has the modulation of the donor's"
-        f" token {result.token_from} ({word_from!r})"
+        f"next token after receiver token {result.token_to} ({word_to!r}), with the modulation of"
+        f" donor token {result.token_from} ({word_from!r})"
     )
     columns = ("donor", "receiver", "transplanted")
     rows = [
@@ -41,7 +41,7 @@ def transplant(flags: dict[str, Any]) -> int:
     headings = ("donor", "receiver", "receiver, transplanted")
     print_table(task.console, headings, rows)
     task.console.say(
-        f"KL in nats: receiver to transplanted {kl['receiver_to_transplanted']:.4f}, donor to"
+        f"KL, nats: receiver to transplanted {kl['receiver_to_transplanted']:.4f}, donor to"
         f" transplanted {kl['donor_to_transplanted']:.4f}, donor to receiver"
         f" {kl['donor_to_receiver']:.4f}"
     )

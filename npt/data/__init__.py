@@ -1,4 +1,4 @@
-"""Data: from files, the hub and built-in text to batches, resumable at any sample.
+"""Data: from files, the Hub and built-in text to batches, resumable at any sample.
 
 Records pass source and readers (read), encoding (tokenise, cut into samples), samples (order, mix,
 prefetch) and batch (collate). docs/extend/data-reader.md shows how to add a reader.

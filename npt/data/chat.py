@@ -127,7 +127,7 @@ def _check_answer(prompt: list[Any], answer: list[Any]) -> None:
     if last["role"] in NO_ANSWER or silent:
         raise Skipped("empty completion")
     if not prompt:
-        raise Skipped("answer to nothing")  # no template supports it
+        raise Skipped("answer without a prompt")  # no template supports it
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:

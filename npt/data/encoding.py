@@ -70,7 +70,7 @@ def no_sample(counts: RecordCounts) -> DataError:
     """Return the error for data without a sample, from its `counts`."""
     held = f"{counts.samples:,} held out" if counts.samples else ""
     reasons = ", ".join(filter(None, (held, lost(counts))))
-    source = f"{counts.records:,} records ({reasons})" if reasons else "the data"
+    source = f"{counts.records:,} records: {reasons}" if reasons else "the data"
     return DataError(
         f"no sample to train on in {source}; check --dataset_name and the columns"
         " (--text_column, --prompt_column)"
@@ -218,8 +218,8 @@ def text_of(name: str, record: Record, column: str, flags: str) -> str:
     if not isinstance(text, str):
         # readers add `id`
         have = ", ".join(sorted(map(str, record.keys() - {"id", PIECE}))) or "nothing"
-        what = "has no" if column not in record else f"has {kind_of(text)} as"
-        raise DataError(f"record {name} {what} {column!r} (it has: {have}); set {flags}")
+        what = "has no column" if column not in record else f"has {kind_of(text)} as"
+        raise DataError(f"record {name} {what} {column!r} (columns: {have}); set {flags}")
     check_characters(name, repr(column), text)
     return text
 

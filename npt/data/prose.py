@@ -57,8 +57,8 @@ def _topics(path: Path) -> dict[str, str]:
         topics: dict[str, str] = ast.literal_eval(assignment)
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(
-            f"this Python comes without the topics of help() ({path}); pass --dataset_name FILE"
-            " instead of builtin-prose"
+            f"builtin-prose needs the topics of Python's help(), but {path} is missing or damaged;"
+            " pass --dataset_name FILE"
         ) from error
     shortened, seen = dict[str, str](), set[str]()
     for name in sorted(topics, key=lambda name: (len(topics[name]), name)):

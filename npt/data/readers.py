@@ -1,4 +1,4 @@
-"""Readers: text, JSON, CSV and Parquet files, the hub, and the built-in text.
+"""Readers: text, JSON, CSV and Parquet files, the Hub, and the built-in text.
 
 The built-in text is the source code of this machine's Python standard library without its tests,
 about 12 MB. A hash of a file's path decides whether the file is held out, so the split is the same

@@ -210,7 +210,7 @@ class Samples:
         if self.sized:
             order = permutation(len(records), f"{self._seed}/documents", start)
             return ((number, records[number]) for number in order)
-        # a hub stream can skip records without decoding them
+        # a Hub stream can skip records without decoding them
         if start and hasattr(records, "skip"):
             return enumerate(records.skip(start), start)
         return itertools.islice(enumerate(records), start, None)

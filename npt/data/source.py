@@ -128,10 +128,10 @@ def check_source(config: DataConfig) -> None:
     for one in local_files(name) if local else (name,):
         needs = reader_of(one).needs
         if needs is not None:
-            require(needs, str(one) if local else f"the dataset {name!r} of the hub")
+            require(needs, str(one) if local else f"the dataset {name!r} of the Hub")
     if (local or name in READERS) and part is not None:
         raise DataError(
-            f"--dataset_config {part} has no effect on {name}, which is not on the hub; remove it"
+            f"--dataset_config {part} has no effect on {name}, which is not on the Hub; remove it"
         )
     if name in OWN_HELDOUT and split not in ("train", "heldout"):
         raise DataError(f"the built-in text has no split {split!r}; choose from train, heldout")
@@ -152,7 +152,7 @@ def open_source(config: DataConfig) -> Iterable[Record]:
             return Repeatable(lambda: read_stream(files, config))
         sequence = read_sequence(files, config)
         if len(sequence) == 0:
-            raise DataError(f"{name} holds no records; check --dataset_name")
+            raise DataError(f"{name} has no records; check --dataset_name")
         return sequence
     read: Any = reader_of(name).read
     records = read(name, config)

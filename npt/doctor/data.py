@@ -212,7 +212,7 @@ def _rows(report: DataReport) -> dict[str, str]:
         "records": f"{counts.records:,}",
         "faults": f"{report.broken_total:,}",
         "samples": f"{counts.samples:,}, {heldout}",
-        "tokens": f"{counts.tokens:,}, {share(report.targets, counts.tokens)} targets",
+        "tokens": f"{counts.tokens:,}; trained on {share(report.targets, counts.tokens)}",
         "tokens per sample": f"{report.shortest:,} to {report.longest:,}",
         "cut": f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions",
         "skipped": listed(counts.skipped) or "0",

@@ -78,7 +78,7 @@ def check_ids(batch: Batch, model: PreTrainedModel, data: str) -> None:
     """Raise DataError if the batch has a fault or ids outside the vocabulary; `data` names it."""
     fault = find_fault(batch, model.config.vocab_size)
     if fault is not None:
-        raise DataError(f"{data}: {fault}; check the data and use the tokenizer of the model")
+        raise DataError(f"{data}: {fault}; check the data and use the model's own tokenizer")
 
 
 def checked_batches(

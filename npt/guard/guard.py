@@ -455,7 +455,7 @@ class Guard:
 
     def _report_too_many(self, outcome: Outcome) -> str:
         reason = (
-            f"{outcome.longest} refusals in a row, the last of {outcome.refused[-1]}; check these"
+            f"{outcome.longest} refusals in a row, the last: {outcome.refused[-1]}; check these"
             f" samples, or raise max_refused (now {self.settings.max_refused})"
         )
         if self.settings.postmortem is None:

@@ -15,7 +15,7 @@ from npt.errors import DataError, ProcessError
 if TYPE_CHECKING:
     from npt.guard.outcome import MicroBatch, PendingWindow
 
-UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which logs what is lost"
+UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which logs faults"
 
 IN_LOSS, IN_GRADIENT, BEFORE = 1, 2, 4
 """Codes for what is wrong with a micro-batch on one process, if backward sums gradients."""
@@ -65,7 +65,7 @@ class Refusal:
         )
         where += f" on process {self.process}" if self.process else ""
         samples = f" (samples {', '.join(self.sample_ids)})" if self.sample_ids else ""
-        return f"{where}{samples}: {self.kind}: {self.detail}"
+        return f"{where}{samples}: {self.detail}"
 
 
 def check_alike(

@@ -140,7 +140,7 @@ class Report(TrainerCallback):
             self._say("logged", state.global_step, f"the log shows {', '.join(bad)}")
         loss = numbers.get("loss", math.nan)
         if self._hidden and math.isfinite(loss):
-            detail = f"the log shows loss {loss} and hides {self._hidden} that are not finite"
+            detail = f"the log shows loss {loss} and hides non-finite losses: {self._hidden}"
             self._say("logged", state.global_step, detail)
         self._hidden = 0
         self._read()

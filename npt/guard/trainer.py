@@ -363,13 +363,13 @@ def _refuse_unfit(trainer: Any) -> None:
     if hasattr(trainer, "_buffered_inputs") and not generating:
         raise ConfigError(
             f"{type(trainer).__name__} makes the inputs of several micro-batches at once, so the"
-            f" guard cannot compute one of them again; {UNGUARDED}"
+            f" guard cannot recompute one of them; {UNGUARDED}"
         )
     if trainer.accelerator.num_processes > 1 and generations.asks_all_processes(trainer):
         raise ConfigError(
-            "use_adaptive_entropy, top_entropy_quantile below 1 and KTO's KL ask all processes in"
-            " every forward, which the guard does not support; turn them off, use one process, or"
-            f" {UNGUARDED}"
+            "use_adaptive_entropy, top_entropy_quantile below 1 and KTO's KL communicate between"
+            " processes in every forward, which the guard does not support; turn them off, use"
+            f" one process, or {UNGUARDED}"
         )
     adapters = sys.modules.get("npt.adapters.converted")  # not loaded: the model is no student
     if adapters and adapters.is_attached(trainer.model) and trainer.args.save_strategy != "no":

@@ -69,7 +69,7 @@ def status(record: RunRecord) -> tuple[str, str]:
         return "good", f"Finished{at}"
     if state == "stopped":
         if (tried := record.refused_in) is not None:
-            at = f" in step {tried:,}, after {record.step:,} completed steps"
+            at = f" in step {tried:,} ({record.step:,} completed)"
         return "bad", f"Stopped{at}: {event.get('reason', 'no recorded reason')}"
     if state == "signal":
         return "warn", f"Ended by signal {event.get('number', '?')}{at}"
@@ -120,7 +120,7 @@ def _causes(record: RunRecord) -> dict[Path, str]:
     for path, bundle in record.postmortems[-LISTED:]:
         words = [str(bundle.get("reason", "no recorded reason"))]
         if refusals := bundle.get("refusals"):
-            words.append(f"Last refusal: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
+            words.append(f"Last refusal: {refusals[-1].get('detail')}")
         verdicts = [entry.get("verdict") for entry in bundle.get("findings") or ()]
         if verdict := next(filter(None, reversed(verdicts)), None):
             words.append(f"First bad operation: {verdict.get('explanation') or flat(verdict)}")

@@ -15,7 +15,7 @@ from npt.report.run import RunRecord
 from npt.report.words import as_number, figure, number
 
 MODELS = {
-    "floor": "floor (attention dropped)",
+    "floor": "floor (attention removed)",
     "initial": "student before training",
     "student": "student",
     "teacher": "teacher (the base)",
@@ -27,7 +27,7 @@ _CHARTS = (
     ("tokens_per_second", "Tokens per second", "tokens/s", False),
 )
 
-_GONE = Figure("the way from floor to teacher", "way", 1, percent=True, ideal=1.0)
+_GONE = Figure("share of the floor's KL closed", "way", 1, percent=True, ideal=1.0)
 
 REFUSALS = 200  # the most refusals listed, the last ones
 
@@ -87,10 +87,10 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
         return None
     tables = [(*_table("model", models, MODELS), "Fidelity to the teacher")]
     if positions := record.fidelity.get("positions"):
-        caption = "Student by context length, in tokens"
-        tables.append((*_table("context", positions, {}), caption))
+        caption = "Student by position in the text"
+        tables.append((*_table("position", positions, {}), caption))
     if costs := record.fidelity.get("attribution"):
-        caption = "Cost of quantisation and of NPT"
+        caption = "Cost of quantisation and of conversion"
         tables.append((*_table("from, to", costs, COMPARISON_NAMES), caption))
     if divergence := record.fidelity.get("divergence"):
         caption = "Greedy continuations: tokens before they diverge"
@@ -109,10 +109,10 @@ def _headline(floor: Mapping[str, Any], student: Mapping[str, Any]) -> str:
         return ""
     if not math.isfinite(kl):
         return "The student's KL to its teacher is not finite."
-    words = "is worse than its floor (attention dropped)"  # a share below zero says no more
+    words = "is worse than its floor (attention removed)"  # a share below zero says no more
     if kl <= start:
         share = _GONE.write(1 - kl / start)
-        words = f"closes {share} of the KL between its floor (attention dropped) and its teacher"
+        words = f"closes {share} of the KL between its floor (attention removed) and its teacher"
     at_floor = FIGURES["kl"].write(start)
     return f"The student {words}: {figure(student, 'kl')} nats, against {at_floor} at the floor."
 

@@ -171,8 +171,8 @@ class Checkpoint:
             states.setdefault(int(match[1]), {})[match[2]] = state
         if not states or any("cpu" not in states.get(n, {}) for n in range(len(states))):
             raise CheckpointError(
-                f"{path} holds random states of processes {sorted(states)}, expected a CPU state of"
-                " each process from 0; restore it from the original"
+                f"{path} is damaged: random states of processes {sorted(states)}, expected a CPU"
+                " state of each process; restore it from the original"
             )
         return states
 
@@ -196,7 +196,7 @@ def _read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     tensors = read_tensors(path, names, CheckpointError)
     bad = non_finite(tensors)
     if bad is not None:
-        raise CheckpointError(f"{path}: {bad} holds a non-finite value; use another checkpoint")
+        raise CheckpointError(f"{path}: {bad} has a non-finite value; use another checkpoint")
     return tensors
 
 
@@ -251,8 +251,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     record = read_json(path, CheckpointError)
     if record.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {shown(record.get('format'))}, this version reads {FORMAT}; resume"
-            " with the npt version that wrote it"
+            f"{path} has format {shown(record.get('format'))}, but this npt reads {FORMAT}; resume"
+            " with the npt that wrote it"
         )
     check_entries(path, "", record, _ENTRIES, CheckpointError, exact=False)
     counted_from = {"steps": (int,), "micro_batches": (int,)}
@@ -278,7 +278,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             layer["nmse_student"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: position, figures or counts are damaged: {shown(str(error))}; restore it from"
+            f"{path} is damaged (position, figures or counts): {shown(str(error))}; restore it from"
             " the original or use another checkpoint"
         ) from error
     return checkpoint

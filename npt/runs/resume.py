@@ -157,8 +157,8 @@ def changed_settings(
             continue
         if name in _MATTERS:
             raise CheckpointError(
-                f"the checkpoint was trained with --{_MATTERS[name]} {shown(old)}, this run asks"
-                f" for {shown(new)}; resume with {shown(old)} or start a new run"
+                f"the checkpoint was trained with --{_MATTERS[name]} {shown(old)}, but this run"
+                f" has {shown(new)}; resume with {shown(old)} or start a new run"
             )
         changed[name] = (old, new)
     return changed
@@ -205,7 +205,7 @@ def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None
             for key in ("records", "sha256")
         ):
             raise CheckpointError(
-                f"the checkpoint was trained on {name} of {_described(old)}, this run has"
+                f"the checkpoint was trained on {name} of {_described(old)}, but this run has"
                 f" {_described(new)}; resume with the same data or start a new run"
             )
 

@@ -257,7 +257,7 @@ def check_free(path: Path) -> None:
         if path.is_dir() and any(item.name not in TRACKED for item in path.iterdir()):
             what, remedy = "other files", "choose another folder or remove it"
             if is_run(path):
-                what = "another run"
+                what = "a run already"
                 remedy = "continue it with --resume auto, choose another folder or remove it"
             raise ConfigError(f"--output_dir {path} holds {what}; {remedy}")
         above = next(

@@ -36,8 +36,8 @@ vanishing norm: a norm or variance is 0: check the epsilon (rms_norm_eps), and a
     square root
 division by zero: a count, norm or probability is 0: clamp the divisor, or exclude such elements
     with torch.where before dividing
-fully masked row: a query may attend to no key: let every query attend to at least its own position,
-    and zero the outputs of padded queries
+fully masked row: a query has no key to attend to: let every query attend at least to itself, and
+    zero the outputs of padded queries
 exponential overflow: the argument is too large: subtract the maximum first, as softmax does
 invalid argument: the function is undefined here: clamp its argument (log of 0, square root of -1)
 infinite slope: the derivative is infinite here: keep the argument away from the edge (sqrt(x +
@@ -57,8 +57,8 @@ not repeatable: the fault did not recur with the same batch, state and random nu
     hardware, a race, or a non-deterministic kernel (torch.use_deterministic_algorithms)
 outside of torch: no torch operation of this pass made the value: check tensors made before it
     (targets, a closure, a cache), NumPy code, torch.empty and compiled extensions
-beyond rounding: the two passes diverge here, and all later results were held to the reference:
-    compare weights, constants, dtypes and kernels at this line
+beyond rounding: the two passes first diverge here: compare weights, constants, dtypes and kernels
+    at this line
 unknown: no rule covers this case: check the line and the operation's inputs
 """
 

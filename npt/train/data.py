@@ -140,7 +140,7 @@ class RunData:
         if not self.eval_samples:  # there are samples, but every one has ids outside the vocabulary
             raise DataError(
                 "no sample to evaluate on: every sample has ids outside the vocabulary"
-                f" [0, {setup.model.config.vocab_size}); use the tokenizer of the model"
+                f" [0, {setup.model.config.vocab_size}); use the model's own tokenizer"
             )
         self.identity = {REPLAY: data_fingerprint(None)}
         self.identity |= {source.label: data_fingerprint(source.records) for source in self.sources}

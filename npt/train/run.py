@@ -128,14 +128,14 @@ class Run:
         if not setup.deterministic:
             self.warn(
                 f"{attention_name(setup.model)} attention may not be deterministic in backward: a"
-                " resumed run may not match this one bit for bit; to get identical bits, use"
+                " resumed run may differ from this one; for identical bits, use"
                 " --attn_implementation eager, --strategy local, or --deterministic with an fp32"
                 " base"
             )
         if total is None and config.scheduler_type != "constant":
             self.warn(
                 "the length of the stream is unknown, so the learning rate stays constant after"
-                f" warm-up; set --max_steps to get the {config.scheduler_type} decay"
+                f" warm-up; set --max_steps for the {config.scheduler_type} decay"
             )
         if total is not None and config.warmup_steps > total:
             self.warn(
@@ -377,7 +377,7 @@ class Run:
         try:
             yield
         except Exception as error:
-            self.trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
+            self.trackers.alert(f"npt failed: {type(error).__name__}", str(error)[:1000])
             self._close(report)
             raise
         self._close(report)
@@ -395,7 +395,7 @@ class Run:
 
     @contextlib.contextmanager
     def _written(self, name: str, remedy: str = "") -> Iterator[None]:
-        """Turn a failed write into a warning, since the checkpoints hold all that matters."""
+        """Turn a failed write into a warning, since checkpoints hold all that matters."""
         try:
             yield
         except Exception as error:

@@ -157,7 +157,7 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
     """Refuse settings that cannot be trained, before a base is loaded."""
     if config.residual == "keep" and not own_teacher:
         raise ConfigError(
-            "--residual keep starts equal to its base, so the base has nothing to teach; add"
+            "--residual keep starts equal to its base and has nothing to learn from it; add"
             " --teacher_precision bf16 to learn from the unquantised model, or use --residual"
             " modulate"
         )

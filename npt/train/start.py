@@ -91,10 +91,7 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
     print_calibration(calibration, setup.console)
     line = f"training skips the {data.start.begun} samples that calibration used"
     if not data.start.begun:
-        line = (
-            "too few samples to skip those that calibration used: the first losses are on text"
-            " that the start was fitted to"
-        )
+        line = "too few samples to skip those used for calibration: the first losses are on them"
     setup.say(line)
     return calibration
 

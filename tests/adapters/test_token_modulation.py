@@ -67,7 +67,7 @@ def test_the_model_is_left_as_it_was(load_model):
         ([1.5, 2.0], 0, r"float32 of shape"),
         ([1, 128], 0, r"outside 0 to 127"),
         ([-1, 2], 0, r"outside 0 to 127"),
-        (IDS, 5, r"there is no token 5: the text has 5 tokens, -5 to 4"),
+        (IDS, 5, r"there is no token 5: the text has tokens -5 to 4"),
         (IDS, -6, r"there is no token -6"),
     ],
 )

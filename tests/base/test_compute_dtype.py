@@ -146,7 +146,7 @@ def test_where_it_means_nothing_it_is_refused(load_model) -> None:
 
 def test_a_run_is_not_gone_on_with_in_another_dtype() -> None:
     with pytest.raises(
-        CheckpointError, match="trained with --compute_dtype 'bf16', this run asks for 'fp32'"
+        CheckpointError, match="trained with --compute_dtype 'bf16', but this run has 'fp32'"
     ):
         changed_settings({"compute_dtype": "bf16"}, {"compute_dtype": "fp32"})
     assert changed_settings({}, {"compute_dtype": "fp32"}) == {}

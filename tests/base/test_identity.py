@@ -60,7 +60,7 @@ def test_anything_else_makes_it_another_and_is_named_with_both_values(load_model
     after = npt.base_identity(model)
     assert {name for name in PARTS if getattr(before, name) != getattr(after, name)} == {part}
     theirs, ours = getattr(before, part)[:12], getattr(after, part)[:12]
-    assert after.mismatch(before.as_record()) == f"{PARTS[part]} {theirs} there, {ours} here"
+    assert after.mismatch(before.as_record()) == f"{PARTS[part]} {ours}, expected {theirs}"
 
 
 @pytest.mark.parametrize("parts", [None, 3, [], {}, {"config": 3, "codes": None}])

@@ -140,13 +140,13 @@ class TestRefused:
         assert "\n" not in str(refusal.value)
 
     def test_a_file_where_a_folder_belongs(self, copy):
-        with pytest.raises(ModelError, match=r"model\.safetensors holds no config"):
+        with pytest.raises(ModelError, match=r"model\.safetensors has no config"):
             npt.load_base(str(copy / "model.safetensors"), device="cpu")
 
     @pytest.mark.parametrize(
         ("damage", "message"),
         [
-            (lambda f: (f / "config.json").unlink(), r"holds no config\.json"),
+            (lambda f: (f / "config.json").unlink(), r"has no config\.json"),
             (as_config("{"), r"cannot load the configuration of .*not a valid JSON"),
             (as_config("{}"), r"cannot load the configuration of .*model_type"),
             (as_config('{"model_type": "gpt2"}'), r"is of type 'gpt2'; NPT supports only llama"),
@@ -160,7 +160,7 @@ class TestRefused:
             (truncate, r"cannot load the weights of"),
             (
                 in_weights(lambda t: (t.pop(SOME_WEIGHT), t.pop("lm_head.weight"))),
-                r"lacks the weight lm_head\.weight \(2 such\)",
+                r"lacks the weight lm_head\.weight \(2 in all\)",
             ),
             (
                 in_weights(

@@ -71,7 +71,7 @@ def test_a_calibration_on_a_device_gives_the_hosts_adapters(
     calibrate(model, tokenizer, **SHORT, console=console)
     assert all(isinstance(x, Simulated) for x in weights(model).values())
     assert_equal(held(model), expected)
-    assert ("failed to converge; trying again" in console.file.getvalue()) == fails
+    assert ("failed to converge; retrying" in console.file.getvalue()) == fails
 
 
 def out_of_memory() -> torch.OutOfMemoryError:
@@ -95,7 +95,7 @@ def test_without_memory_for_the_grams_the_host_begins_the_walk_again(
     assert_equal(held(model), expected)
     assert set(calls[:5]) == {CUDA} and set(calls[5:]) == {HOST}
     (line,) = [line for line in console.file.getvalue().splitlines() if "out of memory" in line]
-    assert "trying again with its matrices on the host" in line
+    assert "retrying with its matrices on the host" in line
 
 
 def test_without_memory_on_the_host_path_either_nothing_is_changed(

@@ -186,7 +186,7 @@ def test_files_that_cannot_be_trained_on_are_refused_first(tmp_path, capsys) -> 
 def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path, capsys) -> None:
     (tmp_path / "run.json").write_text("{}")
     assert run(tmp_path, "--max_steps 1") == 2
-    assert "holds another run" in capsys.readouterr().err
+    assert "holds a run already" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -370,10 +370,10 @@ def test_a_bad_checkpoint_is_one_line_and_status_5_before_loading(
     checkpoint = stopped_run / "checkpoints" / "step-00000002"
     damaged = bytearray((checkpoint / "state.json").read_bytes())
     for line, *named in (
-        ("--resume auto --adapter_rank 8", "--adapter_rank 16", "asks for 8"),
-        ("--resume auto --seed 3", "--seed 0", "asks for 3"),
-        ("--resume auto --max_length 64", "--max_length 32", "asks for 64"),
-        ("--resume auto --quant_type fp4", "--quant_type 'nf4'", "asks for 'fp4'"),
+        ("--resume auto --adapter_rank 8", "--adapter_rank 16", "but this run has 8"),
+        ("--resume auto --seed 3", "--seed 0", "but this run has 3"),
+        ("--resume auto --max_length 64", "--max_length 32", "but this run has 64"),
+        ("--resume auto --quant_type fp4", "--quant_type 'nf4'", "but this run has 'fp4'"),
         ("--resume none", "--resume none is neither a checkpoint"),
     ):
         assert run(stopped_run, f"--gradient_accumulation_steps 2 {line}") == 5
@@ -384,7 +384,7 @@ def test_a_bad_checkpoint_is_one_line_and_status_5_before_loading(
     for resume in ("auto", str(checkpoint), str(stopped_run)):
         assert run(stopped_run, "--gradient_accumulation_steps 2 --resume", resume) == 5
         (error,) = capsys.readouterr().err.splitlines()
-        assert f"{checkpoint}/state.json: sha256 " in error and "the manifest says" in error
+        assert f"{checkpoint}/state.json is damaged: sha256 " in error and "manifest" in error
 
 
 SECRETS = {

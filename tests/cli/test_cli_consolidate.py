@@ -98,8 +98,8 @@ def test_updates_stack_from_folder_to_folder(call, tmp_path, load_model):
     ("flags", "status", "message"),
     [
         (("--text", ""), 2, "--text '' has no token to predict"),
-        (("--text", "abc", "--token", "4"), 2, "there is no token 4: the text has 4 tokens"),
-        (("--text", "abc", "--alpha", "0"), 2, "--alpha is 0.0; it must lie above 0"),
+        (("--text", "abc", "--token", "4"), 2, "there is no token 4: the text has tokens -4 to 3"),
+        (("--text", "abc", "--alpha", "0"), 2, "--alpha is 0.0; it must be above 0"),
         (("--text", "abc", "--eval_samples", "1"), 2, "1 held-out sample is too few"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_plan_shows_all_memory_in_80_columns(capsys, monkeypatch) -> None:
         "state before the step",
         "logits",
         "activations kept",
-        "; it fits into the",
+        "; it fits in the",
     ):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80 and err == ""
@@ -130,7 +130,7 @@ def test_a_plan_for_70b_on_1_2_and_8_cards(capsys) -> None:
 def test_a_run_that_does_not_fit_ends_2(capsys, monkeypatch) -> None:
     monkeypatch.setattr("npt.doctor.plan.available", lambda device: 1000)
     assert main(PLAN) == 2
-    assert "; it does not fit into the 1000 bytes free" in capsys.readouterr().out
+    assert "; it does not fit in the 1000 bytes free" in capsys.readouterr().out
 
 
 def test_windows_of_rising_size_are_measured_until_one_does_not_fit(capsys, monkeypatch) -> None:

@@ -37,7 +37,7 @@ def test_a_wrong_file_is_one_line(tmp_path, capsys) -> None:
     (tmp_path / "b.gguf").write_text("no")
     assert main(flags("import", tmp_path / "b.gguf", tmp_path / "out")) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "is no GGUF file" in line and not (tmp_path / "out").exists()
+    assert "not a GGUF file" in line and not (tmp_path / "out").exists()
 
 
 def test_a_run_on_a_file_names_its_origin_and_resumes(file, tmp_path, capsys) -> None:

@@ -18,7 +18,7 @@ def test_a_run_gets_its_page_anew(tmp_path, capsys) -> None:
     )
     assert main(["report", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "Finished at step 12; refused: 1" in out and "fidelity.json: missing" in out
+    assert "Finished at step 12; refusals: 1" in out and "fidelity.json: missing" in out
     assert f"written to {folder / 'report.html'}" in out
     assert "<title>run: run report</title>" in (folder / "report.html").read_text(encoding="utf-8")
 

@@ -123,17 +123,17 @@ def test_a_pass_is_compared_with_a_file_and_with_another_device(
 ) -> None:
     file = tmp_path / "before.safetensors"
     assert run("--use_quantization --against", file) == 0 and file.is_file()
-    assert "run the command again after a change" in capsys.readouterr().out
+    assert "after a change, rerun the command" in capsys.readouterr().out
     assert run("--use_quantization --attn_implementation eager --against", file) == 0
-    words = f"no difference beyond rounding (forward pass of the base against {file})"
+    words = f"no difference beyond rounding (forward pass of the base compared with {file})"
     assert words in capsys.readouterr().out
     assert run("--use_quantization --against cpu") == 0
-    assert "pass of the base against cpu" in capsys.readouterr().out
+    assert "pass of the base compared with cpu" in capsys.readouterr().out
     assert run("--against cpu --batches 2") == 2
     assert "remove --batches and --limit" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert run("--against cuda") == 2
-    assert "there is no device cuda, torch sees 0 GPUs" in capsys.readouterr().err
+    assert "there is no device cuda (torch sees 0 GPUs)" in capsys.readouterr().err
 
 
 def test_a_parting_ends_1(request, tmp_path, capsys) -> None:
@@ -149,4 +149,4 @@ def test_a_parting_ends_1(request, tmp_path, capsys) -> None:
 
 def test_an_adapters_training_step_is_compared(adapter, capsys) -> None:
     assert run("--use_quantization --against cpu --adapter", adapter) == 0
-    assert "(training step, local against cpu)" in capsys.readouterr().out
+    assert "(training step, local compared with cpu)" in capsys.readouterr().out

@@ -28,7 +28,7 @@ def call(adapter: Path, line: str) -> int:
 def test_shows_what_comes_next_and_how_far_it_moved(adapter, capsys):
     assert call(adapter, "--top 3") == 0
     out = " ".join(capsys.readouterr().out.split())
-    for words in ("modulation of the donor", "KL in nats: receiver to", "%"):
+    for words in ("modulation of donor", "KL, nats: receiver to", "%"):
         assert words in out
     assert call(adapter, "--token_to 1 --top 3 --json") == 0
     found = json.loads(capsys.readouterr().out)

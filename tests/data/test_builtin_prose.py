@@ -83,7 +83,7 @@ def test_a_python_without_topics_is_refused_in_one_line(library):
     for content in (None, "", "x = ", "topics = f()"):
         path = library / TOPICS
         path.unlink() if content is None else path.write_text(content)
-        with pytest.raises(DataError, match=r"topics of help.*topics\.py.*--dataset_name") as said:
+        with pytest.raises(DataError, match=r"Python.s help.*topics\.py.*--dataset_name") as said:
             list(prose("train", library))
         assert "\n" not in str(said.value)
         path.touch()

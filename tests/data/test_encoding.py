@@ -304,13 +304,13 @@ class TestColumns:
     @pytest.mark.parametrize(
         ("record", "message"),
         [
-            ({"text": "x"}, r"record 0 has no 'q' \(it has: text\); set --prompt_column"),
-            ({"q": "x"}, r"record 0 has no 'a' \(it has: q\); set --completion_column"),
+            ({"text": "x"}, r"record 0 has no column 'q' \(columns: text\); set --prompt_column"),
+            ({"q": "x"}, r"record 0 has no column 'a' \(columns: q\); set --completion_column"),
             ({"q": None, "a": None}, "record 0 has a NoneType as 'q'"),
             # what the readers add is no field of the user's
             (
                 {"id": "f.jsonl:1", "npt:piece": (True, True), "x": "y"},
-                r"record f.jsonl:1 has no 'q' \(it has: x\); set",
+                r"record f.jsonl:1 has no column 'q' \(columns: x\); set",
             ),
             ({"q": 3, "a": "x"}, r"record 0 has an int as 'q'"),
             ({"q": "x", "a": ["y"]}, r"record 0 has a list as 'a'"),

@@ -110,11 +110,11 @@ def test_the_order_is_seeded_and_a_stream_gives_the_same_prompts(tokenizer):
 @pytest.mark.parametrize(
     ("record", "columns", "told"),
     [
-        ({"q": "x"}, {}, r"record 7 has no 'text' \(it has: q\); set --text_column"),
+        ({"q": "x"}, {}, r"record 7 has no column 'text' \(columns: q\); set --text_column"),
         (
             {"q": "x"},
             {"prompt_column": "p"},
-            r"record 7 has no 'p' \(it has: q\); set --prompt_column",
+            r"record 7 has no column 'p' \(columns: q\); set --prompt_column",
         ),
         ({"id": "mine", "prompt": 3}, {}, r"record mine has an int as 'prompt'"),
         ("text", {}, r"record 7 is a str"),

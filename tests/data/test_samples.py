@@ -204,7 +204,7 @@ class TestSequence:
     def test_a_broken_record_is_named_by_its_place_in_the_data(self, tokenizer):
         records = [{"text": "good"}] * 40
         records[17] = {"body": "bad"}
-        with pytest.raises(DataError, match=r"record 17 has no 'text'"):
+        with pytest.raises(DataError, match=r"record 17 has no column 'text'"):
             list(Samples(records, tokenizer, config(), seed=0, hold_out=False).epoch(0))
 
     def test_a_datasets_object_is_a_sequence(self, tokenizer):
@@ -218,15 +218,12 @@ class TestSequence:
         ("records", "came"),
         [
             ([], "in the data"),
-            ([{"text": ""}] * 40, r"in 40 records \(40 skipped \(empty text\)\)"),
-            ([{"input_ids": [4]}], r"in 1 records \(1 skipped \(fewer than two tokens\)\)"),
-            (
-                [{"prompt": "a", "completion": " "}],
-                r"in 1 records \(1 skipped \(empty completion\)\)",
-            ),
+            ([{"text": ""}] * 40, r"in 40 records: 40 skipped \(empty text\)"),
+            ([{"input_ids": [4]}], r"in 1 records: 1 skipped \(fewer than two tokens\)"),
+            ([{"prompt": "a", "completion": " "}], r"in 1 records: 1 skipped \(empty completion\)"),
             (
                 [{"input_ids": [0, 13, 1]}, {"text": ""}],
-                r"in 2 records \(1 held out, 1 skipped \(empty text\)\)",
+                r"in 2 records: 1 held out, 1 skipped \(empty text\)",
             ),
         ],
     )

@@ -48,7 +48,7 @@ class TestFiles:
     )
     def test_files_without_a_record_are_refused(self, tmp_path, name, content):
         (tmp_path / name).write_text(content, encoding="utf-8")
-        with pytest.raises(DataError, match=rf"{name} holds no records; check --dataset_name"):
+        with pytest.raises(DataError, match=rf"{name} has no records; check --dataset_name"):
             records(tmp_path / name)
 
     @pytest.mark.parametrize(

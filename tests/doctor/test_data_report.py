@@ -87,7 +87,7 @@ def test_records_that_cannot_be_encoded_are_located(tmp_path, tokenizer):
         report.broken,
         (
             ": record mine has an int as 'text'",
-            ": record data.jsonl:3 has no 'text' (it has: body",
+            ": record data.jsonl:3 has no column 'text' (columns: body",
             ", line 4, column 2: not JSON",
             ": record data.jsonl:5 has 2 input_ids, but labels has length 1",
             ": record data.jsonl:6: 'text' is damaged",

@@ -144,13 +144,13 @@ def test_a_pickle_in_place_of_tensors_is_not_loaded(bundle, tmp_path) -> None:
 
 
 JSON = {
-    "not JSON": ("{", "cannot be read"),
+    "not JSON": ("{", "is damaged or unreadable"),
     "NaN": ('{"format": NaN}', "NaN is not JSON"),
     "an infinity": ('{"format": -Infinity}', "Infinity is not JSON"),
-    "not UTF-8": (b"\xff\xfe", "cannot be read"),
+    "not UTF-8": (b"\xff\xfe", "is damaged or unreadable"),
     "a list": ("[]", "holds a list"),
-    "nested without end": ("[" * 100_000, "cannot be read"),
-    "a number without end": ('{"format": ' + "9" * 5000 + "}", "cannot be read"),
+    "nested without end": ("[" * 100_000, "is damaged or unreadable"),
+    "a number without end": ('{"format": ' + "9" * 5000 + "}", "is damaged or unreadable"),
     "another version": ('{"version": 5}', "version 5, but this npt reads 4"),
     "no version": ("{}", "format version None"),
 }

@@ -190,7 +190,7 @@ def test_unknown_token_ids_are_a_fault_of_the_data_without_a_trace(trainer, tiny
     )
     assert found.classification == "data" and found.reproduced
     assert found.verdict is None and not found.trials
-    assert "outside@0: data: token id 999" in str(found).replace(")", "")
+    assert "outside@0: token id 999" in str(found).replace(")", "")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

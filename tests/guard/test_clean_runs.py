@@ -57,8 +57,8 @@ def loses_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     ("broken", "name", "where"),
     [
         (loses_what_is_added, "defaults", "returned epoch: only plain"),
-        (adds_by_index, "resnet-channels-last", "convolution.weight: other bits"),
-        (loses_what_is_moved, "gradients-replaced-by-data", "mlp.up_proj.weight: other bits"),
+        (adds_by_index, "resnet-channels-last", "convolution.weight: bits differ"),
+        (loses_what_is_moved, "gradients-replaced-by-data", "mlp.up_proj.weight: bits differ"),
     ],
 )
 def test_a_guard_that_changes_a_run_is_found(

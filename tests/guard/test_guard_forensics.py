@@ -64,7 +64,7 @@ def test_bad_data_is_named_by_its_place() -> None:
     (finding,) = guard.findings
     assert finding.verdict is not None
     assert (finding.verdict.cause, finding.verdict.phase) == ("corrupt input", "data")
-    assert str(finding).startswith("micro-batch 1 (samples 2): loss: ")
+    assert str(finding).startswith("micro-batch 1 (samples 2): loss is ")
 
 
 class Rooted(nn.Module):

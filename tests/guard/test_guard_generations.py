@@ -131,5 +131,5 @@ def test_what_a_forward_asks_of_other_processes_is_refused(tokenizer, monkeypatc
 
 def test_kto_on_several_processes_is_refused_whose_loss_asks_all_of_them() -> None:
     accelerator = SimpleNamespace(num_processes=2)
-    with pytest.raises(ConfigError, match="KTO's KL ask all processes"):
+    with pytest.raises(ConfigError, match="KTO's KL communicate"):
         _refuse_unfit(SimpleNamespace(accelerator=accelerator, calculate_KL=True))

@@ -125,7 +125,7 @@ def test_a_trainer_writes_it_into_its_output_folder(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("harm", "error", "said"),
     [
-        (lambda f: (f / "postmortem.json").unlink(), BundleError, "holds no postmortem.json"),
+        (lambda f: (f / "postmortem.json").unlink(), BundleError, "has no postmortem.json"),
         (lambda f: (f / "weights.safetensors").write_bytes(b"x"), CheckpointError, "sha256"),
         (lambda f: edit(f, version=3), BundleError, "format version 3, but this npt"),
         (lambda f: edit(f, step="x"), BundleError, "step is 'x'"),

@@ -279,7 +279,7 @@ def test_what_else_becomes_of_sharded_parameters() -> None:
     first, second = values(several(2, others))
     assert first == second
     (spoilt,) = first["spoilt"]
-    assert spoilt.startswith("the whole window: update: exp_avg of ")
+    assert spoilt.startswith("the whole window: exp_avg of ")
     waits, scaled, mixed, hybrid, columns = first["refused"]
     assert waits.endswith("refuse(..., run=...), the forward and backward of any good batch")
     assert scaled.startswith("sharded parameters support neither rates=[...] nor a scaler: ")

@@ -139,7 +139,7 @@ def test_a_step_that_fails_is_taken_back(tmp_path, caplog) -> None:
     stock = trained(InOrder, without(BAD), None, tmp_path, max_steps=ROWS - 1, **settings)
     assert_equal(after, state_of(stock), "state")
     (said,) = [record.message for record in caplog.records if record.name == "npt.guard"]
-    assert said.startswith("refused in step 6: the whole window: update: model.embed_tokens.weight")
+    assert said.startswith("refused in step 6: the whole window: model.embed_tokens.weight")
 
 
 def test_lora_on_a_4_bit_base_leaves_no_trace(load_model, tmp_path) -> None:

@@ -36,7 +36,7 @@ def test_a_finished_run_is_shown_as_a_whole(tmp_path) -> None:
     assert "missing" not in reader.text
     assert list(reader.sections) == ["", *SECTIONS]
     for section, words in (
-        ("", "closes 98.3% of the KL between its floor (attention dropped) and its teacher"),
+        ("", "closes 98.3% of the KL between its floor (attention removed) and its teacher"),
         ("", "0.0200 ± 0.0010 nats, against 1.2000 at the floor.Next: to compare student"),
         ("fidelity", "Fidelity to the teacher"),
         ("layers", "The worst layer is 2, with 0.03"),
@@ -178,7 +178,7 @@ def test_numbers_that_are_not_finite_are_said(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("figures", "words"),
     [
-        (fidelity(300.0), "is worse than its floor (attention dropped): 300.0000 ± 0.0010 nats,"),
+        (fidelity(300.0), "is worse than its floor (attention removed): 300.0000 ± 0.0010 nats,"),
         (fidelity(-0.4), "The student closes 133.3% of"),
         (fidelity(0.00002), "99.998%"),
         (
@@ -215,7 +215,7 @@ def test_a_run_that_gave_up_names_its_step_and_what_is_not_finite(tmp_path) -> N
         fidelity=None,
     )
     reader = read(folder)
-    assert "Stopped in step 10, after 9 completed steps: 3 refusals in a row" in reader.text
+    assert "Stopped in step 10 (9 completed): 3 refusals in a row" in reader.text
     assert "steps9 of 20" in reader.text
     assert "tokens at step 8512" in reader.text
     found = summary(RunRecord(folder))
@@ -256,7 +256,7 @@ def test_a_post_mortem_says_why_the_run_stopped(tmp_path) -> None:
     (bundle / "postmortem.json").write_text(json.dumps(record), encoding="utf-8")
     reader = read(folder)
     saved = reader.sections["saved"]
-    assert "4 refusals in a row. Last refusal: loss: loss is nan. First bad operation" in saved
+    assert "4 refusals in a row. Last refusal: loss is nan. First bad operation" in saved
     assert "./postmortem/step-00000003/" in [found["href"] for found in reader.of("a")]
 
 

@@ -324,7 +324,7 @@ def test_a_broken_checkpoint_is_set_aside_and_the_one_before_used(stopped) -> No
     stopped.run("run", resume="auto")
     stopped.outcome("run").assert_equal(stopped.outcome("whole"))
     (warning,) = events(run, "warning")
-    for part in ("03/state.safetensors: sha256", "set aside as step-00000003.broken"):
+    for part in ("03/state.safetensors is damaged: sha256", "set aside as step-00000003.broken"):
         assert part in warning["message"]
     assert warning["message"] in stopped.said.getvalue()
     assert events(run, "resume")[0]["step"] == 2
@@ -432,8 +432,8 @@ def test_what_is_no_checkpoint_is_refused_by_name(stopped, tmp_path) -> None:
         ("", None, CheckpointError, neither),
         (other, None, CheckpointError, neither),
         (tmp_path / "none", None, CheckpointError, "there is none"),
-        (checkpoints / "step-00000002", None, CheckpointError, "00002 holds no manifest.json"),
-        (checkpoints / "step-00000003", None, CheckpointError, "state.safetensors: sha256"),
+        (checkpoints / "step-00000002", None, CheckpointError, "incomplete (no manifest.json)"),
+        (checkpoints / "step-00000003", None, CheckpointError, "safetensors is damaged: sha256"),
         (tmp_path / "copied" / "checkpoint", None, ConfigError, "is not inside a run folder"),
         ("auto", None, ConfigError, "--output_dir"),
         ("auto", other, ConfigError, "other holds something other than a run"),
@@ -466,7 +466,7 @@ def test_a_run_that_is_being_written_is_not_resumed(stopped) -> None:
 
 MATTER: list[tuple[dict[str, Any], str]] = [
     ({"adapter": {"rank": 4}}, "--adapter_rank 2, .* 4"),
-    ({"adapter": {"layers": "3"}}, "--layers '1,3', .* for '3'"),
+    ({"adapter": {"layers": "3"}}, "--layers '1,3', .* has '3'"),
     (
         {"adapter": {"targets": ("gate", "up")}},
         r"--targets \['stream', 'gate', 'up', 'down'\], .* \['gate', 'up'\]",
@@ -494,7 +494,7 @@ def test_another_base_is_refused_with_both_hashes(stopped, load_model) -> None:
     there = npt.base_identity(stopped.model).codes[:12]
     stopped.model = load_model(quantization="fp4")
     here = npt.base_identity(stopped.model).codes[:12]
-    with pytest.raises(AdapterFileError, match=f"4-bit codes {there} .*{here} .*--any_base"):
+    with pytest.raises(AdapterFileError, match=f"4-bit codes {here}, .*{there}.*--any_base"):
         stopped.run("run", resume="auto")
     assert content_of(stopped.place / "run") == before
 
@@ -563,7 +563,7 @@ def test_settings_that_only_one_of_two_versions_has_are_not_compared() -> None:
     assert not changed_settings({"rank": 4, "old": 1}, {"rank": 4, "new": 2, "targets": ("gate",)})
     then = {"targets": ["gate"], "resume": None, "output_dir": "a"}
     assert not changed_settings(then, {"targets": ("gate",), "resume": "auto"})
-    with pytest.raises(CheckpointError, match=r"--quant_type 'nf4', this run asks for 'fp4'"):
+    with pytest.raises(CheckpointError, match=r"--quant_type 'nf4', but this run has 'fp4'"):
         changed_settings({"quant_type": "nf4"}, {"quant_type": "fp4"})
 
 
@@ -598,7 +598,7 @@ def test_equal_data_have_one_identity_and_others_another() -> None:
     one = data_fingerprint(rows)
     assert one == data_fingerprint(Rows(rows)) == data_fingerprint(tuple(rows))
     check_same_data({"data": one}, {"data": one})
-    message = r"trained on data of 50 records \(sha256 \w{12}\), this run has "
+    message = r"trained on data of 50 records \(sha256 \w{12}\), but this run has "
     for other in (records(51), records(50, seed=1), rows[::-1], rows[:49], [{"text": "a"}] * 50):
         with pytest.raises(CheckpointError, match=message):
             check_same_data({"data": one}, {"data": data_fingerprint(other)})
@@ -629,7 +629,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_folder_untouched(stopped) -> 
     save_file(tensors, checkpoint / "state.safetensors")
     write_manifest(checkpoint)
     before = content_of(run)
-    with pytest.raises(CheckpointError, match=r"npt\.A\.exp_avg holds a non-finite value"):
+    with pytest.raises(CheckpointError, match=r"npt\.A\.exp_avg has a non-finite value"):
         stopped.run("run", resume="auto")
     assert content_of(run) == before
     assert (checkpoint / MANIFEST).is_file()

@@ -51,8 +51,8 @@ def test_non_finite_values_are_written_as_null_at_any_depth(folder) -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("run.json", "another run; continue it with --resume auto"),
-        ("checkpoints", "another run; continue it with --resume auto"),
+        ("run.json", "a run already; continue it with --resume auto"),
+        ("checkpoints", "a run already; continue it with --resume auto"),
         ("notes.txt", "other files; choose another folder"),
         (None, "is not a folder"),
     ],
@@ -103,8 +103,8 @@ def test_nothing_is_rotated_away_before_the_new_one_has_verified(folder, monkeyp
         filled()(path)
         (path / "weights").write_text("wEights")
 
-    sums = r"sha256 \w{12} of 7 bytes, the manifest says \{'bytes': 7, "
-    with pytest.raises(CheckpointError, match=f"step-00000002/weights: {sums}"):
+    sums = r"sha256 \w{12} of 7 bytes, but manifest\.json has \{'bytes': 7, "
+    with pytest.raises(CheckpointError, match=f"step-00000002/weights is damaged: {sums}"):
         folder.save_checkpoint(2, damaged, 1)
     assert [p.name for p in folder.checkpoints()] == ["step-00000001"]
     assert names(folder) == ["step-00000001", "step-00000002.broken"]

@@ -248,5 +248,5 @@ def test_the_program_ends_in_one_line_and_128_and_the_number(
         main(["pretrain", "--use_quantization", "--output_dir", str(tmp_path / "run")])
         == 128 + number
     )
-    assert capsys.readouterr().err == f"npt: error: stopped by signal {int(number)}\n"
+    assert capsys.readouterr().err == f"npt: stopped by signal {int(number)}\n"
     assert not (tmp_path / "run").exists()

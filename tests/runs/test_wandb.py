@@ -151,7 +151,7 @@ def test_wandb_is_alerted_when_a_run_gives_up(trained, tmp_path, offline) -> Non
         trained(tmp_path / "run", data, use_wandb=True, **quick)
     found = told(tmp_path / "run")
     ((title, text),) = found.alerts
-    assert title == "npt gave up: TooManyRefusalsError"
+    assert title == "npt failed: TooManyRefusalsError"
     assert "2 refusals in a row" in text
     assert "npt replay" in text
     assert found.exit == 3 and [one[1] for one in found.artifacts] == ["report"]

@@ -49,12 +49,12 @@ def test_a_kept_residual_learns_from_the_unquantised_base(here, llama_folder, pr
 def test_another_teacher_is_refused_on_resume_and_none_as_well(here, llama_folder) -> None:
     adapter = {"rank": 2, "residual": "keep", "layers": "all"}
     taught(here, "run", "fp32", llama_folder, adapter=adapter, max_steps=2).train()
-    hashes = r"--teacher \(its hash\) '[0-9a-f]{64}', this run asks for '[0-9a-f]{64}'"
+    hashes = r"--teacher \(its hash\) '[0-9a-f]{64}', but this run has '[0-9a-f]{64}'"
     with pytest.raises(CheckpointError, match=hashes):
         taught(here, "run", "bf16", llama_folder, adapter=adapter, max_steps=4, resume="auto")
     taught(here, "other", "fp32", llama_folder, max_steps=2).train()
     with pytest.raises(
-        CheckpointError, match=r"--teacher \(its hash\) '[0-9a-f]{64}', this run asks for None"
+        CheckpointError, match=r"--teacher \(its hash\) '[0-9a-f]{64}', but this run has None"
     ):
         here.trainer("other", max_steps=4, resume="auto")
 

@@ -509,7 +509,7 @@ def unreadable() -> Iterator[Any]:
 def test_a_folder_in_use_is_refused_before_the_data_is_read(build, tmp_path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match="another run"):
+    with pytest.raises(ConfigError, match="a run already"):
         build(unreadable())
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.json"]
 
@@ -688,7 +688,7 @@ def test_lost_records_are_reported_and_recorded(build) -> None:
 def test_a_stream_from_which_nothing_comes_says_what_became_of_it(build, smoke_test) -> None:
     data = [{"prompt": "a", "completion": ""}] * 3
     trainer = build(iter(data), streaming=True, smoke_test=smoke_test)
-    message = r"no sample to train on in 3 records \(3 skipped \(empty completion\)\)"
+    message = r"no sample to train on in 3 records: 3 skipped \(empty completion\);"
     with pytest.raises(DataError, match=message):
         trainer.train()
 

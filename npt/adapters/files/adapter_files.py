@@ -155,7 +155,7 @@ class StoredAdapter:
 
 
 Named = str | Path | StoredAdapter
-"""A folder, USER/NAME on the hub, or the result of `find_adapter`."""
+"""A folder, USER/NAME on the Hub, or the result of `find_adapter`."""
 
 
 def find_adapter(name: Named, revision: str | None = None) -> StoredAdapter:
@@ -183,11 +183,11 @@ def load_adapter(
         folder: as for `npt.from_pretrained`, or the result of `find_adapter`.
         base: `npt.base_identity(model)`, if known.
         check_base: False accepts any base with matching shapes.
-        revision: branch, tag or commit on the hub.
+        revision: branch, tag or commit on the Hub.
 
     Raises:
         AdapterFileError: a file is missing or damaged, or the adapter does not fit the base.
-        HubError: the hub cannot be reached or has no such repository.
+        HubError: the Hub cannot be reached or has no such repository.
         ModelError: the model has consolidated updates already.
     """
     stored = find_adapter(folder, revision)  # fails before base_identity reads the whole base
@@ -214,11 +214,11 @@ def from_pretrained(
 
     Args:
         adapter: a folder written by `npt.save_adapter`, a run folder (its best student, else its
-            last), a checkpoint, or USER/NAME on the hub.
+            last), a checkpoint, or USER/NAME on the Hub.
         base_name: name or path of the base, if not the one recorded with the adapter.
         device: as for `npt.load_base`.
         attn_implementation: as for `npt.load_base`.
-        revision: the adapter's branch, tag or commit on the hub.
+        revision: the adapter's branch, tag or commit on the Hub.
         check_base: False accepts any base with matching shapes.
 
     Returns:
@@ -281,7 +281,7 @@ def read_adapter(
     on_disk = read_tensors(path, wanted, AdapterFileError)
     tensors = {name: on_disk[PREFIX + name] for name in shapes}
     if (bad := non_finite(tensors)) is not None:
-        raise AdapterFileError(f"{path}: {bad} holds a non-finite value; load another checkpoint")
+        raise AdapterFileError(f"{path}: {bad} has a non-finite value; load another checkpoint")
     return config, tensors
 
 
@@ -323,12 +323,12 @@ def check_replaceable(folder: Path) -> None:
 
 def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
     path = folder / CONFIG_NAME
-    require_file(path, "pass a folder that npt.save_adapter wrote", AdapterFileError)
+    require_file(path, "pass a run folder or an adapter folder", AdapterFileError)
     record = read_json(path, AdapterFileError)
     settings = record.get("npt")
     if not isinstance(settings, dict):
         raise AdapterFileError(
-            f"{path} has no entry 'npt', so the folder holds no NPT adapter: pass one that"
+            f"{path} has no entry 'npt', so the folder has no NPT adapter: pass one that"
             " npt.save_adapter wrote"
         )
     settings = {name: value for name, value in settings.items() if name not in _RETIRED}

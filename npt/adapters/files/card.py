@@ -19,7 +19,7 @@ _FIGURES = {
 """Heading, format, factor and unit of each figure of `fidelity.json` that a card shows."""
 
 _LABELS = {
-    "floor": "floor: attention dropped",
+    "floor": "floor (attention removed)",
     "initial": "student before training",
     "student": "student",
     "teacher": "teacher",
@@ -64,7 +64,7 @@ import npt
 
 
 def _base_line(name: str) -> str:
-    """Return the `base_model` entry, or nothing for a folder, which is no name on the hub."""
+    """Return the `base_model` entry, or nothing for a folder, which is no name on the Hub."""
     return f"base_model: {name}\n" if is_hub_id(name) and not Path(name).exists() else ""
 
 
@@ -129,7 +129,7 @@ this folder: read them first.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder = "."  # this card's folder, or USER/NAME on the hub
+folder = "."  # this card's folder, or USER/NAME on the Hub
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer("Once upon a time", return_tensors="pt").to(model.device)

@@ -21,13 +21,13 @@ def is_hub_id(name: str) -> bool:
 
 
 def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None = None) -> Path:
-    """Return the local folder of an adapter; fetch it from the hub if `name` is not on disk.
+    """Return the local folder of an adapter; fetch it from the Hub if `name` is not on disk.
 
     Args:
         name: an adapter's folder, a run folder (its best adapter, else its last, else that of its
             last checkpoint), a checkpoint, or USER/NAME.
         files: names of the files to fetch; the first must exist.
-        revision: branch, tag or commit on the hub.
+        revision: branch, tag or commit on the Hub.
     """
     path = Path(name)
     if path.exists() or not is_hub_id(str(name)):
@@ -37,7 +37,7 @@ def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None 
     def fetch() -> str:
         return snapshot_download(str(name), revision=revision, allow_patterns=list(files))
 
-    failure = f"there is no folder {name}, and the hub returned no adapter of this name"
+    failure = f"there is no folder {name}, and the Hub returned no adapter of this name"
     return Path(on_hub(failure, fetch))
 
 

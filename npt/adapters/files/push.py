@@ -31,7 +31,7 @@ def push_to_hub(
     revision: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Upload a saved adapter to a repository on the hub; create the repository if it is missing.
+    """Upload a saved adapter to a repository on the Hub; create the repository if it is missing.
 
     Args:
         adapter: a folder written by `npt.save_adapter`, a run folder (its best student, else its
@@ -39,7 +39,7 @@ def push_to_hub(
         repo_id: USER/NAME.
         private: make a new repository private. An existing repository keeps its visibility.
         revision: an existing branch; default the main one.
-        token: access token for the hub; default the one that `hf auth login` stored.
+        token: access token for the Hub; default the one that `hf auth login` stored.
 
     Returns:
         The URL of the commit.
@@ -47,7 +47,7 @@ def push_to_hub(
     Raises:
         AdapterFileError: the folder holds no adapter, or a damaged or non-finite one.
         ConfigError: `repo_id` does not have the form USER/NAME.
-        HubError: the hub cannot be reached or refuses the upload.
+        HubError: the Hub cannot be reached or refuses the upload.
     """
     if not is_hub_id(repo_id):
         raise ConfigError(
@@ -79,7 +79,7 @@ def _copy(stored: StoredAdapter, folder: Path, repo_id: str) -> None:
     bad = non_finite(read_tensors(weights, headers, AdapterFileError))
     if bad is not None:
         raise AdapterFileError(
-            f"{weights}: {bad} holds a non-finite value; the adapter is not pushed"
+            f"{weights}: {bad} has a non-finite value; the adapter is not pushed"
         )
     base = str(stored.record[_BASE])
     text = card({**stored.record, _BASE: _public(base)})

@@ -90,8 +90,8 @@ def convert(file: GGUFFile, folder: Path) -> Conversion:
             _, size = write_shards(values, temporary)
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{file.path} cannot be converted to {folder}: {first_line(error)}; make room, or"
-            " choose another folder (for a temporary one: TMPDIR)"
+            f"{file.path} cannot be converted to {folder}: {first_line(error)}; free disk"
+            " space or choose another folder (TMPDIR sets the temporary one)"
         ) from error
     return Conversion(str(file.path), str(folder), file.quantization, name, size // 2, size)
 
@@ -125,8 +125,8 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, t
     extra = sorted(left.keys() - {ROPE_FACTORS})
     if extra:
         raise file.refusal(
-            f"has the tensor {extra[0]} ({len(extra)} such), which {type(model).__name__} does not"
-            " have; load a folder of the model instead"
+            f"has the tensor {extra[0]} ({len(extra)} in all), which {type(model).__name__} does"
+            " not have; load a folder of the model instead"
         )
     return weights
 
@@ -149,7 +149,7 @@ def _value(
     value = torch.from_numpy(unpacked.reshape(shape).copy()).to(dtype)
     if not torch.isfinite(value).all():
         raise file.refusal(
-            f"holds numbers in {stored.name} that are not finite in {dtype}; download it again or"
+            f"holds values in {stored.name} that are not finite in {dtype}; download it again or"
             " load another file"
         )
     if not heads:

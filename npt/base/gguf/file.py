@@ -35,13 +35,13 @@ class GGUFFile:
             self._reader = GGUFReader(path)
         except Exception as error:  # numpy and gguf raise many errors at the end of a file
             raise self.refusal(
-                f"is no GGUF file, or damaged, or newer than this version of gguf"
-                f" ({first_line(error)[:80]}); download it again"
+                f"is damaged, not a GGUF file, or too new for this gguf"
+                f" ({first_line(error)[:80]}); download it again or upgrade gguf"
             ) from error
         self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in self._reader.tensors}
         kind, parts = self.get("general.type", str, "model"), self.get("split.count", int, 1)
         if kind != "model" or not self.tensors or self._reader.byte_order != "I":
-            raise self.refusal("holds no model with weights for this machine; pass another file")
+            raise self.refusal("is not a little-endian model with weights; pass another file")
         if parts > 1:
             raise self.refusal(
                 f"is one of {parts} parts; join them with llama-gguf-split --merge and pass the"

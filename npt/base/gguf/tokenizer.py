@@ -98,7 +98,9 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
     except ModelError:
         raise
     except Exception as error:  # e.g. from Rust, if merges do not fit
-        raise file.refusal(f"has a damaged tokenizer: {first_line(error)}") from error
+        raise file.refusal(
+            f"has a damaged tokenizer ({first_line(error)}); download it again"
+        ) from error
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,

@@ -66,8 +66,8 @@ def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dic
     name = str(number if record.get("id") is None else record["id"])
     if column not in record:
         raise DataError(
-            f"record {name} has no {column!r} (it has: {', '.join(sorted(map(str, record)))}); set"
-            " --prompt_column"
+            f"record {name} has no column {column!r} (columns:"
+            f" {', '.join(sorted(map(str, record)))}); set --prompt_column"
         )
     prompt = record[column]
     if isinstance(prompt, list):

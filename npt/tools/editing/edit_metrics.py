@@ -202,7 +202,7 @@ def print_retention(retention: Retention, console: Console, text: str = "held-ou
         say(
             console,
             f"{stream}: log-probability of the fact {recall}, {r['in_context']:.3f} in context",
-            f"{stream}: {f['tokens']:,} {text} tokens: KL from the model before {f['kl']:.4f} ±"
-            f" {f['kl_se']:.4f} nats, perplexity ratio {f['perplexity_ratio']:.4f} ±"
+            f"{stream}: {f['tokens']:,} {text} tokens: KL {f['kl']:.4f} ± {f['kl_se']:.4f} nats"
+            f" from the model before, perplexity ratio {f['perplexity_ratio']:.4f} ±"
             f" {f['perplexity_ratio_se']:.4f}",
         )

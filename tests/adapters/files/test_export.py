@@ -262,7 +262,7 @@ class TestCommand:
         out = tmp_path / "out"
         assert self.run("--adapter", adapter, "--output", out) == 0
         message = capsys.readouterr().out
-        assert "4-bit base, " in message and "of weights (files: 1)" in message
+        assert "4-bit base" in message and "(files: 1)" in message
         assert {p.stat().st_mode & 0o077 for p in out.iterdir()} == {0o666 & 0o077 & ~self.umask()}
         (snippet,) = re.findall(
             r"```python\n(.*?)```", (out / "README.md").read_text(), flags=re.DOTALL

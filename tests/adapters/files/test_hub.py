@@ -167,7 +167,7 @@ class TestRefused:
         next(iter(tensors.values()))[0, 0] = float("nan")
         save_file(tensors, folder / WEIGHTS_NAME)
         with pytest.raises(
-            AdapterFileError, match="holds a non-finite value; the adapter is not pushed"
+            AdapterFileError, match="has a non-finite value; the adapter is not pushed"
         ):
             npt.push_to_hub(folder, "me/adapter")
         (folder / WEIGHTS_NAME).unlink()

@@ -199,7 +199,7 @@ class TestFolders:
 
     def test_a_folder_without_any_is_left_for_the_message(self, tmp_path):
         with pytest.raises(
-            AdapterFileError, match=rf"{re.escape(str(tmp_path))} holds no {CONFIG_NAME}"
+            AdapterFileError, match=rf"{re.escape(str(tmp_path))} has no {CONFIG_NAME}"
         ):
             npt.from_pretrained(tmp_path)
 

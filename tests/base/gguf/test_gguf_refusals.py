@@ -24,7 +24,7 @@ def refused(name, words: str, kind: type[Exception] = ModelError) -> None:
     ("how", "words"),
     [
         ({"metadata": {"general.architecture": "gemma3"}}, "architecture 'gemma3'; from GGUF"),
-        ({"metadata": {"general.type": "adapter"}}, "holds no model with weights"),
+        ({"metadata": {"general.type": "adapter"}}, "is not a little-endian model"),
         ({"metadata": {"split.count": 3}}, "is one of 3 parts; join them with llama-gguf-split"),
         ({"metadata": {"llama.expert_count": 8}}, "has expert_count 8; NPT supports only 0"),
         ({"metadata": {"llama.attention.sliding_window": 64}}, "llama.attention.sliding_window"),
@@ -46,8 +46,8 @@ def refused(name, words: str, kind: type[Exception] = ModelError) -> None:
         ({"tensors": {"rope_freqs.weight": np.arange(1.0, 9.0, dtype=np.float32)}}, "not Llama 3"),
         ({"tokenizer": False}, "tokenizer of the kind 'none'"),
         ({"metadata": {"tokenizer.ggml.model": "rwkv"}}, "tokenizer of the kind 'rwkv'"),
-        ({"metadata": {"tokenizer.ggml.merges": ["qq zz"]}}, "a damaged tokenizer: "),
-        ({"metadata": {"tokenizer.ggml.bos_token_id": 9999}}, "a damaged tokenizer: list index"),
+        ({"metadata": {"tokenizer.ggml.merges": ["qq zz"]}}, "a damaged tokenizer ("),
+        ({"metadata": {"tokenizer.ggml.bos_token_id": 9999}}, "a damaged tokenizer (list index"),
         ({"metadata": {"tokenizer.ggml.tokens": ["a"] * 5}}, "has duplicate tokens"),
         ({"pre": "poro-chat"}, "by the unknown pattern 'poro-chat'; NPT supports gpt-2"),
     ],
@@ -59,9 +59,9 @@ def test_a_file_that_cannot_be_a_base_is_refused(how, words, tmp_path) -> None:
 def test_a_file_of_another_kind_is_refused(tmp_path) -> None:
     for content in (b"PK\x03\x04 and more", b""):
         (tmp_path / "a.gguf").write_bytes(content)
-        refused(tmp_path / "a.gguf", "is no GGUF file, or damaged")
+        refused(tmp_path / "a.gguf", "is damaged, not a GGUF file")
     (tmp_path / "model.bin").write_bytes(b"PK")
-    refused(tmp_path / "model.bin", "holds no config.json: pass a folder")
+    refused(tmp_path / "model.bin", "has no config.json: pass a folder")
     refused(tmp_path / "absent.gguf", "there is no file")
 
 
@@ -69,7 +69,7 @@ def test_a_file_that_was_cut_anywhere_is_refused(tmp_path) -> None:
     whole = write_gguf(tmp_path / "a.gguf").read_bytes()
     for size in (4, 10, 30, 200, 5_000, 60_000, len(whole) // 2, len(whole) - 1000):
         (tmp_path / "b.gguf").write_bytes(whole[:size])
-        refused(tmp_path / "b.gguf", "is no GGUF file, or damaged")
+        refused(tmp_path / "b.gguf", "is damaged, not a GGUF file")
 
 
 def test_a_vocabulary_alone_is_refused(tmp_path) -> None:
@@ -80,7 +80,7 @@ def test_a_vocabulary_alone_is_refused(tmp_path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    refused(tmp_path / "a.gguf", "holds no model with weights")
+    refused(tmp_path / "a.gguf", "is not a little-endian model")
 
 
 def test_a_folder_with_two_files_names_both(tmp_path) -> None:
@@ -96,7 +96,7 @@ def test_numbers_that_are_not_finite_are_refused(bad, tmp_path) -> None:
     model = made_model()
     model.model.layers[1].mlp.up_proj.weight.data[2, 3] = bad
     file = write_gguf(tmp_path / "a.gguf", model, Type.F16)
-    refused(file, "holds numbers in blk.1.ffn_up.weight that are not finite in")
+    refused(file, "holds values in blk.1.ffn_up.weight that are not finite in")
 
 
 def test_no_room_is_one_line_and_nothing_is_left(tmp_path, monkeypatch) -> None:
@@ -106,8 +106,8 @@ def test_no_room_is_one_line_and_nothing_is_left(tmp_path, monkeypatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("npt.base.shards.save_file", full)
-    refused(file, "No space left on device; make room")
-    with pytest.raises(ModelError, match="No space left on device; make room"):
+    refused(file, "No space left on device; free disk space")
+    with pytest.raises(ModelError, match="No space left on device; free disk space"):
         npt.import_base(file, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
 
