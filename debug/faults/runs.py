@@ -81,7 +81,7 @@ def dtype_flipped(setting: Setting) -> tuple[str | None, str]:
     student, name = Student(setting), "model.layers.3.self_attn.k_proj"
     module_of(student, name).compute_dtype = torch.float16
     message = audit_message(student.model)
-    return message, f"{name} computes in float16 forward, float32 backward; load"
+    return message, f"{name} computes in float16 forward, float32 backward: load"
 
 
 def autocast(setting: Setting) -> Verdict:
