@@ -182,8 +182,8 @@ class TestAttach:
             (
                 lambda: GraniteForCausalLM(GraniteConfig(**SMALL)),
                 (
-                    "layer 0 is a GraniteDecoderLayer, which may combine its parts in"
-                    " another way; NPT supports only LlamaDecoderLayer, MistralDecoder"
+                    "layer 0 is a GraniteDecoderLayer, which may combine its parts"
+                    " differently; NPT supports only LlamaDecoderLayer, MistralDecoder"
                 ),
             ),
             (
