@@ -111,7 +111,7 @@ def test_the_script_says_which_runs_differ(monkeypatch, capsys) -> None:
 def test_the_page_counts_the_examples() -> None:
     page = (ROOT / "docs" / "results" / "robustness.md").read_text(encoding="utf-8")
     groups = Counter(example.group for example in EXAMPLES)
-    assert f" of {len(EXAMPLES)} small runs" in page
+    assert f" of {len(EXAMPLES)} runs" in page
     assert f"{groups['arguments']} sets of" in page
     assert f"{groups['optimizers']} optimizers" in page
     assert f"{groups['trainers']} models and trainers" in page

@@ -127,7 +127,13 @@ NORM, INPUT = f"{L}1.post_attention_layernorm", f"{L}2.input_layernorm"
 ATTENTION, ROTARY = f"{L}1.self_attn", "model.rotary_emb"
 # what is planted in which base, the operation where it parts, and what is said
 PLANTED: dict[str, tuple[str, Callable[[Any], None], str, str, str]] = {
-    "weight": ("sdpa", scaled(NORM, "weight", 1.01), NORM, "mul", "weight differs by 0.0092"),
+    "weight": (
+        "sdpa",
+        scaled(NORM, "weight", 1.01),
+        NORM,
+        "mul",
+        "weight has a relative difference of 0.0092",
+    ),
     "epsilon": ("sdpa", scaled(INPUT, "variance_epsilon", 1e3), INPUT, "add", ""),
     "rotary base": ("sdpa", scaled(ROTARY, "inv_freq", 1.01), ROTARY, "mul", ""),
     "4-bit statistic": ("sdpa", other_statistic, f"{L}1.mlp.down_proj", PACKED, "weight differs"),
@@ -256,7 +262,7 @@ def test_an_adapters_training_step(tmp_path: Path) -> None:
         model.model.layers[7].npt.A[1] += 0.01
     verdict = npt.trace(model, batch, run=run, against=other)
     assert verdict is not None and verdict.layer == 7
-    assert "model.layers.7.npt.A differs by" in verdict.explanation
+    assert "model.layers.7.npt.A has a relative" in verdict.explanation
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
