@@ -149,7 +149,7 @@ def test_an_error_leaves_the_window_as_it_was() -> None:
 
 def test_too_many_refusals_stop_with_the_state_before_them() -> None:
     guarded, plain = World(), World()
-    with pytest.raises(TooManyRefusalsError, match=r"^3 refusals in a row, the last of"):
+    with pytest.raises(TooManyRefusalsError, match=r"^3 refusals in a row, the last: "):
         guarded_run(guarded, [[Micro(1)], *[[Micro(2, fault="loss")]] * 5], max_refused=3)
     plain_run(plain, [[Micro(1)]], "sum")
     assert_same_state(guarded, plain)
