@@ -219,9 +219,10 @@ def yaml_content(path: str, where: str) -> Any:
     # PyYAML raises errors of Python's for impossible dates, huge numbers and deep nesting
     except (yaml.YAMLError, OSError, ValueError, OverflowError, RecursionError) as error:
         mark, problem = (getattr(error, key, None) for key in ("problem_mark", "problem"))
+        problem = problem or getattr(error, "strerror", None) or first_line(error)
         line = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         fault = "cannot be read" if isinstance(error, OSError) else "is not valid YAML"
-        raise ConfigError(f"{where} {fault}: {line}{problem or first_line(error)}") from error
+        raise ConfigError(f"{where} {fault}: {line}{problem}") from error
 
 
 class _StrictLoader(yaml.SafeLoader):
