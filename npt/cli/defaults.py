@@ -159,7 +159,7 @@ def with_data(flags: Mapping[str, Any], model_name: str) -> Chosen:
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add the flags that stand for several settings."""
     unset, names = argparse.SUPPRESS, ", ".join(presets())
-    text = f"YAML file or preset with settings ({names}); other flags take precedence"
+    text = f"YAML file of settings, or a preset: {names}; other flags take precedence"
     parser.add_argument("--config", metavar="FILE.yaml", default=unset, help=text)
     text = "same as --modulation additive"
     add_switch(parser, "safe_mode", text, unset)

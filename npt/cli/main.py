@@ -33,7 +33,7 @@ by adjusting each token's MLP. A guard keeps NaN and Inf out of its weights. To
 try it on a CPU, run `npt pretrain --config tiny`. See also `npt VERB --help`."""
 
 STATUSES = """\
-Exit status of all verbs: 0 done, 1 fault found (npt trace only), 2 wrong
+Exit status of every npt command: 0 done, 1 fault found (npt trace), 2 wrong
 arguments or data, 3 stopped after too many refusals, 4 smoke test failed,
 5 damaged adapter, checkpoint or post-mortem bundle, 6 another process failed,
 128+n after signal n."""

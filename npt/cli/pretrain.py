@@ -62,21 +62,20 @@ def pretrain(flags: dict[str, Any]) -> int:
     can also modulate the MLP (--targets). Training makes the converted model (the
     student) predict what the original (the teacher) predicts.
 
-    Use it to study how context affects a model: inspect an adapter's effect on a
+    Because all context passes through the adapters, you can inspect its effect on a
     token (npt generate --html), carry that effect over to another prompt (npt
-    transplant), or write it into the weights (npt consolidate). A micro-batch whose
-    loss or gradient is NaN or Inf is refused: it is skipped, changes nothing and is
-    logged.
+    transplant), or write it into the weights (npt consolidate).
 
-    Try the tiny model that comes with NPT, for a few minutes on a CPU. Then use
-    your own model and data:
+    First try the tiny model that comes with NPT; it takes a few minutes on a CPU.
+    Then use your own model and data:
 
         npt pretrain --config tiny
         npt pretrain --model_name MODEL --use_quantization --dataset_name FILE
 
     A run prints how close the student is to its teacher, and writes a folder with
-    the adapter and report.html. On N GPUs, run pretrain_npt_safe.py with the same
-    flags:
+    the adapter and report.html. A micro-batch whose loss or gradient is NaN or Inf
+    is refused: it is skipped, changes nothing and is logged. On N GPUs, run the
+    script pretrain_npt_safe.py, which takes the same flags:
 
         torchrun --standalone --nproc_per_node N pretrain_npt_safe.py --config tiny
     """

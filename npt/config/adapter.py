@@ -60,7 +60,7 @@ class NPTConfig(SettingsGroup):
 
     rank: int = _adapter(
         16,
-        "rank of every adapter; with --init calibrated, the mean of the ranks that it chooses",
+        "rank of every adapter; with --init calibrated the average rank, since layers may differ",
         flag="adapter_rank",
         bound=at_least(1),
     )
@@ -75,7 +75,7 @@ class NPTConfig(SettingsGroup):
     )
     modulation: str = _adapter(
         "both",
-        "add to gate, up and down, multiply them, or both; no effect on stream",
+        "change gate, up and down by adding, multiplying or both; stream is always added to",
         choices=MODULATIONS,
     )
     residual: str = _adapter(

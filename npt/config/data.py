@@ -26,7 +26,9 @@ class DataConfig(SettingsGroup):
     dataset_config: str | None = _data(None, "configuration of a dataset on the Hub")
     dataset_split: str = _data("train", "split to train on")
     text_column: str = _data("text", "column that holds the text")
-    prompt_column: str | None = _data(None, "column that holds the prompt: text or messages")
+    prompt_column: str | None = _data(
+        None, "column that holds the prompt, as text or as chat messages"
+    )
     completion_column: str | None = _data(
         None, "column that holds the completion (default for messages: the last answer)", need=_PAIR
     )

@@ -49,8 +49,9 @@ class TrainConfig(SettingsGroup):
     )
     loss: str = _objective(
         "nmse",
-        "hidden-state loss: nmse divides the squared error by the squared norm of the state,"
-        " nmse_update by the squared norm of the layer's change; direction ignores norms",
+        "hidden-state loss: nmse (squared error divided by the squared norm of the state),"
+        " nmse_update (divided by the squared norm of the layer's output minus its input), or"
+        " direction (ignores norms)",
         choices=LOSSES,
         need=_HIDDEN,
     )
@@ -77,11 +78,11 @@ class TrainConfig(SettingsGroup):
         0.0, "weight of a penalty on the size of the modulation", bound=at_least(0.0)
     )
     num_epochs: int = _optimiser(
-        1, "passes over the data; replaces the default of --max_steps", bound=_COUNT
+        1, "passes over the data; ignored if --max_steps is given", bound=_COUNT
     )
     max_steps: int | None = _optimiser(
         None,
-        "optimizer steps, over as many passes as needed; takes precedence over --num_epochs",
+        "optimizer steps, over as many passes as needed; with --num_epochs there is no default",
         bound=at_least(1, MAX_STEPS),
     )
     warmup_steps: int = _optimiser(0, "steps of linear warm-up", bound=at_least(0, MAX_STEPS))
