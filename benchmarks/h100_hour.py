@@ -103,7 +103,7 @@ class Hour:
         text = self.args.text
         if bench.small:
             text = str(bench.folder / "pages.txt")
-            pages = sorted(gpu_check.ROOT.glob("docs/**/*.md"))
+            pages = sorted(gpu_check.ROOT.glob("npt/guard/*.py"))
             write_text(Path(text), "\n\n".join(page.read_text("utf-8") for page in pages))
         self.text = read_text(
             text,

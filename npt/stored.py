@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from npt.errors import NPTError, kind_of
+from npt.errors import NPTError, kind_of, printable
 
 JSON_BYTES = 64 << 20
 """Size limit of JSON files. The record of a large model takes a few megabytes."""
@@ -158,9 +158,8 @@ def opened(path: Path, error: type[NPTError]) -> Iterator[Any]:
         with safe_open(path, framework="pt") as stored:
             yield stored
     except (SafetensorError, OSError) as problem:
-        raise error(
-            f"{path} is damaged or unreadable: {str(problem)[:200]}; {RESTORE}"
-        ) from problem
+        reason = printable(str(problem)[:200], one_line=True)  # it may quote the file
+        raise error(f"{path} is damaged or unreadable: {reason}; {RESTORE}") from problem
 
 
 def shown(value: Any) -> str:

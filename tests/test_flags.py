@@ -90,7 +90,7 @@ def test_dashes_negations_and_the_names_of_transformers_scripts_are_taken(
         ("--save-step 1", "there is no flag --save-step: did you mean --save_steps?"),
         ("--per_device_train_batch 1", "did you mean --per_device_train_batch_size?"),
         ("--zzz", "there is no flag --zzz (see npt pretrain --help)"),
-        ("--mixed_precision fp16", "no flag --mixed_precision: use --compute_dtype"),
+        ("--mixed_precision fp16", "no flag --mixed_precision: use --use_fp16"),
         ("--optimizer-type=adamw", "no flag --optimizer-type: the optimizer is always AdamW"),
         ("--stages local:1", "there is no flag --stages: a run has one --strategy"),
         ("--padding_side left", "rows are padded on the right"),
@@ -151,7 +151,7 @@ def test_yaml_gives_what_flags_would(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("batch_sise: 4\n", "there is no setting 'batch_sise': did you mean batch_size"),
-        ("fp16: true\n", "there is no setting 'fp16': use --compute_dtype"),
+        ("fp16: true\n", "there is no setting 'fp16': use --use_fp16"),
         ("batch_size: four\n", "batch_size is 'four'; expected int"),
         ("batch_size: 2.5\n", "batch_size is 2.5; expected int"),
         ("batch_size: .inf\n", "batch_size is inf; expected int"),
