@@ -18,7 +18,7 @@ from npt.train.loop import Loop
 ROOT = Path(npt.__file__).parent.parent
 SOURCES = (".py", ".j2", ".css", ".js")
 
-LINES, CHARACTERS = 29_450, 1_249_500
+LINES, CHARACTERS = 29_420, 1_243_500
 """Of the package without the demo; 30,000 and 1,250,000 are the aim."""
 
 TEST_LINES = 45_000
