@@ -62,8 +62,8 @@ def pretrain(flags: dict[str, Any]) -> int:
     can also modulate the MLP (--targets). Training makes the converted model (the
     student) predict what the original (the teacher) predicts.
 
-    Because all context passes through the adapters, you can inspect its effect on a
-    token (npt generate --html), carry that effect over to another prompt (npt
+    All context passes through the adapters, so you can inspect the effect of context
+    on a token (npt generate --html), carry it over to another prompt (npt
     transplant), or write it into the weights (npt consolidate).
 
     First try the tiny model that comes with NPT; it takes a few minutes on a CPU.
@@ -237,6 +237,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     unset = argparse.SUPPRESS
     text = "let --adapter be used with another base if the shapes match; prints a warning"
     add_switch(parser, "any_base", text, unset)
-    text = "start from a saved adapter, with its base, rank, layers and targets"
+    text = "start from a saved adapter and use its base, rank, layers and targets; PATH"
     add_adapter(parser, text, required=False, default=unset)
     add_run_settings(parser)

@@ -75,7 +75,7 @@ class NPTConfig(SettingsGroup):
     )
     modulation: str = _adapter(
         "both",
-        "change gate, up and down by adding, multiplying or both; stream is always added to",
+        "how to change the targets gate, up and down: add, multiply or both; for stream always add",
         choices=MODULATIONS,
     )
     residual: str = _adapter(

@@ -82,7 +82,7 @@ class TrainConfig(SettingsGroup):
     )
     max_steps: int | None = _optimiser(
         None,
-        "optimizer steps, over as many passes as needed; with --num_epochs there is no default",
+        "optimizer steps, over as many passes as needed; no limit if only --num_epochs is given",
         bound=at_least(1, MAX_STEPS),
     )
     warmup_steps: int = _optimiser(0, "steps of linear warm-up", bound=at_least(0, MAX_STEPS))
