@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 from npt.console import complain
 from npt.errors import NPTError, StoppedError, is_out_of_memory, printable
@@ -91,16 +90,22 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
     parser._positionals.title = argparse.SUPPRESS
-    how: Any = {"required": True, "metavar": "VERB", "prog": prog, "parser_class": OneLineParser}
-    verbs = parser.add_subparsers(**how)
+    verbs = parser.add_subparsers(
+        required=True, metavar="VERB", prog=prog, parser_class=OneLineParser
+    )
     for name in VERBS:
         called = _NAMED.get(name, name)
         module = import_module(f"npt.cli.{called}")
         run = getattr(module, called)
         text = inspect.getdoc(run) or ""
-        texts: Any = {"description": text, "help": text.partition("\n")[0].rstrip(".")}
-        texts |= {"epilog": STATUSES, "formatter_class": _GroupedHelp}
-        sub = verbs.add_parser(name, allow_abbrev=False, **texts)
+        sub = verbs.add_parser(
+            name,
+            allow_abbrev=False,
+            help=text.partition("\n")[0].rstrip("."),
+            description=text,
+            epilog=STATUSES,
+            formatter_class=_GroupedHelp,
+        )
         sub.set_defaults(verb=run)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name != "pretrain":

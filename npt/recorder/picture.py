@@ -140,22 +140,22 @@ def _page(records: Sequence[Record], picture: bytes) -> str:
     grown = sorted(grown, key=lambda pair: -pair[1].growth)[:10]
     total = sum(len(record.rows) for record in records)
     kind, finding = "good", f"All {total:,} recorded tensors are finite, and none exploded"
-    next = "If the loss still diverges, look for a layer that grows."
+    advice = "If the loss still diverges, look for a layer that grows."
     if bad:
         kind, (step, first) = "bad", bad[0]
         where = "" if first.layer is None else f" in layer {first.layer}"
         what = "gradient of " if first.direction == "gradient" else ""
         finding = f"First non-finite tensor: {what}{first.name}{where} at step {step}"
-        next = "Next: find the operation with npt replay POSTMORTEM or npt.trace(model, batch)."
+        advice = "Next: find the operation with npt replay POSTMORTEM or npt.trace(model, batch)."
     elif exploded:
         kind, finding = "warn", "Largest explosion of step {}: {}".format(*exploded[0])
-        next = "Next: lower the learning rate, and record the steps before this one."
+        advice = "Next: lower the learning rate, and record the steps before this one."
     return render(
         "recorder.html.j2",
         title=f"Tensor health, steps {records[0].step} to {records[-1].step}",
         sections={"layers": "Layers by step", "findings": "Findings", "picture": "Every tensor"},
         kind=kind,
-        lines=[finding, next],
+        lines=[finding, advice],
         total=total,
         bad=len(bad),
         listed=[
@@ -179,10 +179,11 @@ def _layers_by_step(records: Sequence[Record]) -> list[tuple[str, list[tuple[str
     non-finite tensors.
     """
     lines = short_names(dict.fromkeys(row.cell[0] for row in _drawn(records)))
+    places = {line: place for place, line in enumerate(lines)}
     sizes, bad = np.zeros((2, len(lines), len(records)))
     for column, record in enumerate(records):
         for row in _drawn([record]):
-            at = list(lines).index(row.cell[0]), column
+            at = places[row.cell[0]], column
             bad[at] += not row.finite
             if row.direction == "forward":
                 sizes[at] = np.fmax(sizes[at], row.rms or 0.0)

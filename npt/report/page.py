@@ -86,11 +86,6 @@ def status(record: RunRecord) -> tuple[str, str]:
 def _next(record: RunRecord) -> Markup:
     """Return what to do next, with a command."""
     kind, state = status(record)[0], record.end[0]
-    words, command = "to resume, repeat the command with", "--resume auto"
-    if state == "open":
-        words = "if it was killed, repeat the command with"
-    elif state == "unknown" or (state == "stopped" and not record.postmortems):
-        words, command = "for the last events, read", "events.jsonl"
     if state == "done" and kind == "good":
         words = "to compare student and teacher, run in this folder"
         command = "npt generate --adapter . --compare --prompt TEXT"
@@ -99,6 +94,11 @@ def _next(record: RunRecord) -> Markup:
     elif state == "stopped" and record.postmortems:
         words = "to find the cause, run in this folder"
         command = f"npt replay postmortem/{record.postmortems[-1][0].name}"
+    elif state in ("stopped", "unknown"):
+        words, command = "for the last events, read", "events.jsonl"
+    else:
+        why = "if it was killed" if state == "open" else "to resume"
+        words, command = f"{why}, repeat the command with", "--resume auto"
     return Markup("Next: {} <code>{}</code>").format(words, command)
 
 
