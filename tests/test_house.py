@@ -1,4 +1,6 @@
-"""The size of the house. It only shrinks: a change that needs more room takes something out."""
+"""What an import loads, how far a batch travels to its update, and how many verbs and settings there
+are. Nothing here counts lines: a ceiling on lines is paid with density.
+"""
 
 import ast
 import dataclasses
@@ -18,17 +20,11 @@ from npt.train.loop import Loop
 ROOT = Path(npt.__file__).parent.parent
 SOURCES = (".py", ".j2", ".css", ".js")
 
-LINES, CHARACTERS = 29_420, 1_243_500
-"""Of the package without the demo; 30,000 and 1,250,000 are the aim."""
+MODULES = {"import npt.guard": 24, "from npt import Trainer": 116}
+"""Modules of npt that a statement loads."""
 
-TEST_LINES = 45_000
-"""45,000 is the aim."""
-
-IMPORTED = {"import npt.guard": 3_400, "from npt import Trainer": 14_020}
-"""Lines of npt that a statement reads."""
-
-WAY = (25, 6_060, 11)
-"""Files, their lines, and the depth of calls on the way of a batch to its update."""
+WAY = (25, 11)
+"""Files on the way of a batch to its update, and the depth of calls."""
 AFTER_A_STEP = {"_account", "_evaluate_if_due", "say", "raise_together"}
 """Functions of the loop that are not on it: counting, logging."""
 
@@ -39,16 +35,6 @@ def files(folder: str) -> list[Path]:
     return [path for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
 
 
-def test_the_package_fits_its_ceiling() -> None:
-    texts = [path.read_text("utf-8") for path in files("npt") if "demo" not in path.parts]
-    assert sum(text.count("\n") for text in texts) <= LINES
-    assert sum(map(len, texts)) <= CHARACTERS
-
-
-def test_the_tests_fit_theirs() -> None:
-    assert sum(path.read_text("utf-8").count("\n") for path in files("tests")) <= TEST_LINES
-
-
 NOT_FOR_THE_GUARD = {"accelerate", "bitsandbytes", "datasets", "peft", "tokenizers", "transformers"}
 
 
@@ -56,17 +42,16 @@ def test_an_import_reads_no_more_than_it_needs() -> None:
     """In one process, since the guard's modules are among the Trainer's."""
     code = f"""import json, sys
 read = {{}}
-for statement in {list(IMPORTED)}:
+for statement in {list(MODULES)}:
     exec(statement)
-    names = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "npt"]
-    lines = sum(open(name, encoding="utf-8").read().count("\\n") for name in names if name)
-    read[statement] = lines, sorted({{n.split(".")[0] for n in sys.modules}})
+    packages = [name.split(".")[0] for name in sys.modules]
+    read[statement] = packages.count("npt"), sorted(set(packages))
 print(json.dumps(read))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert not ended.returncode, ended.stderr
     read = json.loads(ended.stdout)
-    for statement, most in IMPORTED.items():
+    for statement, most in MODULES.items():
         assert read[statement][0] <= most, statement
     assert not NOT_FOR_THE_GUARD & set(read["import npt.guard"][1])
 
@@ -114,8 +99,7 @@ def test_the_way_of_a_batch_is_short(tmp_path, monkeypatch) -> None:
     )
     source = DataConfig(dataset_name=str(data), max_length=64)
     npt.Trainer(model, tokenizer, None, config, data_config=source).train()
-    lines = sum(Path(file).read_text("utf-8").count("\n") for file in read)
-    for number, most in zip((len(read), lines, depth), WAY, strict=True):
+    for number, most in zip((len(read), depth), WAY, strict=True):
         assert number <= most, sorted(read)
 
 
