@@ -19,11 +19,11 @@ sys.path.insert(0, str(ROOT))
 
 import npt.diagnostics  # noqa: E402
 import npt.guard  # noqa: E402
-from npt.cli.defaults import SETTINGS, with_defaults  # noqa: E402
 from npt.cli.main import GROUPS as VERBS_BY_GROUP  # noqa: E402
 from npt.cli.main import STATUSES, VERBS, make_parser  # noqa: E402
 from npt.config import GROUPS, flag_of, kinds_of  # noqa: E402
 from npt.flags import ALIASES, RETIRED, shown_default  # noqa: E402
+from npt.train.resolve import EMBEDDED, SETTINGS, with_defaults  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 COMMAND = "python docs/generate.py"
@@ -216,11 +216,11 @@ def chosen_defaults() -> list[str]:
     }
     rows = []
     for case, given in cases.items():
-        chosen = with_defaults(given).flags
+        chosen, _ = with_defaults(given, EMBEDDED)
         flags = [
             f"`--{name} {value}`"
             for name, value in chosen.items()
-            if name not in ("model_name", "init")
+            if name not in ("model_name", "init", "dataset_name", "streaming")
         ]
         rows.append([case, " ".join(flags)])
     return [

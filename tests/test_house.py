@@ -1,5 +1,6 @@
-"""What an import loads, how far a batch travels to its update, and how many verbs and settings there
-are. Nothing here counts lines: a ceiling on lines is paid with density.
+"""What an import loads, the way of a batch to its update, and the number of verbs and settings.
+
+Nothing here counts lines: a ceiling on lines is paid with density.
 """
 
 import ast

@@ -35,18 +35,6 @@ def test_a_preset_is_settings_that_work_together_and_says_what_it_is(name):
     assert len(about(presets()[name])) > 80
 
 
-def test_the_seed_has_the_values_of_the_write_ups():
-    given = with_safe_mode(read_yaml("seed", CLASSES, {"safe_mode": bool}))
-    expected = {
-        "learning_rate": 5e-5,
-        "modulation": "additive",
-        "adapter_rank": 16,
-        "additive_scale": 0.1,
-        "init": "random",
-    }
-    assert {name: given[name] for name in expected} == expected
-
-
 def test_a_file_of_that_name_goes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert settings_file("tiny") == presets()["tiny"]

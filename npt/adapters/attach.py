@@ -190,6 +190,23 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
     record.config, record.random_start = config, False
 
 
+def add_multipliers(model: PreTrainedModel) -> None:
+    """Give every product of additive adapters its M, all 0. m is then exactly 1, so the student's
+    outputs keep their bits.
+    """
+    record = attached(model)
+    assert record.config.modulation == "additive"
+    record.config = replace(record.config, modulation="both")
+    with torch.inference_mode(False):
+        for _, layer in npt_layers(model):
+            adapter = layer.npt
+            adapter.config = replace(adapter.config, modulation="both")
+            # as a dict, so that torch sorts them as it does in `attach`
+            adapter.M.update(
+                {t: nn.Parameter(torch.zeros_like(adapter.B[t])) for t in adapter.config.multiplied}
+            )
+
+
 def at_random_start(model: PreTrainedModel) -> bool:
     """Return whether the adapters were neither calibrated nor loaded, trained or not."""
     return attached(model).random_start

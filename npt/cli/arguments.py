@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npt.config import INT_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.config import INITS, INT_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console, put
-from npt.errors import ConfigError
+from npt.errors import ConfigError, DataError
 from npt.files import to_json
-from npt.flags import add_settings, build
+from npt.flags import add_settings
+from npt.presets import presets
+from npt.train.resolve import AUTO, EMBEDDED, SETTINGS, Look, resolve_look, with_defaults
 
 _OF_TRAINING = {"num_samples", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"}
 """Settings of base and data that have no effect without training."""
@@ -76,6 +75,24 @@ def add_student(
     add_settings(parser, *classes, leave_out={*_OF_TRAINING, *leave_out})
 
 
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that stand for several settings."""
+    unset, names = argparse.SUPPRESS, ", ".join(presets())
+    text = f"YAML file of settings, or a preset: {names}; other flags take precedence"
+    parser.add_argument("--config", metavar="FILE.yaml", default=unset, help=text)
+    text = "same as --modulation additive"
+    add_switch(parser, "safe_mode", text, unset)
+
+
+def add_run_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the settings of a run; the help shows the defaults of a run without flags."""
+    defaults, _ = with_defaults({}, EMBEDDED)
+    add_settings(parser, *SETTINGS, defaults={**defaults, "init": AUTO})
+    init = parser._option_string_actions["--init"]
+    init.choices = (AUTO, *INITS)
+    init.help = f"auto: calibrated if possible, else random (the run says why); {init.help}"
+
+
 def check_partners(flags: Mapping[str, Any], partners: Mapping[str, str]) -> None:
     """Refuse flags without the partner that they need."""
     for name, partner in partners.items():
@@ -87,24 +104,20 @@ def check_partners(flags: Mapping[str, Any], partners: Mapping[str, str]) -> Non
             )
 
 
-def with_base(flags: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
-    """Return the flags with the adapter in place of its path, and the base, with settings from the
-    flags or else from the adapter.
-    """
-    if flags.get("adapter") is None:
-        return dict(flags), build(BaseConfig, flags)
-    from npt.adapters.files.adapter_files import find_adapter
+class Heldout(NamedTuple):
+    """The samples to measure on.
 
-    adapter = find_adapter(flags["adapter"])
-    recipe, recorded = adapter.recipe, dict[str, Any]()
-    name = adapter.record.get("base_model_name_or_path")
-    if isinstance(name, str) and name != "unknown":
-        recorded["model_name"] = name
-    if recipe is not None:
-        packed = recipe.flags["use_quantization"]
-        if flags.get("use_quantization", packed) == packed:
-            recorded |= recipe.flags
-    return {**flags, "adapter": adapter}, build(BaseConfig, {**recorded, **flags})
+    Attributes:
+        held_out: whether training leaves them out.
+        data: the name of the dataset.
+    """
+
+    samples: list[Any]
+    held_out: bool
+    data: str
+
+    def __str__(self) -> str:
+        return f"{'held-out' if self.held_out else 'TRAINING'} tokens of {self.data}"
 
 
 class Task(NamedTuple):
@@ -112,58 +125,59 @@ class Task(NamedTuple):
 
     Attributes:
         flags: the flags, with the adapter in place of its path.
+        look: the adapter's run, which gives the settings that no flag gives.
         console: for notes; standard error if standard output holds only results.
     """
 
     flags: dict[str, Any]
-    base: BaseConfig
-    data: DataConfig
+    look: Look
     console: Any
+
+    @property
+    def data(self) -> DataConfig:
+        return self.look.data
 
     def load(self) -> Student:
         """Load the base, and attach the adapter if there is one."""
-        adapter = self.flags["adapter"]
-        model, tokenizer = load(self.base, self.console, adapter=adapter)
+        adapter = self.look.stored
+        recipe = None if adapter is None else adapter.recipe
+        model, tokenizer = load(self.look.base, self.console, recipe=recipe)
         if adapter is None:
             return Student(model, tokenizer)
         any_base = self.flags["any_base"]
         return Student(model, tokenizer, *load_adapter(model, adapter, any_base, self.console))
 
-    def heldout_samples(self, model: Any, tokenizer: Any) -> tuple[list[Any], bool]:
-        """Return --eval_samples samples, and whether training holds them out."""
+    def heldout(self, model: Any, tokenizer: Any) -> Heldout:
+        """Return --eval_samples samples, by default as many as the adapter's run measured on."""
         from npt.data.chat import fix_date
         from npt.data.source import open_source, own_heldout
         from npt.evaluation.heldout import evaluation_samples
 
-        adapter = self.flags["adapter"]
-        date = None if adapter is None else _date_of_run(adapter.folder)
-        if date is not None:
-            fix_date(tokenizer, date)
-        count, vocabulary = self.flags["eval_samples"], model.config.vocab_size
+        if self.look.date is not None:
+            fix_date(tokenizer, self.look.date)
+        count = self.flags["eval_samples"] or self.look.training.eval_samples
         heldout = own_heldout(self.data)
         records = open_source(self.data) if heldout is None else heldout
-        return evaluation_samples(records, tokenizer, self.data, count, vocabulary, heldout)
-
-
-def _date_of_run(adapter: Path) -> str | None:
-    """Return the date that chat templates inserted in the adapter's run, or None: an evaluation on
-    another day must see the same tokens.
-    """
-    for folder in (adapter, *adapter.resolve().parents[:3]):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            date = json.loads((folder / "run.json").read_text(encoding="utf-8"))["date"]
-            return datetime.fromisoformat(date).isoformat()
-    return None
+        samples, held_out = evaluation_samples(
+            records, tokenizer, self.data, count, model.config.vocab_size, heldout
+        )
+        return Heldout(samples, held_out, self.data.dataset_name)
 
 
 def begin(flags: Mapping[str, Any], *, stderr: bool = False) -> Task:
-    """Find the adapter, and check the settings of base and data."""
+    """Find the adapter and its run, and check the settings of base and data."""
     from npt.data.source import check_source
 
-    flags, base = with_base(flags)
-    data = build(DataConfig, flags)
-    check_source(data)
-    return Task(flags, base, data, make_console(stderr=stderr or flags["json"]))
+    look = resolve_look(flags)
+    try:
+        check_source(look.data)
+    except DataError as error:
+        if "dataset_name" in flags or look.stored is None:
+            raise
+        raise DataError(f"{error} (the data of the run that trained {look.stored})") from error
+    console = make_console(stderr=stderr or flags["json"])
+    console.say(*look.notes)
+    return Task({**flags, "adapter": look.stored}, look, console)
 
 
 def check_run(
@@ -196,16 +210,16 @@ def load(
     console: Any,
     device: Any = None,
     *,
-    adapter: Any = None,
+    recipe: Any = None,
     layers_later: bool = False,
 ) -> tuple[Any, Any]:
-    """Load the base with `npt.load_base`, stored as the adapter records it, and print a line."""
+    """Load the base with `npt.load_base`, stored as the recipe says, and print a line."""
     import npt
     from npt.base.gguf.configuration import describe_origin
     from npt.base.precision import policy_dtype, quantization_of, set_matmul_precision
     from npt.base.recipe import STORED
 
-    recipe, storage = None if adapter is None else adapter.recipe, {}
+    storage = {}
     form = base.quantization, base.use_fp16
     if recipe is not None and (recipe.quantization, recipe.use_fp16) == form:
         storage = recipe.storage

@@ -37,7 +37,8 @@ def consolidate(flags: dict[str, Any]) -> int:
     make = partial(update_from, modulation, targets=targets, record=record)
     max_alpha, max_kl, batch_size = flags["alpha"], flags["max_kl"], flags["batch_size"]
     make(max_alpha)  # raise errors before measuring
-    samples, heldout = task.heldout_samples(model, tokenizer)
+    heldout = task.heldout(model, tokenizer)
+    samples = heldout.samples
     # one half chooses alpha, the other half measures it
     chosen_on, reported_on = samples[::2], samples[1::2]
     if not reported_on:
@@ -53,14 +54,20 @@ def consolidate(flags: dict[str, Any]) -> int:
         npt.consolidate(model, update)
         retention = baseline.against(model)
     if not flags["json"]:
-        print_retention(retention, task.console, "held-out" if heldout else "TRAINING")
+        print_retention(retention, task.console, str(heldout))
     npt.save_adapter(model, output, base=student.identity)
     updates = len(npt.consolidated(model))
     choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
     bounded = f" (lowered from {max_alpha:g} by --max_kl {max_kl:g})" if alpha < max_alpha else ""
     tell(
         flags,
-        {**choice, **retention, "heldout": heldout, "output": flags["output"]},
+        {
+            **choice,
+            **retention,
+            "heldout": heldout.held_out,
+            "data": heldout.data,
+            "output": flags["output"],
+        },
         f"token {modulation.token} ({tokenizer.decode([modulation.token_id])!r}), layers"
         f" {update.record['layers']}, {', '.join(targets)}, alpha {alpha:.3g}{bounded}; wrote"
         f" update {updates} to {flags['output']}",
@@ -79,6 +86,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "max_kl", text, 0.01, limit)
     text = "folder to write the adapter and its update to"
     add("--output", required=True, metavar="FOLDER", help=text)
-    add_number(parser, "eval_samples", "held-out samples to measure on", 64)
+    add_number(parser, "eval_samples", "held-out samples (default: as many as the run)")
     add_number(parser, "batch_size", "samples per batch", 8)
     add_student(parser, data=True)

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from npt.cli.arguments import (
+    add_config,
     add_number,
     add_switch,
     check_partners,
@@ -17,11 +18,14 @@ from npt.cli.arguments import (
     print_json,
     print_table,
 )
-from npt.cli.defaults import SETTINGS, add_config, with_config
-from npt.config import BaseConfig, DataConfig, flag_of
+from npt.config import DataConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
-from npt.flags import add_settings, build, with_safe_mode
+from npt.flags import add_settings
+from npt.train.resolve import SETTINGS, RunSettings, resolve
+
+_OWN_FLAGS = {"data", "max_records", "plan", "processes", "shape", "device", "measure", "json"}
+"""Flags that are not of a run."""
 
 
 def doctor(flags: dict[str, Any]) -> int:
@@ -35,33 +39,43 @@ def doctor(flags: dict[str, Any]) -> int:
     needing = {*names, "safe_mode", "shape", "device", "measure", "processes"} - {"model_name"}
     check_partners(flags, dict.fromkeys(sorted(needing), "plan"))
     check_partners(flags, {"processes": "shard_base"})
-    flags = with_config(flags, ignored=() if flags["shape"] is None else ("model_name",))
-    flags = with_safe_mode(flags)
+    if flags["shape"] is not None and "model_name" in flags:
+        shape, name = flags["shape"], flags["model_name"]
+        raise ConfigError(f"--shape {shape} replaces --model_name {name}: remove one")
+    run = _run(flags)
     from npt.doctor.data import print_report
 
     console = make_console(stderr=flags["json"])
-    reports = {} if flags["data"] is None else _examine(flags, console)
+    reports = {} if flags["data"] is None else _examine(run, flags, console)
     if not flags["json"]:
         for report in reports.values():
             print_report(report, console)
     figures = {name: report.as_dict() for name, report in reports.items()}
     sound = not any(report.problems for report in reports.values())
     if flags["plan"]:
-        figures["plan"] = _plan(flags, console)
+        figures["plan"] = _plan(run, flags, console)
         sound &= figures["plan"]["fits"]
     if flags["json"]:
         print_json(figures)
     return 0 if sound else 2
 
 
-def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
+def _run(flags: Mapping[str, Any]) -> RunSettings:
+    """Return the run that `npt pretrain` would make of the same flags; --data names its data."""
     name = flags["data"]
-    if name is not True:
-        if flags.get("dataset_name", name) != name:
-            other = flags["dataset_name"]
+    asked = {n: value for n, value in flags.items() if n not in _OWN_FLAGS}
+    if name not in (None, True):
+        if asked.get("dataset_name", name) != name:
+            other = asked["dataset_name"]
             raise ConfigError(f"--data {name} and --dataset_name {other} differ: remove one")
-        flags = {**flags, "dataset_name": name}
-    base, data = build(BaseConfig, flags), build(DataConfig, flags)
+        asked["dataset_name"] = name
+    elif name is True and "dataset_name" not in asked:
+        asked["dataset_name"] = DataConfig.dataset_name
+    return resolve(asked, shape=flags["shape"])
+
+
+def _examine(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
+    base, data = run.base, run.data
     from npt.adapters.fit import check_length
     from npt.base.load import load_tokenizer, read_config
     from npt.data.source import open_source
@@ -84,11 +98,11 @@ def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
     return reports
 
 
-def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
+def _plan(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
     """Predict a run's memory, with --measure run windows too, print the plan and return it."""
     from npt.doctor.plan import PHASES, available, shown
 
-    name, workload = _workload(flags)
+    name, workload = _workload(run, flags)
     training, shape, ranks = workload.training, workload.shape, list(workload.ranks.values())
     memory, limit, device = workload.plan(), available(workload.device), workload.device
     window = training.batch_size * training.gradient_accumulation_steps * workload.processes
@@ -102,7 +116,7 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
         "fits": limit is None or memory.peak <= limit,
     }
     if flags["measure"]:
-        plan["measured"] = _measured(flags, console, workload, limit)
+        plan["measured"] = _measured(run, flags, console, workload, limit)
     if flags["json"]:
         return plan
     shared = f", shared by {workload.processes} processes" if workload.processes > 1 else ""
@@ -110,7 +124,8 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
     console.say(
         f"{name}: L {shape.layers}, D {shape.hidden}, F {shape.ffn}, V {shape.vocab:,}, {stored},"
         f" on {device}{shared}",
-        f"rank {max(ranks)} on {len(ranks)} layers, {training.strategy};"
+        f"rank {max(ranks)} on {len(ranks)} layers, {','.join(run.adapter.targets)},"
+        f" {training.strategy};"
         f" {training.gradient_accumulation_steps} x {training.batch_size} samples of"
         f" {workload.length:,} tokens per step",
     )
@@ -137,7 +152,7 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
 
 
 def _measured(
-    flags: Mapping[str, Any], console: Any, workload: Any, limit: int | None
+    run: RunSettings, flags: Mapping[str, Any], console: Any, workload: Any, limit: int | None
 ) -> list[dict[str, Any]]:
     from npt.doctor.measure import measured_windows
 
@@ -147,14 +162,14 @@ def _measured(
         raise ConfigError("--measure needs a model, not a shape: replace --shape by --model_name")
     if workload.device.type == "cuda" and limit is None:
         raise ConfigError("--device cuda --measure needs a GPU, but none is here: use --device cpu")
-    base = build(BaseConfig, flags)
+    base = run.base
     model, _ = load(base, console, workload.device)
     teacher = load_teacher(base, console, workload.device)
     with console.status("measuring windows"):
         return list(measured_windows(workload, model, teacher, limit))
 
 
-def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
+def _workload(run: RunSettings, flags: Mapping[str, Any]) -> tuple[str, Any]:
     import torch
 
     from npt.adapters.fit import check_fit
@@ -163,20 +178,18 @@ def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
     from npt.doctor.shape import llama_config, shape_named
     from npt.train.setup import check_trainable
 
-    base, adapter, data, training = (build(cls, flags) for cls in SETTINGS)
+    base, length = run.base, run.data.max_length
     name = flags["shape"] or base.model_name
     if flags["shape"] is None:
         config = read_config(base.model_name)
-    elif "model_name" in flags:
-        raise ConfigError(f"--shape {name} replaces --model_name {base.model_name}: remove one")
     else:
-        config = llama_config(shape_named(name), data.max_length)
+        config = llama_config(shape_named(name), length)
         config.dtype = torch.bfloat16
-    check_fit(adapter, config, data.max_length)
-    check_trainable(adapter, None, base.teacher_precision is not None)
+    check_fit(run.adapter, config, length)
+    check_trainable(run.adapter, None, base.teacher_precision is not None)
     device = None if flags["device"] is None else torch.device(flags["device"])
-    length, processes = data.max_length, flags["processes"]
-    return name, Workload.of(base, config, adapter, training, length, device, processes)
+    processes = flags["processes"]
+    return name, Workload.of(base, config, run.adapter, run.training, length, device, processes)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,8 @@ from npt.cli.arguments import add_number, add_student, begin, check_partners, na
 def evaluate(flags: dict[str, Any]) -> int:
     """Measure how closely a student matches its teacher.
 
-    The floor is the same model without attention in the converted layers.
+    It measures on the held-out text of the adapter's run, unless --dataset_name names
+    another. The floor is the same model without attention in the converted layers.
     """
     task = begin(flags)
     import npt
@@ -20,18 +21,20 @@ def evaluate(flags: dict[str, Any]) -> int:
     check_partners(flags, {"max_new_tokens": "divergence_prompts"})
     student = task.load()
     model, tokenizer = student.model, student.tokenizer
-    samples, heldout = task.heldout_samples(model, tokenizer)
+    heldout = task.heldout(model, tokenizer)
     greedy = {key: flags[key] for key in ("divergence_prompts", "max_new_tokens") if flags[key]}
-    fidelity = npt.evaluate(model, tokenizer, samples, batch_size=flags["batch_size"], **greedy)
+    size = flags["batch_size"]
+    fidelity = npt.evaluate(model, tokenizer, heldout.samples, batch_size=size, **greedy)
     if flags["json"]:
-        print_json({**fidelity.as_dict(), "heldout": heldout, **student.other})
+        about = {"heldout": heldout.held_out, "data": heldout.data}
+        print_json({**fidelity.as_dict(), **about, **student.other})
     else:
-        print_fidelity(fidelity, task.console, "held-out" if heldout else "TRAINING")
+        print_fidelity(fidelity, task.console, str(heldout))
     return 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_number(parser, "eval_samples", "samples to evaluate on", 64)
+    add_number(parser, "eval_samples", "samples to evaluate on (default: as many as the run)")
     add_number(parser, "batch_size", "samples per batch", 8)
     text = "continue this many samples greedily and report where student and teacher diverge"
     add_number(parser, "divergence_prompts", text, 0, natural)

@@ -63,7 +63,7 @@ def generate(flags: dict[str, Any]) -> int:
         ending = "reached its end" if text.ended else "stopped at --max_new_tokens"
         notes.say(f"{mode}: {len(text.ids)} tokens, {speed:.1f} tokens/s, {ending}")
     if page is not None:
-        recipe = {"adapter": str(task.flags["adapter"]), "base": task.base.model_name}
+        recipe = {"adapter": str(task.flags["adapter"]), "base": task.look.base.model_name}
         _write_page(page, student, ids, figures, {**recipe, "tokens": f"{limit:,} at most"})
         notes.say(f"wrote {page}")
     return 0

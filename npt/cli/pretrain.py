@@ -3,55 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from npt.cli.arguments import (
     add_adapter,
+    add_config,
+    add_run_settings,
     add_switch,
-    check_partners,
     check_run,
     load,
     load_adapter,
     load_teacher,
-    with_base,
 )
-from npt.cli.defaults import (
-    SETTINGS,
-    add_config,
-    add_run_settings,
-    with_config,
-    with_data,
-    with_defaults,
-)
-from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
+from npt.config import BaseConfig
 from npt.console import make_console, silent_console
 from npt.errors import ConfigError
-from npt.flags import build, with_safe_mode
+from npt.train.resolve import RunSettings, resolve
 
 REFUSED_SHARE_WORTH_SAYING = 0.01
-
-
-class _Run(NamedTuple):
-    """The settings of a run.
-
-    Attributes:
-        start: the saved adapter that training starts from, if any.
-        any_base: whether that adapter may come from another base.
-        resumes: whether the run resumes a checkpoint.
-    """
-
-    base: BaseConfig
-    adapter: NPTConfig
-    data: DataConfig
-    training: TrainConfig
-    start: Any
-    any_base: bool
-    resumes: bool = False
 
 
 def pretrain(flags: dict[str, Any]) -> int:
@@ -79,70 +50,35 @@ def pretrain(flags: dict[str, Any]) -> int:
 
         torchrun --standalone --nproc_per_node N pretrain_npt_safe.py --config tiny
     """
-    tokens = flags.get("calibration_tokens")
-    flags, base = with_base(with_safe_mode(with_config(flags)))
-    any_base = flags.pop("any_base", False)
-    flags, data_notes = with_data(flags, base.model_name)
-    flags, notes = with_defaults(flags, _resumed_flags(flags), model_name=base.model_name)
-    data, training = build(DataConfig, flags), build(TrainConfig, flags)
-    start = flags.get("adapter")
-    adapter = build(NPTConfig, flags) if start is None else _form_of(start, flags)
-    if tokens is not None and (start is not None or adapter.init != "calibrated"):
-        raise ConfigError(
-            f"--calibration_tokens {tokens} has no effect without a closed-form start: remove it,"
-            " or use --init calibrated without --adapter"
-        )
-    check_partners({**flags, "any_base": any_base}, {"any_base": "adapter"})
+    run = resolve(flags)
     from npt.distributed.join import join_processes
 
-    run = _Run(base, adapter, data, training, start, any_base)
     processes = join_processes()
     try:
         with processes.member():
-            _check_placing(base, processes.size)
+            # before anything that only some processes would do
+            processes.agree({f"--{name}": value for name, value in _placing(run).items()})
+            _check_placing(run.base, processes.size)
             console = make_console() if processes.main else silent_console()
-            console.say(*data_notes, *notes)
+            console.say(*run.notes)
             # loading a large base takes minutes: check everything else first
-            processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
             resumes, ranks = processes.first(lambda: _check_folder(run))
             if resumes:
-                run = run._replace(adapter=replace(adapter, ranks=ranks), resumes=True)
-            check_run(base, run.adapter, data, training, starts=not resumes and start is None)
-            return _train(processes, console, run)
+                run = replace(run, adapter=replace(run.adapter, ranks=ranks))
+            check_run(*run.parts, starts=not resumes and run.start is None)
+            return _train(processes, console, run, resumes)
     finally:
         processes.close()
 
 
-def _resumed_flags(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings, by flag, of the run that `--resume` names, as far as they are readable;
-    whether it can be resumed is checked later.
+def _placing(run: RunSettings) -> dict[str, Any]:
+    """Return what all processes must agree on before any loads the base: a process that shards it,
+    or packs it, otherwise than the others would wait for them, or abort in a collective.
     """
-    resume, output = flags.get("resume"), flags.get("output_dir")
-    if resume is None:
-        return {}
-    folders = [Path(resume), Path(resume).parent.parent]
-    if resume == "auto" and output:
-        folders = [Path(output)]
-    for path in (*(folder / "run.json" for folder in folders), Path(resume) / "state.json"):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            settings = record.get("settings", {})
-            names = {f.name: flag_of(f) for cls in SETTINGS for f in fields(cls)}
-            return {names[name]: value for name, value in settings.items() if name in names}
-    return {}
-
-
-def _form_of(start: Any, flags: dict[str, Any]) -> NPTConfig:
-    """Return the form of a saved adapter; ConfigError for a flag that asks for another form."""
-    form = start.config
-    asked = build(NPTConfig, {flag_of(f): getattr(form, f.name) for f in fields(form)} | flags)
-    for f in fields(form):
-        was, wanted = getattr(form, f.name), getattr(asked, f.name)
-        if wanted != was:
-            raise ConfigError(
-                f"--{flag_of(f)} is {wanted}, but --adapter {start} has {was}: remove one of them"
-            )
-    return form
+    base = asdict(run.base)
+    del base["model_name"]  # a path on the process's machine
+    folder = {"resume": run.training.resume, "output_dir": run.training.output_dir}
+    return {**base, **folder}
 
 
 def _check_placing(base: BaseConfig, processes: int) -> None:
@@ -155,7 +91,7 @@ def _check_placing(base: BaseConfig, processes: int) -> None:
         )
 
 
-def _check_folder(run: _Run) -> tuple[bool, Any]:
+def _check_folder(run: RunSettings) -> tuple[bool, Any]:
     """Check the run folder. Return whether the run resumes a checkpoint, and that checkpoint's
     ranks, as JSON for the other processes.
     """
@@ -169,35 +105,34 @@ def _check_folder(run: _Run) -> tuple[bool, Any]:
     recorded = origin.checkpoint.record["settings"]
     # ranks that the closed-form start chose
     ranks = recorded.get("ranks") if adapter.spends_ranks else adapter.ranks
-    asked = {name: value for part in run[:4] for name, value in asdict(part).items()}
+    asked = {name: value for part in run.parts for name, value in asdict(part).items()}
     changed_settings(recorded, {**asked, "ranks": ranks})
     return True, ranks
 
 
-def _train(processes: Any, console: Any, run: _Run) -> int:
+def _train(processes: Any, console: Any, run: RunSettings, resumes: bool) -> int:
     import npt
-    from npt.adapters.attach import AttachReport
+    from npt.adapters.attach import AttachReport, add_multipliers
     from npt.evaluation.table import print_fidelity
     from npt.runs.signals import StopOnSignal
 
-    base, adapter, data, training, start, any_base, resumes = run
+    base, adapter, data, training = run.parts
     with StopOnSignal(at_once=True) as stop:  # loading and preparing can take minutes
         model, tokenizer = load(
-            base, console, processes.device, adapter=start, layers_later=base.shard_base
+            base, console, processes.device, recipe=run.recipe, layers_later=base.shard_base
         )
-        if base.share_embeddings:
-            console.say(
-                "--share_embeddings has no effect: teacher and student share the whole base"
-            )
         teacher = load_teacher(base, console, model.device)
         shard = partial(npt.shard_base, model, processes) if base.shard_base else None
-        if start is None or resumes:
+        if run.start is None or resumes:
             console.say(str(npt.attach(model, adapter, seed=training.seed)))
             if shard is not None:
                 shard()
         else:
-            load_adapter(model, start, any_base, console, shard)
-            console.say(f"training starts from {start}: {AttachReport.of(model)}")
+            load_adapter(model, run.start, run.any_base, console, shard)
+            if adapter.modulation != run.start.config.modulation:
+                add_multipliers(model)
+                console.say("added multipliers, which start at 1: the student is unchanged")
+            console.say(f"training starts from {run.start}: {AttachReport.of(model)}")
         if shard is not None:
             console.say(f"the base is sharded over {processes.size} processes")
         trainer = npt.Trainer(
@@ -206,7 +141,7 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
             None,
             training,
             data_config=data,
-            settings={**asdict(base), "adapter": None if start is None else str(start)},
+            settings={**asdict(base), "adapter": run.started_from},
             console=console,
             processes=processes,
             teacher=teacher,
@@ -215,7 +150,8 @@ def _train(processes: Any, console: Any, run: _Run) -> int:
         result = trainer.train()
     if result.fidelity is not None:
         console.print()
-        print_fidelity(result.fidelity, console, "held-out" if result.heldout else "TRAINING")
+        heldout = "held-out" if result.heldout else "TRAINING"
+        print_fidelity(result.fidelity, console, f"{heldout} tokens of {data.dataset_name}")
     console.say(
         f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s,"
         f" {result.refused} refusals; results are in {result.folder}"

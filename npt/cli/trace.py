@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import add_number, add_student, begin, check_partners, limit, tell
-from npt.config import STRATEGIES, TrainConfig
+from npt.config import STRATEGIES
 from npt.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def trace(flags: dict[str, Any]) -> int:
 
     student, step, traced = task.load(), None, "forward pass of the base"
     if flags["adapter"] is not None:
-        training = TrainConfig(strategy=flags["strategy"] or TrainConfig.strategy)
+        training = task.look.training
         traced = f"training step, {training.strategy}"
     # copied, since quantising on the other device would change a few 4-bit codes
     reference, written = against, False
@@ -78,7 +78,9 @@ def trace(flags: dict[str, Any]) -> int:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--strategy", choices=STRATEGIES, help="strategy of the training step (default: local)"
+        "--strategy",
+        choices=STRATEGIES,
+        help="strategy of the training step (default: that of the adapter's run)",
     )
     add_number(parser, "batches", "maximum number of batches to trace", 1)
     add_number(parser, "batch_size", "samples per batch", 4)

@@ -33,10 +33,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_parameters, is_sharded
+from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
 from npt.adapters.layer import within
 from npt.base.device import wait_for
-from npt.config import TrainConfig
+from npt.config import PRODUCTS, TrainConfig
 from npt.data.batch import Batch
 from npt.distill.local import BatchSums
 from npt.distill.strategies import Strategy
@@ -45,9 +45,15 @@ from npt.errors import ConfigError, NoMemoryError, first_line, is_out_of_memory
 from npt.guard.guard import Guard
 from npt.guard.spikes import SIGMAS
 from npt.guard.traces import Seeded
+from npt.guard.update import RATE_SCALE
 from npt.random_state import micro_batch_draws
 
 ADAM_BETAS = (0.9, 0.999)
+
+PRODUCT_RATE = 0.1
+"""Share of the learning rate at which M and B of gate, up and down train after a closed-form start.
+
+"""
 
 
 def student_guard(
@@ -68,7 +74,7 @@ def student_guard(
     parameters = adapter_parameters(model)
     check_unfrozen(parameters)
     optimizer = torch.optim.AdamW(
-        parameters.values(),
+        parameter_groups(model),
         lr=config.learning_rate,
         betas=ADAM_BETAS,
         weight_decay=config.weight_decay,
@@ -82,6 +88,18 @@ def student_guard(
         "draws": Seeded(config.seed),
     }
     return Guard(model, optimizer, rates=rates, **(defaults | settings))
+
+
+def parameter_groups(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: with a closed-form start, the products' M and B train at
+    PRODUCT_RATE times the rate of the others."""
+    config = attached_config(model)
+    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, parameter in adapter_parameters(model).items():
+        of_product = name.rpartition(".")[2] in PRODUCTS and config.init == "calibrated"
+        groups[of_product].append(parameter)
+    scales: dict[bool, dict[str, Any]] = {False: {}, True: {RATE_SCALE: PRODUCT_RATE}}
+    return [{"params": groups[key], **scales[key]} for key in groups if groups[key]]
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:

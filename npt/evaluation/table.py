@@ -19,7 +19,7 @@ _ROWS = ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
 
 
 def print_fidelity(
-    fidelity: Fidelity, console: Console | None = None, text: str = "held-out"
+    fidelity: Fidelity, console: Console | None = None, text: str = "held-out tokens"
 ) -> None:
     """Print everything that was measured; `text` describes the tokens evaluated on."""
     console = console if console is not None else Console()
@@ -29,7 +29,7 @@ def print_fidelity(
         "student": fidelity.student,
         "teacher": fidelity.teacher,
     }
-    title = f"Fidelity on {fidelity.teacher.tokens:,} {text} tokens"
+    title = f"Fidelity on {fidelity.teacher.tokens:,} {text}"
     measured = {name: f for name, f in models.items() if f is not None}
     console.print(_figures_table(f"{title} (± standard error)", measured))
     console.print(_layers_table(fidelity))

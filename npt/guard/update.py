@@ -28,6 +28,9 @@ from npt.random_state import random_state, set_random_state
 EXACT = 2**24
 """Integers below this are exact in fp32: token counts, data and state fingerprints."""
 
+RATE_SCALE = "rate_scale"
+"""Key of an optimizer's group that trains at this share of the guard's rates."""
+
 _TORCHS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
@@ -228,8 +231,9 @@ class GuardedUpdate:
 
     def _step(self, go: Tensor, rate: Tensor | None) -> None:
         if rate is not None:
+            shared = rate if self.late else float(rate)
             for group in self.optimizer.param_groups:
-                group["lr"] = rate if self.late else float(rate)
+                group["lr"] = shared * group[RATE_SCALE] if RATE_SCALE in group else shared
         if self.late:
             skip = torch.empty((), dtype=torch.float32, device=self.home)
             self.optimizer.found_inf = torch.logical_not(go, out=skip)  # type: ignore[attr-defined]

@@ -39,6 +39,9 @@ _SOURCES = ("dataset_name", "replay_dataset")
 
 _OF_ONE_START = ("resume", "output_dir")
 
+_RECORDED = {"adapter", "processes", "teacher", "teacher_attention", *_OF_ONE_START}
+"""Entries among a run's settings that need not be settings of every run."""
+
 
 @dataclass(frozen=True)
 class RunOrigin:
@@ -148,7 +151,21 @@ def _resumed(resume: str, to: Path | None) -> RunOrigin:
 def changed_settings(
     recorded: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, as (old, new); CheckpointError if one must not change."""
+    """Return the settings that differ, as (old, new).
+
+    Raises:
+        CheckpointError: one must not change, or a recorded one is unknown here: its default might
+            mean another model or other data.
+    """
+    unknown = [name for name in recorded if name not in now and name not in _RECORDED]
+    # what an unknown setting has switched off cannot be missed
+    unknown = [name for name in unknown if recorded[name] not in (None, False, "", [], {})]
+    if unknown:
+        listed = ", ".join(f"{shown(name)} {shown(recorded[name])}" for name in unknown[:5])
+        raise CheckpointError(
+            f"the checkpoint was trained with settings that this version does not know: {listed};"
+            " resume with the version of npt that wrote it, or start a new run"
+        )
     changed: dict[str, tuple[Any, Any]] = {}
     for name in sorted(set(recorded) & set(now) - set(_OF_ONE_START)):
         old, new = _listed(recorded[name]), _listed(now[name])

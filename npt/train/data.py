@@ -48,6 +48,7 @@ class Source:
 
     Attributes:
         share: probability that a sample comes from this source.
+        passed: the records were passed in Python, not named.
         records: empty until the source is opened.
         held_out: the source's own held-out records, if it has any.
     """
@@ -57,6 +58,12 @@ class Source:
     config: DataConfig
     records: Iterable[Record] = ()
     held_out: Iterable[Record] | None = None
+    passed: bool = False
+
+    @property
+    def dataset(self) -> str | None:
+        """The name of the dataset; None for records that were passed."""
+        return None if self.passed else self.config.dataset_name
 
 
 def sources_of(config: DataConfig) -> tuple[Source, ...]:
@@ -88,7 +95,7 @@ def open_sources(config: DataConfig, data: Iterable[Record] | None = None) -> li
     else:
         # a generator can be read only once
         kept = data if iter(data) is not data or config.streaming else list(data)
-        opened = [replace(first, records=kept)]
+        opened = [replace(first, records=kept, passed=True)]
     for other in others:
         records = open_source(other.config)
         columns = fitting_columns(other.config, records)

@@ -144,7 +144,10 @@ def run_record(
         "processes": setup.processes.size,
         "versions": versions(),
         "heldout": data.heldout,
-        "sources": [{"name": source.label, "share": source.share} for source in data.sources],
+        "sources": [
+            {"name": source.label, "dataset": source.dataset, "share": source.share}
+            for source in data.sources
+        ],
         "calibration": None if calibration is None else calibration.as_dict(),
     }
 

@@ -78,7 +78,7 @@ def test_a_fault_ends_1_with_its_verdict(broken_base, capsys) -> None:
 def test_an_adapters_training_step_is_traced(adapter, strategy, capsys) -> None:
     extra = "" if strategy is None else f"--strategy {strategy}"
     assert run(f"--use_quantization {extra} --adapter", adapter) == 0
-    words = f"no fault in 1 batch (training step, {strategy or 'local'})"
+    words = f"no fault in 1 batch (training step, {strategy or 'end_to_end'})"
     assert words in capsys.readouterr().out
 
 
@@ -149,4 +149,4 @@ def test_a_parting_ends_1(request, tmp_path, capsys) -> None:
 
 def test_an_adapters_training_step_is_compared(adapter, capsys) -> None:
     assert run("--use_quantization --against cpu --adapter", adapter) == 0
-    assert "(training step, local compared with cpu)" in capsys.readouterr().out
+    assert "(training step, end_to_end compared with cpu)" in capsys.readouterr().out

@@ -559,8 +559,11 @@ def test_windows_of_another_size_take_the_remaining_samples(stopped, changed, st
     )
 
 
-def test_settings_that_only_one_of_two_versions_has_are_not_compared() -> None:
-    assert not changed_settings({"rank": 4, "old": 1}, {"rank": 4, "new": 2, "targets": ("gate",)})
+def test_a_setting_of_one_version_only_is_refused_where_it_was_set() -> None:
+    now = {"rank": 4, "new": 2, "targets": ("gate",)}
+    assert not changed_settings({"rank": 4, "old": None}, now)
+    with pytest.raises(CheckpointError, match="settings that this version does not know: 'old' 1"):
+        changed_settings({"rank": 4, "old": 1}, now)
     then = {"targets": ["gate"], "resume": None, "output_dir": "a"}
     assert not changed_settings(then, {"targets": ("gate",), "resume": "auto"})
     with pytest.raises(CheckpointError, match=r"--quant_type 'nf4', but this run has 'fp4'"):

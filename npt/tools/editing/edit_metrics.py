@@ -194,7 +194,7 @@ def _final(model: PreTrainedModel, batch: Batch, stream: Mode) -> Tensor:
         return final_states(model, batch)
 
 
-def print_retention(retention: Retention, console: Console, text: str = "held-out") -> None:
+def print_retention(retention: Retention, console: Console, text: str = "held-out tokens") -> None:
     """Print recall and forgetting of each stream; `text` describes the tokens of the latter."""
     for stream, r in retention["recall"].items():
         f = retention["forgetting"][stream]
@@ -202,7 +202,7 @@ def print_retention(retention: Retention, console: Console, text: str = "held-ou
         say(
             console,
             f"{stream}: log-probability of the fact {recall}, {r['in_context']:.3f} in context",
-            f"{stream}: {f['tokens']:,} {text} tokens: KL {f['kl']:.4f} ± {f['kl_se']:.4f} nats"
+            f"{stream}: {f['tokens']:,} {text}: KL {f['kl']:.4f} ± {f['kl_se']:.4f} nats"
             f" from the model before, perplexity ratio {f['perplexity_ratio']:.4f} ±"
             f" {f['perplexity_ratio_se']:.4f}",
         )

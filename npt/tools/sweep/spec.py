@@ -32,9 +32,8 @@ from typing import Any
 
 from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.errors import ConfigError, kind_of
-from npt.flags import build, canonical, checked_settings, with_safe_mode, yaml_content
-
-CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
+from npt.flags import canonical, checked_settings, yaml_content
+from npt.train.resolve import SETTINGS, resolve
 
 _OF_FOLDER = (
     "output_dir", "run_name", "resume", "save_steps", "save_total_limit", "log_steps", "eval_steps",
@@ -49,7 +48,7 @@ LEFT_OUT = {
 
 _TOP = ("name", "settings", "seeds", "parts")
 _PART = ("note", "settings", "seeds", "arms", "grid", "random", "bisect")
-_FLAGS = [flag_of(f) for cls in CLASSES for f in fields(cls)]
+_FLAGS = [flag_of(f) for cls in SETTINGS for f in fields(cls)]
 _EXTRA = {"safe_mode": bool}
 
 NAME = 200  # longest name of a study, since it names a folder too
@@ -66,9 +65,8 @@ class TrialSettings:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any], seed: int) -> TrialSettings:
-        """Return the settings from values by flag name, or raise ConfigError."""
-        flags = with_safe_mode({**flags, "seed": seed})
-        return cls(*(build(kind, flags) for kind in CLASSES))
+        """Return the settings that `npt pretrain` would use, or raise ConfigError."""
+        return cls(*resolve({**flags, "seed": seed}, of_study=True).parts)
 
     def values(self) -> dict[str, Any]:
         """Return every setting by flag name, for JSON."""
@@ -254,7 +252,7 @@ def _mapping(where: str, value: Any, names: tuple[str, ...] = ()) -> dict[Any, A
 
 def _settings(where: str, value: Any) -> dict[str, Any]:
     """Return settings by flag name, checked for type and for use in a study."""
-    flags = checked_settings(where, _mapping(where, value), CLASSES, _EXTRA)
+    flags = checked_settings(where, _mapping(where, value), SETTINGS, _EXTRA)
     for name in flags:
         if name in LEFT_OUT:
             raise ConfigError(f"{where}: a study does not accept {name}: {LEFT_OUT[name]}")

@@ -68,8 +68,8 @@ def test_arms_are_bundles_that_the_grid_is_laid_over() -> None:
 
 
 def test_equal_settings_in_two_parts_are_one_trial_of_two_origins() -> None:
-    # 1e-3 is the default
-    found = design(a={"grid": {"learning_rate": [1e-3, 1e-2]}}, b={"arms": {"default": {}}})
+    # 5e-5 is the default of a closed-form start
+    found = design(a={"grid": {"learning_rate": [5e-5, 1e-2]}}, b={"arms": {"default": {}}})
     assert len(found.trials) == 2
     assert [(p.part, p.arm) for p in found.trials[0].origins] == [("a", ""), ("b", "default")]
 
@@ -189,7 +189,7 @@ def test_a_closed_form_start_without_the_stream_is_refused() -> None:
 
 def test_settings_have_their_defaults_and_none_of_a_folder() -> None:
     values = TrialSettings.of({**SHORT, "compute_dtype": "bf16"}, seed=3).values()
-    assert (values["adapter_rank"], values["compute_dtype"], values["seed"]) == (16, "bf16", 3)
+    assert (values["adapter_rank"], values["compute_dtype"], values["seed"]) == (48, "bf16", 3)
     assert not values.keys() & (LEFT_OUT.keys() - {"seed"})
 
 
