@@ -216,7 +216,7 @@ def chosen_defaults() -> list[str]:
     }
     rows = []
     for case, given in cases.items():
-        chosen, _ = with_defaults(given, EMBEDDED)
+        chosen, _ = with_defaults(given, given.get("model_name", EMBEDDED))
         flags = [
             f"`--{name} {value}`"
             for name, value in chosen.items()

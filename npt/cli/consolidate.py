@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import add_number, add_student, begin, limit, tell
-from npt.errors import DataError
+from npt.errors import ConfigError, DataError
+
+LEAST_GAIN = 0.1
+"""Nats by which an update must raise the fact's log-probability: less changes no answer."""
 
 
 def consolidate(flags: dict[str, Any]) -> int:
@@ -53,6 +56,13 @@ def consolidate(flags: dict[str, Any]) -> int:
         update = make(alpha)
         npt.consolidate(model, update)
         retention = baseline.against(model)
+    gain = retention["recall"]["student"]["gain"]
+    if not gain >= LEAST_GAIN:
+        raise ConfigError(
+            f"the update changes the student's log-probability of the fact by only {gain:+.3f} nats"
+            f" at alpha {alpha:.3g}, so nothing was written: raise --alpha or --max_kl, or use a"
+            " student that modulates gate, up or down more"
+        )
     if not flags["json"]:
         print_retention(retention, task.console, str(heldout))
     npt.save_adapter(model, output, base=student.identity)
