@@ -13,6 +13,7 @@ import pytest
 from process_work import loaded, looped, loops, records, trained
 from several import Ended, several, values
 
+from npt.cli.pretrain import pretrain
 from npt.distributed.processes import ProcessGroup
 from npt.runs.checkpoint import read_checkpoint
 
@@ -328,6 +329,30 @@ def test_processes_that_begin_otherwise_are_refused_before_any_folder(
         assert one.kind == "ConfigError" and one.status == 2 and one.seconds < 5
         words = f"process 1 has --{name} {own}, but process 0 has {both}".replace("None", "unset")
         assert words in str(one.error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def pretrained(processes: ProcessGroup, *flags: dict[str, Any]) -> int:
+    return pretrain({"max_steps": 1, **flags[processes.index]})
+
+
+@pytest.mark.parametrize(
+    ("name", "both", "own"),
+    [
+        ("shard_base", True, False),
+        ("use_quantization", False, True),
+        ("quant_type", "nf4", "fp4"),
+        ("teacher_precision", None, "bf16"),
+    ],
+)
+def test_a_base_that_would_be_loaded_otherwise_is_named_before_it_is_loaded(
+    tmp_path: Path, name: str, both: Any, own: Any
+) -> None:
+    shared = {"output_dir": str(tmp_path / "run"), "use_quantization": True}
+    ended = several(2, pretrained, {**shared, name: both}, {**shared, name: own}, timeout=10.0)
+    words = f"process 1 has --{name} {own}, but process 0 has {both}".replace("None", "unset")
+    for one in ended:
+        assert one.kind == "ConfigError" and one.status == 2 and words in str(one.error)
     assert list(tmp_path.iterdir()) == []
 
 
