@@ -60,5 +60,5 @@ def print_calibration(calibration: Calibration, console: Console) -> None:
     for heading in ("layer", "rank R", "attention lost", "KL cost, nats"):
         table.add_column(heading, justify="right")
     for index, layer in calibration.layers.items():
-        table.add_row(str(index), str(layer.rank), f"{layer.nmse:.2%}", f"{layer.kl:.5f}")
+        table.add_row(str(index), str(layer.rank), f"{layer.nmse:.2%}", f"{layer.kl:.2g}")
     console.print(table)

@@ -15,6 +15,7 @@ def collect(flags: dict[str, Any]) -> int:
     The file holds each prompt with the teacher's continuation, as training data.
     """
     from npt.data.source import OWN_HELDOUT, open_source
+    from npt.evaluation.formatting import FIGURES
     from npt.tools.collect.collect import collect as run
 
     task = begin(flags)
@@ -43,8 +44,8 @@ def collect(flags: dict[str, Any]) -> int:
         {**figures, **student.other},
         f"student and teacher disagree in {figures['disagreements']:,} of {figures['prompts']:,}"
         f" prompts; over {figures['tokens']:,} tokens top-1 {figures['top1']:.1%}, KL"
-        f" {figures['kl']:.4f} nats, acceptance {figures['acceptance']:.1%}; written to"
-        f" {figures['output']}",
+        f" {FIGURES['kl'].write(figures['kl'])} nats, acceptance {figures['acceptance']:.1%};"
+        f" written to {figures['output']}",
     )
     return result.exit_status
 

@@ -83,6 +83,7 @@ def _parting_line(figures: dict[str, Any]) -> str:
 def _write_page(
     page: Path, student: Student, ids: list[int], figures: dict[str, Any], recipe: dict[str, str]
 ) -> None:
+    from npt.evaluation.formatting import FIGURES
     from npt.evaluation.modulation_map import modulation_map
     from npt.files import write_text
     from npt.report.generated import page as generated_page
@@ -94,7 +95,7 @@ def _write_page(
         measured = modulation_map(student.model, [*ids, *text["ids"]])
         mean = float(measured.kl[start:].mean()) if text["ids"] else math.nan
         facts.append((f"tokens by the {mode}", f"{text['tokens']:,}"))
-        facts.append((f"KL on the {mode}'s text, nats", f"{mean:.4f}"))
+        facts.append((f"KL on the {mode}'s text, nats", FIGURES["kl"].write(mean)))
         passage = {**measured.as_dict(student.tokenizer), "start": start}
         passage |= {} if parts is None else {"parts": start + parts}
         passages.append((f"The {mode}'s text" if both else "", passage))

@@ -13,6 +13,7 @@ def transplant(flags: dict[str, Any]) -> int:
     task = begin(flags)
     import npt
     from npt.data.continuation import prompt_tokens
+    from npt.evaluation.formatting import FIGURES
 
     model, tokenizer, _, other = task.load()
     donor, receiver = (prompt_tokens(tokenizer, flags[f"text_{end}"]) for end in ("from", "to"))
@@ -40,11 +41,8 @@ def transplant(flags: dict[str, Any]) -> int:
     ]
     headings = ("donor", "receiver", "receiver, transplanted")
     print_table(task.console, headings, rows)
-    task.console.say(
-        f"KL, nats: receiver to transplanted {kl['receiver_to_transplanted']:.4f}, donor to"
-        f" transplanted {kl['donor_to_transplanted']:.4f}, donor to receiver"
-        f" {kl['donor_to_receiver']:.4f}"
-    )
+    pairs = [f"{pair.replace('_', ' ')} {FIGURES['kl'].write(nats)}" for pair, nats in kl.items()]
+    task.console.say(f"KL, nats: {', '.join(pairs)}")
     return 0
 
 

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 NO_ERROR = 1e-6
 """A smaller difference or error is rounding, such as the teacher's against itself."""
 
-MORE_DIGITS = 4
-"""Most digits to add so that a figure does not read as the teacher's own."""
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -38,16 +35,32 @@ class Figure:
         if not math.isfinite(value):
             return "not finite"
         scale, unit = (100.0, "%") if self.percent else (1.0, "")
-        digits, most, tail = self.digits, self.digits + MORE_DIGITS, ""
-        if self.ideal is not None and abs(value - self.ideal) >= NO_ERROR:
-            ideal = scale * self.ideal
-            while digits < most and f"{scale * value:.{digits}f}" == f"{ideal:.{digits}f}":
-                digits += 1
+        tail = ""
         if math.isfinite(error) and error >= NO_ERROR:
-            enough = (n for n in range(digits, most) if float(f"{scale * error:.{n}f}"))
-            digits = next(enough, digits)
+            digits = error_digits(scale * error, self.digits)
             tail = f" ± {scale * error:.{digits}f}"
-        return f"{scale * value:.{digits}f}{tail}{unit}".replace("-", "−")
+        else:
+            digits = self._digits_to_tell(value)
+        return f"{scale * value:z.{digits}f}{tail}{unit}".replace("-", "−")
+
+    def _digits_to_tell(self, value: float) -> int:
+        """Return the digits with which a value without an error does not read as the teacher's."""
+        if self.ideal is None or abs(value - self.ideal) < NO_ERROR:
+            return self.digits
+        scale = 100.0 if self.percent else 1.0
+        digits = self.digits
+        while f"{scale * value:.{digits}f}" == f"{scale * self.ideal:.{digits}f}":
+            digits += 1
+        return digits
+
+
+def error_digits(error: float, usual: int) -> int:
+    """Return how many digits after the point to write of a value and its error: the usual number,
+    but more if the error would read as 0, and fewer if it would have over two significant digits.
+    """
+    two_significant = 1 - int(f"{error:.1e}".partition("e")[2])
+    needed = next(n for n in range(usual, 400) if round(error, n))
+    return max(0, min(needed, two_significant))
 
 
 FIGURES: dict[str, Figure] = {

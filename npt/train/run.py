@@ -19,6 +19,7 @@ from npt.data.batch import Batch
 from npt.data.encoding import lost
 from npt.data.samples import Position
 from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError
+from npt.evaluation.formatting import FIGURES
 from npt.files import write_text
 from npt.guard.forensics import KEPT
 from npt.guard.guard import Guard
@@ -153,8 +154,9 @@ class Run:
         for name, figures in against.items():
             logged |= {f"eval/{name}_{key}": value for key, value in figures.items()}
         self.trackers.log(logged, step)
-        ratio = f"held-out perplexity ratio {aim.perplexity_ratio:.4f}"
-        self.setup.say(f"step {step}: {ratio}, KL {aim.kl:.4f}")
+        ratio = FIGURES["perplexity_ratio"].write(aim.perplexity_ratio, aim.perplexity_ratio_se)
+        kl = FIGURES["kl"].write(aim.kl, aim.kl_se)
+        self.setup.say(f"step {step}: held-out perplexity ratio {ratio}, KL {kl}")
         self._judge(step, fidelity)
         return fidelity
 

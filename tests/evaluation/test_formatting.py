@@ -26,7 +26,12 @@ def test_every_figure_that_a_file_has_is_written_in_one_way() -> None:
         ("top1", 0.99988, 8.7e-5, "99.99 ± 0.01%"),
         ("kl", 2e-5, math.nan, "0.00002"),
         ("perplexity_ratio", 1.00003, math.nan, "1.00003"),
-        ("perplexity", 38.86, 5.2331, "38.860 ± 5.233"),
+        ("perplexity", 38.86, 5.2331, "38.9 ± 5.2"),  # two significant digits of the error
+        ("perplexity", 94.739, 24.371, "95 ± 24"),
+        ("perplexity_ratio", 0.999998, 0.003774, "1.0000 ± 0.0038"),
+        ("kl", 0.0996, 0.0997, "0.10 ± 0.10"),
+        ("kl", -0.00001, 0.0003, "0.0000 ± 0.0003"),
+        ("kl", 2.13e-5, 1.2e-6, "0.000021 ± 0.000001"),
         ("perplexity", math.inf, math.nan, "not finite"),
         ("kl", math.nan, 0.1, "not finite"),
         ("kl", -0.0003, math.nan, "−0.0003"),

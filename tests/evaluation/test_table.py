@@ -47,8 +47,8 @@ def test_every_model_has_its_column_with_figures_and_errors() -> None:
     for column, seed in enumerate((3, 2, 1, 0), 1):
         for label, value in (
             ("perplexity", f"{seed + 2.5:.3f} ± 0.062"),
-            ("ratio", f"{seed + 1.5:.4f} ± 0.0625"),
-            ("KL, nats", f"{seed / 8:.4f} ± 0.0625"),
+            ("ratio", f"{seed + 1.5:.3f} ± 0.062"),
+            ("KL, nats", f"{seed / 8:.3f} ± 0.062"),
             ("top-1", f"{10 * seed:.1f} ± 6.2%"),
             ("acceptance", f"{10 * seed + 5:.1f} ± 6.2%"),
         ):
@@ -69,8 +69,8 @@ def test_attribution_and_positions_have_their_tables() -> None:
     headings = row(lines[start:], "unquantised to 4-bit")
     assert headings == ["unquantised to 4-bit", "4-bit to NPT", "unquantised to NPT"]
     figures = row(lines[start:], "KL, nats")
-    assert figures[1:] == ["0.5000 ± 0.0625", "0.6250 ± 0.0625", "0.7500 ± 0.0625"]
-    figures = ["5.5000 ± 0.0625", "0.5000 ± 0.0625", "40.0 ± 6.2%"]
+    assert figures[1:] == ["0.500 ± 0.062", "0.625 ± 0.062", "0.750 ± 0.062"]
+    figures = ["5.500 ± 0.062", "0.500 ± 0.062", "40.0 ± 6.2%"]
     assert row(lines, "64-127") == ["64-127", "12,345", *figures]
 
 

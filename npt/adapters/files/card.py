@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from npt.adapters.files.hub import is_hub_id
 from npt.base.recipe import Recipe
-
-_FIGURES = {
-    "perplexity": ("perplexity", ".3f", 1, ""),
-    "perplexity_ratio": ("ratio to teacher", ".4f", 1, ""),
-    "kl": ("KL, nats", ".4f", 1, ""),
-    "top1": ("top-1", ".1f", 100, "%"),
-    "acceptance": ("acceptance", ".1f", 100, "%"),
-}
-"""Heading, format, factor and unit of each figure of `fidelity.json` that a card shows."""
+from npt.evaluation.formatting import FIGURES
 
 _LABELS = {
     "floor": "floor (attention removed)",
@@ -78,11 +71,11 @@ def _table(headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 def _fidelity(fidelity: Mapping[str, Any]) -> str:
     """Return the section on fidelity, or nothing without figures."""
     rows = [
-        [label, *(_figure(figures, key) for key in _FIGURES)]
+        [label, *(_figure(figures, key) for key in FIGURES)]
         for name, label in _LABELS.items()
         if isinstance(figures := fidelity.get(name), Mapping)
     ]
-    headings = ["model", *(heading for heading, *_ in _FIGURES.values())]
+    headings = ["model", *(figure.short for figure in FIGURES.values())]
     text = "Measured on held-out text against the teacher, ± one standard error."
     table = _table(headings, rows)
     return f"\n## Fidelity to the teacher\n\n{text}\n\n{table}\n" if rows else ""
@@ -90,11 +83,9 @@ def _fidelity(fidelity: Mapping[str, Any]) -> str:
 
 def _figure(figures: Mapping[str, Any], key: str) -> str:
     value, error = figures.get(key), figures.get(f"{key}_se")
-    _, form, scale, unit = _FIGURES[key]
     if not isinstance(value, int | float):
         return "-"
-    tail = f" ± {scale * error:{form}}" if isinstance(error, int | float) else ""
-    return f"{scale * value:{form}}{tail}{unit}"
+    return FIGURES[key].write(value, error if isinstance(error, int | float) else math.nan)
 
 
 def export_card(settings: Mapping[str, Any], base: str) -> str:

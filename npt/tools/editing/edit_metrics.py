@@ -27,6 +27,7 @@ from npt.console import say
 from npt.data.batch import Batch, Sample, batches
 from npt.data.continuation import bare_tokens, opening_tokens
 from npt.errors import ConfigError, DataError, NumericalError
+from npt.evaluation.formatting import FIGURES
 from npt.evaluation.metrics import (
     Figures,
     compare_tokens,
@@ -198,11 +199,14 @@ def print_retention(retention: Retention, console: Console, text: str = "held-ou
     """Print recall and forgetting of each stream; `text` describes the tokens of the latter."""
     for stream, r in retention["recall"].items():
         f = retention["forgetting"][stream]
+        written = {
+            name: FIGURES[name].write(f[name], f[f"{name}_se"])
+            for name in ("kl", "perplexity_ratio")
+        }
         recall = f"{r['before']:.3f} nats before, {r['after']:.3f} after ({r['gain']:+.3f})"
         say(
             console,
             f"{stream}: log-probability of the fact {recall}, {r['in_context']:.3f} in context",
-            f"{stream}: {f['tokens']:,} {text}: KL {f['kl']:.4f} ± {f['kl_se']:.4f} nats"
-            f" from the model before, perplexity ratio {f['perplexity_ratio']:.4f} ±"
-            f" {f['perplexity_ratio_se']:.4f}",
+            f"{stream}: {f['tokens']:,} {text}: KL {written['kl']} nats from the model"
+            f" before, perplexity ratio {written['perplexity_ratio']}",
         )
