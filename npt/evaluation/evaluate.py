@@ -18,15 +18,16 @@ from npt.data.batch import Sample, batches
 from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
+from npt.evaluation.formatting import Change, nan_for_null
 from npt.evaluation.layers import LayerErrors
 from npt.evaluation.metrics import (
     Figures,
     Pair,
+    change_of,
     checked_batches,
     compare_pairs,
     figures,
     final_states,
-    nan_for_null,
     per_sample_sums,
     predicting,
 )
@@ -60,6 +61,8 @@ class Fidelity:
         attribution: figures by name in `COMPARISONS`, if an unquantised base was given.
         positions: the student's figures by position of the predicting token in its text, in octaves
             ("0-1", "2-3", "4-7", ...) that at least two samples reach.
+        change: what training changed.
+        samples: the sums of `aim` for each sample, [C, len(COLUMNS)]; only checkpoints keep them.
     """
 
     teacher: Figures
@@ -70,6 +73,8 @@ class Fidelity:
     divergence: Divergence | None = None
     attribution: dict[str, Figures] = field(default_factory=dict)
     positions: dict[str, Figures] = field(default_factory=dict)
+    change: Change | None = None
+    samples: list[list[float]] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def aim(self) -> Figures:
@@ -78,7 +83,8 @@ class Fidelity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of `fidelity.json`."""
-        values = {name: value for name, value in asdict(self).items() if value or name == "layers"}
+        values = asdict(replace(self, samples=[]))
+        values = {name: value for name, value in values.items() if value or name == "layers"}
         return {**values, "layers": {str(index): layer for index, layer in self.layers.items()}}
 
     @classmethod
@@ -99,16 +105,21 @@ class Fidelity:
             for kind in ("attribution", "positions")
         )
         layers = {int(index): nan_for_null(layer) for index, layer in values["layers"].items()}
+        change = values.get("change")
         return cls(
             **models,
             layers=layers,
             divergence=divergence,
             attribution=attribution,
             positions=positions,
+            change=Change(**nan_for_null(change)) if change else None,
+            samples=values.get("samples", []),
         )
 
-    def after(self, initial: Fidelity) -> Fidelity:
-        """Return these figures with those of `initial`, measured before training, added."""
+    def after(self, initial: Fidelity, judged_by: str = "kl") -> Fidelity:
+        """Return these figures with those of `initial`, measured before training, and the change of
+        the figure `judged_by` added.
+        """
         layers = {
             index: values
             | {
@@ -118,7 +129,10 @@ class Fidelity:
             }
             for index, values in self.layers.items()
         }
-        return replace(self, initial=initial.student, layers=layers)
+        # a resumed run may evaluate on other samples, and earlier versions kept no sums
+        samples = initial.samples, self.samples
+        change = change_of(judged_by, initial.aim, self.aim, *samples)
+        return replace(self, initial=initial.student, layers=layers, change=change)
 
 
 @dataclass(frozen=True)
@@ -257,6 +271,7 @@ def evaluate(
         teacher,
         floor,
         student,
+        samples=per_sample[comparisons.get("unquantized_to_npt", ("student", "teacher"))].tolist(),
         layers=layer_errors.figures(),
         divergence=divergence,
         attribution={name: measured[pair] for name, pair in comparisons.items()},

@@ -7,7 +7,9 @@ per cent.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 NO_ERROR = 1e-6
 """A smaller difference or error is rounding, such as the teacher's against itself."""
@@ -40,10 +42,10 @@ class Figure:
             digits = error_digits(scale * error, self.digits)
             tail = f" ± {scale * error:.{digits}f}"
         else:
-            digits = self._digits_to_tell(value)
+            digits = self.digits_to_tell(value)
         return f"{scale * value:z.{digits}f}{tail}{unit}".replace("-", "−")
 
-    def _digits_to_tell(self, value: float) -> int:
+    def digits_to_tell(self, value: float) -> int:
         """Return the digits with which a value without an error does not read as the teacher's."""
         if self.ideal is None or abs(value - self.ideal) < NO_ERROR:
             return self.digits
@@ -71,6 +73,82 @@ FIGURES: dict[str, Figure] = {
     "perplexity_ratio": Figure("perplexity over the teacher's", "ratio", 4, ideal=1.0),
 }
 """Figures by their key in files."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """How training changed a figure, measured before and after on the same tokens.
+
+    Attributes:
+        figure: `kl` or `perplexity`.
+        change: after minus before. Its error pairs the samples, so it is smaller than those of the
+            two figures, which mostly tell how the samples differ.
+    """
+
+    figure: str
+    before: float
+    before_se: float
+    after: float
+    after_se: float
+    change: float
+    change_se: float
+
+
+def nan_for_null(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with NaN in place of null."""
+    return {key: math.nan if value is None else value for key, value in values.items()}
+
+
+def unpaired(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Change:
+    """Return how a figure changed, with the error of two independent measurements."""
+    first, last = before[name], after[name]
+    errors = before[f"{name}_se"], after[f"{name}_se"]
+    return Change(name, first, errors[0], last, errors[1], last - first, math.hypot(*errors))
+
+
+NOISE = 2.0
+"""Standard errors that chance alone exceeds in one case of twenty."""
+
+Verdict = Literal["lower", "noise", "higher", "not finite"]
+
+
+def verdict(change: float, error: float) -> Verdict:
+    """Return what a change is: without a known error, lower or higher if it is not 0."""
+    if not math.isfinite(change):
+        return "not finite"
+    if change == 0 or abs(change) <= NOISE * error:
+        return "noise"
+    return "lower" if change < 0 else "higher"
+
+
+def change_line(change: Change, text: str) -> str:
+    """Return what training changed, in a sentence; `text` describes the text measured on."""
+    name, unit = f"the {text} perplexity", ""
+    if change.figure == "kl":
+        name, unit = f"the {text} KL to the teacher", " nats"
+    kind, figure = verdict(change.change, change.change_se), FIGURES[change.figure]
+    if kind == "not finite":
+        return f"After training, {name} is not finite."
+
+    def digits(value: float, error: float) -> int:
+        if 0 < error < math.inf:
+            return error_digits(max(error, NO_ERROR), figure.digits)
+        return figure.digits_to_tell(value)
+
+    shown = digits(change.change, change.change_se)
+    before = f"{change.before:.{max(shown, digits(change.before, change.before_se))}f}"
+    after = f"{change.after:.{max(shown, digits(change.after, change.after_se))}f}"
+    moved = f"{change.change:+z.{shown}f}".replace("-", "−")
+    if math.isfinite(change.change_se):
+        moved += f" ± {change.change_se:.{shown}f}"
+    moved = f"from {before} to {after}{unit} ({moved})"
+    if kind == "noise":
+        return f"Training did not change {name} beyond noise: {moved}."
+    share = ""
+    if change.before > 0:
+        ratio = change.after / change.before
+        share = f" {ratio:.3g}-fold" if ratio >= 2 else f" by {100 * abs(ratio - 1):.2g}%"
+    return f"Training {'lowered' if kind == 'lower' else 'raised'} {name}{share}, {moved}."
 
 
 COMPARISON_NAMES = {

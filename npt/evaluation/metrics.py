@@ -21,6 +21,7 @@ from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs
 from npt.errors import DataError
+from npt.evaluation.formatting import Change, nan_for_null, unpaired
 
 COLUMNS = ("teacher_nll", "nll", "kl", "top1", "acceptance", "tokens")
 
@@ -67,11 +68,6 @@ class Figures(Measured):
     top1_se: float
     acceptance: float
     acceptance_se: float
-
-
-def nan_for_null(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with NaN in place of null."""
-    return {key: math.nan if value is None else value for key, value in values.items()}
 
 
 def check_ids(batch: Batch, model: PreTrainedModel, data: str) -> None:
@@ -242,6 +238,33 @@ def figures(per_sample: Tensor) -> Figures:
         perplexity_ratio_se=_exp(excess) * excess_se,
         **means,
     )
+
+
+Samples = Sequence[Sequence[float | None]]
+"""Sums of each sample, [C, len(COLUMNS)], as a checkpoint holds them: null is NaN."""
+
+
+def change_of(
+    name: str, before: Figures, after: Figures, earlier: Samples, later: Samples
+) -> Change:
+    """Return how `kl` or `perplexity` changed. If the samples before and after are not the same, or
+    not known, the error is that of two independent measurements, which is too large.
+    """
+    changed = unpaired(name, before.as_dict(), after.as_dict())
+    sums, counts = _column(earlier, name)
+    later_sums, later_counts = _column(later, name)
+    if not len(counts) or not counts.equal(later_counts):
+        return changed
+    _, error = mean_and_error(later_sums - sums, counts)
+    return replace(changed, change_se=error * (changed.after if name == "perplexity" else 1.0))
+
+
+def _column(samples: Samples, name: str) -> tuple[Tensor, Tensor]:
+    """Return of each sample the sum that makes a figure, and the number of tokens: [C] in fp64."""
+    index = COLUMNS.index("nll" if name == "perplexity" else name)
+    sums = [math.nan if sample[index] is None else sample[index] for sample in samples]
+    counts = [sample[-1] for sample in samples]
+    return torch.tensor(sums, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64)
 
 
 def _exp(value: float) -> float:

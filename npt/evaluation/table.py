@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, NO_ERROR
+from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, NO_ERROR, change_line
 from npt.evaluation.greedy import Divergence
 from npt.evaluation.metrics import Figures
 
@@ -38,6 +38,8 @@ def print_fidelity(
     if fidelity.attribution:
         columns = {COMPARISON_NAMES[name]: f for name, f in fidelity.attribution.items()}
         console.print(_figures_table("Cost of quantisation and of conversion", columns))
+    if fidelity.change is not None:
+        console.print(Text(change_line(fidelity.change, text)))
     if fidelity.divergence is not None:
         console.print(Text(divergence_line(fidelity.divergence)))
 

@@ -26,6 +26,8 @@ MARKS = 240  # about the most marks of one kind, evenly chosen
 DOTS = 80  # a line of at most so many points has a dot for each
 LARGEST, SMALLEST = 1e100, 1e-100  # numbers beyond are drawn at the end of the scale
 
+FLAT = 0.02  # of the room around them: numbers this close are drawn as a flat line
+
 SOFT, LINE, SECOND, BAD = "#59636e", "#0a58a8", "#a35200", "#c5162a"
 
 _SETTINGS = Path(__file__).parent / "templates" / "charts.mplstyle"
@@ -82,7 +84,9 @@ def scale(axes: Axes, values: Sequence[float], log: bool | None = None) -> bool:
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.yaxis.set_major_formatter(lambda value, _: number(value))
+        around = 0.05 * max(abs(low), abs(high))
+        if high - low < FLAT * around:  # ticks between them would differ in the fifth digit
+            axes.set_ylim(low - around, high + around)
     return log
 
 
@@ -139,7 +143,10 @@ def _draw(
         height = np.full(len(marks), 0.03)
         axes.plot(marks, height, "^", color=BAD, label="refused", transform=across)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == int(value) else "")
+    ticks = axes.get_yticks()
+    digits = next((n for n in (4, 5) if len({number(y, n) for y in ticks}) == len(ticks)), 6)
+    axes.yaxis.set_major_formatter(lambda value, _: number(value, digits))
     axes.set_xlabel(x)
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=4)

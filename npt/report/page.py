@@ -11,10 +11,18 @@ from typing import Any
 
 from markupsafe import Markup
 
-from npt.evaluation.formatting import FIGURES
+from npt.evaluation.formatting import FIGURES, Verdict
 from npt.report.pages import render
 from npt.report.run import Event, RunRecord, step_of
-from npt.report.sections import fidelity, layers, layers_by_step, refusals, training
+from npt.report.sections import (
+    change,
+    fidelity,
+    layers,
+    layers_by_step,
+    modulation,
+    refusals,
+    training,
+)
 from npt.report.words import as_number, clean, figure, flat, number
 
 SECTIONS = {
@@ -33,18 +41,24 @@ def page(record: RunRecord, output: Path) -> str:
     """Return the HTML page about a run. Its links are relative to `output`, the page's path."""
     parts = {
         "fidelity": _part(record, "fidelity.json", fidelity),
-        "training": _part(record, "metrics.jsonl", training) or [],
+        "training": _part(record, "metrics.jsonl", training),
         "refusals": _part(record, "events.jsonl", refusals) or [],
         "layers": _part(record, "fidelity.json", layers),
         "causes": _part(record, "postmortem", _causes) or {},
         "worst_layers": _part(record, "metrics.jsonl", layers_by_step),
+        "modulation": _part(record, "metrics.jsonl", modulation),
         "events": _part(record, "events.jsonl", _events) or [],
         "configuration": _part(record, "run.json", _configuration) or [],
     }
+    kind, words = status(record)
+    known = "fidelity.json" not in record.notes
+    trained, line = (known and _part(record, "fidelity.json", change)) or (None, "")
+    if kind == "good" and trained is not None:
+        kind = {"lower": "good", "noise": "warn"}.get(trained, "bad")
     return render(
         "run.html.j2", title=f"{clean(record.name, 80)}: run report", sections=SECTIONS,
-        record=record, status=status(record), next=_next(record), facts=_facts(record),
-        output=output, notes=record.notes, **parts,
+        record=record, kind=kind, lines=[words, line], next=_next(record, trained),
+        facts=_facts(record), output=output, notes=record.notes, **parts,
     )  # fmt: skip
 
 
@@ -83,12 +97,11 @@ def status(record: RunRecord) -> tuple[str, str]:
     return "warn", "No start is recorded: events.jsonl is missing or incomplete"
 
 
-def _next(record: RunRecord) -> Markup:
-    """Return what to do next, with a command."""
+def _next(record: RunRecord, trained: Verdict | None) -> Markup:
+    """Return what to do next, with a command; `trained` tells what training changed."""
     kind, state = status(record)[0], record.end[0]
     if state == "done" and kind == "good":
-        words = "to compare student and teacher, run in this folder"
-        command = "npt generate --adapter . --compare --prompt TEXT"
+        words, command = _after_training(record, trained)
     elif state == "done":
         words, command = "train with a lower learning rate and", "--trace_steps 1-8"
     elif state == "stopped" and record.postmortems:
@@ -100,6 +113,30 @@ def _next(record: RunRecord) -> Markup:
         why = "if it was killed" if state == "open" else "to resume"
         words, command = f"{why}, repeat the command with", "--resume auto"
     return Markup("Next: {} <code>{}</code>").format(words, command)
+
+
+def _after_training(record: RunRecord, trained: Verdict | None) -> tuple[str, str]:
+    """Return what to do after a finished run, and the command or flag for it."""
+    if trained in ("lower", None):
+        words = "to compare student and teacher, run in this folder"
+        return words, "npt generate --adapter . --compare --prompt TEXT"
+    if trained == "noise" and record.settings.get("init") == "random":
+        words = "train longer, or at a higher rate, such as"
+        return words, _rate(record, 3.0)
+    if trained == "noise":
+        words = "train longer; if that changes nothing, the start is the best that this rank allows"
+        return f"{words} ({record.settings.get('rank')}), so raise", "--adapter_rank"
+    losses = record.first_and_last("loss")
+    if trained == "higher" and losses is not None and losses[1] < losses[0]:
+        words = "the loss on training text fell, but not that on held-out text: train on more text"
+        return f"{words} with", "--dataset_name"
+    words = "train at a lower rate, such as"
+    return words, _rate(record, 0.1)
+
+
+def _rate(record: RunRecord, factor: float) -> str:
+    rate = record.settings.get("learning_rate")
+    return f"--learning_rate {factor * rate:.3g}" if isinstance(rate, float) else "--learning_rate"
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
@@ -176,6 +213,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "refused": record.refused().total(),
         "refused_by_kind": dict(record.refused()),
         **{name: value if math.isfinite(value) else None for name, value in figures.items()},
+        "change": record.fidelity.get("change"),
         "checkpoints": [
             {"step": step_of(path), "folder": path.name} for path in record.checkpoints
         ],

@@ -19,7 +19,7 @@ from npt.errors import NPTError
 from npt.report.words import as_number
 from npt.stored import read_json
 
-LINE_BYTES = 1 << 20  # the longest line that is read; 1,000 layers need a tenth of it
+LINE_BYTES = 1 << 20  # the longest line that is read; 1,000 layers need a quarter of it
 
 _MADE = frozenset({"save", "evaluation", "resume", "signal", "stopped", "error"})
 """Events whose step is the last completed one; the step of others is the attempted one."""
@@ -28,7 +28,8 @@ _UNDONE = frozenset({"refusal", "diagnosis", "evaluation", "epoch", "save", "sav
 """Events that belong to a step, and are undone with it when the run resumes from before it."""
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{1,18}(\.[a-z]+(-[0-9]+)?)?")
-_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.nmse")
+_OF_LAYERS = ("nmse", "multiplier_change", "at_bounds", "code_norm", "shift_norm")
+_LAYER = re.compile(rf"layers\.(0|[1-9][0-9]{{0,3}})\.({'|'.join(_OF_LAYERS)})")
 _COLUMNS = re.compile(r"loss(_[a-z_]{1,30})?|grad_norm|lr|tokens|tokens_per_second")
 
 Event = dict[str, Any]
@@ -79,9 +80,10 @@ class RunRecord:
     def name(self) -> str:
         return str(self.settings.get("run_name") or self.folder.absolute().name)
 
-    @property
-    def layers(self) -> list[int]:
-        return sorted(int(match[1]) for key in self.columns if (match := _LAYER.fullmatch(key)))
+    def layers(self, *names: str) -> list[int]:
+        """Return the layers that have one of these columns, `layers.I.NAME`."""
+        matches = filter(None, map(_LAYER.fullmatch, self.columns))
+        return sorted({int(match[1]) for match in matches if match[2] in names})
 
     @property
     def step(self) -> int:
@@ -119,6 +121,11 @@ class RunRecord:
     def refused(self) -> Counter[str]:
         """Count refusals by kind."""
         return Counter(str(event.get("kind", "unknown")) for event in self.of("refusal"))
+
+    def first_and_last(self, key: str) -> tuple[float, float] | None:
+        """Return a column's first and last finite entries."""
+        finite = [value for value in self.columns.get(key, ()) if math.isfinite(value)]
+        return (finite[0], finite[-1]) if finite else None
 
     def last(self, key: str) -> tuple[int, float] | None:
         """Return step and value of a column's last finite entry."""

@@ -215,7 +215,7 @@ class Run:
             "samples_at_once": shrunk_to,
             "counted_from": self.data.counted_from,
             "data": self.data.identity,
-            "initial": self.initial.as_dict(),
+            "initial": {**self.initial.as_dict(), "samples": self.initial.samples},
         }
 
         def write(path: Path) -> None:

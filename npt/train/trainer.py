@@ -256,7 +256,7 @@ class Trainer:
             )
         else:
             with contextlib.suppress(StoppedError):  # the checkpoint is saved already
-                fidelity = self.evaluate().after(self.initial)
+                fidelity = self.evaluate().after(self.initial, setup.config.judged_by)
             number = setup.signal()
             if number is not None and setup.processes.size > 1:
                 fidelity = None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npt.evaluation.formatting import FIGURES
+from npt.evaluation.formatting import FIGURES, Change, change_line, verdict
 from npt.evaluation.metrics import Figures
 
 
@@ -49,3 +49,53 @@ def test_what_is_not_the_teachers_figure_never_reads_as_it(key, away) -> None:
     figure = FIGURES[key]
     value = figure.ideal + (-away if figure.percent else away)
     assert (figure.write(value) == figure.write(figure.ideal)) == (abs(value - figure.ideal) < 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kind", "line"),
+    [
+        (
+            ("kl", 0.00113, 4e-5, 0.00106, 4e-5, -7.1e-5, 6e-6), "lower",
+            "Training lowered the held-out KL to the teacher by 6.2%, from 0.00113 to 0.00106 nats"
+            " (−0.00007 ± 0.00001).",
+        ),
+        (
+            ("kl", 0.00113, 4e-5, 0.0467, 0.0017, 0.04557, 0.0017), "higher",
+            "Training raised the held-out KL to the teacher 41.3-fold, from 0.00113 to 0.0467 nats"
+            " (+0.0456 ± 0.0017).",
+        ),
+        (
+            ("kl", 2.1e-5, 1e-6, 2.0e-5, 1e-6, -1e-6, 8e-7), "noise",
+            "Training did not change the held-out KL to the teacher beyond noise: from 0.000021 to"
+            " 0.000020 nats (−0.000001 ± 0.000001).",
+        ),
+        (
+            ("perplexity", 10.95, 1.52, 9.5, 1.3, -1.45, 0.05), "lower",
+            "Training lowered the held-out perplexity by 13%, from 10.950 to 9.500"
+            " (−1.450 ± 0.050).",
+        ),
+        (
+            ("kl", 0.1, math.nan, 0.05, math.nan, -0.05, math.nan), "lower",
+            "Training lowered the held-out KL to the teacher by 50%, from 0.1000 to 0.0500 nats"
+            " (−0.0500).",
+        ),
+        (
+            ("kl", 0.1, 0.0, 0.1, 0.0, 0.0, 0.0), "noise",
+            "Training did not change the held-out KL to the teacher beyond noise: from 0.1000 to"
+            " 0.1000 nats (+0.0000 ± 0.0000).",
+        ),
+        (
+            ("kl", 0.1, 0.01, math.nan, math.nan, math.nan, math.nan), "not finite",
+            "After training, the held-out KL to the teacher is not finite.",
+        ),
+        (
+            ("kl", 0.0, 0.0, 300.0, 20.0, 300.0, 20.0), "higher",
+            "Training raised the held-out KL to the teacher, from 0.0000 to 300 nats"
+            " (+300 ± 20).",
+        ),
+    ],
+)  # fmt: skip
+def test_a_change_is_told_from_noise_and_written_with_its_error(numbers, kind, line) -> None:
+    change = Change(*numbers)
+    assert verdict(change.change, change.change_se) == kind
+    assert change_line(change, "held-out") == line

@@ -13,6 +13,7 @@ from npt.evaluation import metrics
 from npt.evaluation.metrics import (
     COLUMNS,
     Figures,
+    change_of,
     compare_pairs,
     compare_tokens,
     figures,
@@ -212,3 +213,19 @@ def test_a_perplexity_beyond_floating_point_is_infinite_and_one_of_nan_is_nan(
     table = TABLE.clone()
     table[:, COLUMNS.index("nll")] = nll
     assert figures(table).perplexity == pytest.approx(perplexity, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", ["kl", "perplexity"])
+def test_a_change_is_measured_by_pairs_of_samples(name) -> None:
+    index = COLUMNS.index("nll" if name == "perplexity" else name)
+    later = TABLE.clone()
+    later[:, index] += 0.01 * TABLE[:, -1]  # the same more for every token
+    before, after = figures(TABLE), figures(later)
+    found = change_of(name, before, after, TABLE.tolist(), later.tolist())
+    assert found.change == pytest.approx(getattr(after, name) - getattr(before, name))
+    assert found.change_se == pytest.approx(0, abs=1e-9) and found.before_se > 0.01
+    unpaired = math.hypot(found.before_se, found.after_se)
+    for earlier in ([], TABLE[:2].tolist(), (TABLE + 1).tolist()):  # unknown, or other samples
+        assert change_of(name, before, after, earlier, later.tolist()).change_se == unpaired
+    bad = [[None, None, None, 0.0, 0.0, tokens] for tokens in TABLE[:, -1].tolist()]
+    assert math.isnan(change_of(name, before, after, bad, later.tolist()).change_se)

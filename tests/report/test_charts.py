@@ -90,6 +90,25 @@ def test_a_scale_holds_its_numbers_and_has_a_few_ticks(values, log) -> None:
     assert 1 <= len([tick for tick in axes.get_yticks() if low <= tick <= high]) <= 12
 
 
+@pytest.mark.parametrize(
+    ("steps", "values"),
+    [
+        ([1], [0.002]),
+        ([1, 2], [0.0020170, 0.0020171]),
+        ([10, 20], [2e-5, 2.00001e-5]),
+        ([1, 2, 3], [3000.0, 3001.0, 3008.0]),
+        ([1, 2], [1.0, 1.0]),
+    ],
+)
+def test_no_two_ticks_have_the_same_label(steps, values) -> None:
+    figure = lines("one", "nats", [("one", steps, values)]).figure
+    figure.canvas.draw()
+    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+        labels = [label.get_text() for label in axis.get_ticklabels()]
+        shown = [label for label in labels if label]
+        assert shown and len(set(shown)) == len(shown) and max(map(len, shown)) <= 8
+
+
 ODD = [math.nan, 0.0, -0.0, 1e-300, 1e300, math.inf, math.nan, -1.7e308, -5.0, 2.0]
 """Figures as files may have them."""
 
@@ -106,7 +125,7 @@ def test_charts_are_sound_whatever_the_numbers(values, log) -> None:
 
 RUNS = {
     "finished": {},
-    "one step": {"metrics": [metrics(1)]},
+    "two steps": {"metrics": [metrics(1), metrics(2)]},
     "constant": {
         "metrics": [metrics(s, loss=1.0, grad_norm=0.0, lr=0.0) for s in range(1, 9)],
         "fidelity": fidelity(1.2),

@@ -80,6 +80,70 @@ def test_refusals_are_listed_with_their_reasons(tmp_path) -> None:
     assert reader.charts[0].endswith("; 2 refusals")
 
 
+def changed(after: float, error: float) -> dict[str, Any]:
+    """As a run writes it that began at a KL of 0.001."""
+    numbers = {"before": 0.001, "before_se": 1e-4, "after": after, "after_se": 1e-4}
+    return {"figure": "kl", **numbers, "change": after - 0.001, "change_se": error}
+
+
+@pytest.mark.parametrize(
+    ("change", "losses", "kind", "words"),
+    [
+        (
+            changed(0.0009, 1e-5), [0.5, 0.4], "good",
+            "Training lowered the held-out KL to the teacher by 10%, from 0.00100 to 0.00090 nats"
+            " (−0.00010 ± 0.00001).",
+        ),
+        (changed(0.0009, 1e-5), [0.5, 0.4], "good", "npt generate --adapter . --compare"),
+        (changed(0.0009, 9e-5), [0.5, 0.4], "warn", "did not change the held-out KL"),
+        (changed(0.0009, 9e-5), [0.5, 0.4], "warn", "this rank allows (16), so raise --adapter"),
+        (changed(0.002, 1e-4), [0.4, 0.5], "bad", "raised the held-out KL to the teacher 2-fold"),
+        (changed(0.002, 1e-4), [0.4, 0.5], "bad", "a lower rate, such as --learning_rate 0.001"),
+        (changed(0.002, 1e-4), [0.5, 0.4], "bad", "train on more text with --dataset_name"),
+        ({**changed(0.0, 0.0), "after": None, "change": None}, [0.5, 0.4], "bad", "the teacher is not finite."),
+        ({"figure": "x"}, [0.5, 0.4], "good", "fidelity.json: unexpected content"),
+        ([1], [0.5, 0.4], "good", "fidelity.json: unexpected content"),
+        (None, [0.5, 0.4], "good", "by 98%, from 1.1000 to 0.0200 nats"),  # earlier versions
+    ],
+)  # fmt: skip
+def test_training_is_credited_with_what_it_changed(tmp_path, change, losses, kind, words) -> None:
+    measured = {**fidelity(), "change": change}
+    logged = [metrics(step, loss=loss) for step, loss in enumerate(losses, start=1)]
+    reader = read(tmp_path / "run", fidelity=measured, metrics=logged)
+    assert words in reader.text
+    assert reader.of("div", class_="status")[0]["class"] == f"status {kind}"
+
+
+def test_what_the_start_had_closed_already_is_said(tmp_path) -> None:
+    assert "(8.3% before training): 0.0200 ± 0.0010 nats" in read(tmp_path / "run").sections[""]
+
+
+def test_a_single_logged_step_is_a_table_and_no_chart_of_one_dot(tmp_path) -> None:
+    reader = read(tmp_path / "run", metrics=[metrics(7)])
+    assert len(reader.charts) == 1  # of the layers
+    assert "Gradient norm before clipping70.3" in reader.sections["training"].replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("shares", "words", "alarms"),
+    [
+        ((0.0, 0.0), "none is saturated", 0),
+        ((0.2, 0.004), "no problem: at most 0.4% of the multipliers of layer 1", 0),
+        ((0.0, 0.04), "4% of the multipliers of layer 1 are at a bound", 0),
+        ((0.001, 0.16), "lower --learning_rate or raise --additive_scale", 1),
+    ],
+)
+def test_saturation_is_told_by_layer(tmp_path, shares, words, alarms) -> None:
+    logged = []
+    for step, share in enumerate(shares, start=1):
+        told = {"layers.0.at_bounds": 0.0, "layers.1.at_bounds": share, "layers.1.code_norm": step}
+        logged.append(metrics(step, **told))
+    reader = read(tmp_path / "run", metrics=logged)
+    assert words in reader.sections["layers"] and "1 → 2" in reader.sections["layers"]
+    assert len(reader.of("p", class_="alarm")) == alarms
+    assert "Modulation" not in read(tmp_path / "old", metrics=[metrics(1), metrics(2)]).text
+
+
 # --- what is missing
 # --------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def test_null_is_not_finite_and_a_missing_key_is_nothing(tmp_path) -> None:
     assert math.isinf(loss[0]) and math.isnan(loss[1]) and loss[2] == 0.5 and math.isnan(loss[3])
     assert [math.isinf(x) for x in record.columns["layers.7.nmse"]] == [False, False, True, False]
     assert math.isinf(record.columns["grad_norm"][0])
-    assert record.layers == [7] and record.last("loss") == (3, 0.5)
+    assert record.layers("nmse") == [7] and record.last("loss") == (3, 0.5)
 
 
 def test_columns_are_those_that_a_run_writes_in_the_order_of_the_file(tmp_path) -> None:
