@@ -60,9 +60,8 @@ def error_digits(error: float, usual: int) -> int:
     """Return how many digits after the point to write of a value and its error: the usual number,
     but more if the error would read as 0, and fewer if it would have over two significant digits.
     """
-    two_significant = 1 - int(f"{error:.1e}".partition("e")[2])
-    needed = next(n for n in range(usual, 400) if round(error, n))
-    return max(0, min(needed, two_significant))
+    first = -int(f"{error:.0e}".partition("e")[2])
+    return max(0, min(max(usual, first), first + 1))
 
 
 FIGURES: dict[str, Figure] = {
@@ -113,10 +112,10 @@ Verdict = Literal["lower", "noise", "higher", "not finite"]
 
 
 def verdict(change: float, error: float) -> Verdict:
-    """Return what a change is: without a known error, lower or higher if it is not 0."""
+    """Return what a change is: without a known error, lower or higher beyond rounding."""
     if not math.isfinite(change):
         return "not finite"
-    if change == 0 or abs(change) <= NOISE * error:
+    if abs(change) < NO_ERROR or abs(change) <= NOISE * error:
         return "noise"
     return "lower" if change < 0 else "higher"
 
@@ -131,9 +130,8 @@ def change_line(change: Change, text: str) -> str:
         return f"After training, {name} is not finite."
 
     def digits(value: float, error: float) -> int:
-        if 0 < error < math.inf:
-            return error_digits(max(error, NO_ERROR), figure.digits)
-        return figure.digits_to_tell(value)
+        known = NO_ERROR / 100 < error < math.inf
+        return error_digits(error, figure.digits) if known else figure.digits_to_tell(value)
 
     shown = digits(change.change, change.change_se)
     before = f"{change.before:.{max(shown, digits(change.before, change.before_se))}f}"
@@ -147,7 +145,9 @@ def change_line(change: Change, text: str) -> str:
     share = ""
     if change.before > 0:
         ratio = change.after / change.before
-        share = f" {ratio:.3g}-fold" if ratio >= 2 else f" by {100 * abs(ratio - 1):.2g}%"
+        share = f" by {100 * abs(ratio - 1):.2g}%"
+        if ratio >= 2:
+            share = f" {ratio:,.0f}-fold" if ratio >= 100 else f" {ratio:.3g}-fold"
     return f"Training {'lowered' if kind == 'lower' else 'raised'} {name}{share}, {moved}."
 
 

@@ -21,6 +21,14 @@ from npt.report.pages import render
 from npt.report.words import clean, number
 
 BAD = "#d01c2c"
+INK = "#707a85"  # legible on white and on a dark page, since the picture is transparent
+_SETTINGS: Any = {
+    "text.parse_math": False,
+    "font.size": 9,
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+}
 LISTED = 100  # the most non-finite tensors listed
 
 
@@ -60,7 +68,7 @@ def _png(records: Sequence[Record]) -> bytes:
     across, down = min(len(records), 2), math.ceil(len(records) / 2)
     size = 2 + across * (width + 0.2), 2 + len(directions) * down * (height + 0.5)
     # without the user's settings of matplotlib, and with `$` in a name as text
-    settings = matplotlib.rc_context({"text.parse_math": False, "font.size": 9})
+    settings = matplotlib.rc_context(_SETTINGS)
     with matplotlib.style.context("default"), settings, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=size, layout="constrained")
@@ -119,10 +127,10 @@ def _paint(
     if record.micro_batch:
         title += f", micro-batch {record.micro_batch}"
     if first is not None:
-        axes.plot(first[1], first[0], "s", markerfacecolor="none", color="black", markersize=7)
+        axes.plot(first[1], first[0], "s", markerfacecolor="none", color=INK, markersize=7)
         name = clean(f"{short_names(lines)[lines[first[0]]]} {columns[first[1]]}", 30)
         title += f"\n{int(np.nansum(bad))} not finite, first: {name}"
-    axes.set_title(title, color="black" if first is None else BAD)
+    axes.set_title(title, color=INK if first is None else BAD)
     return image
 
 
@@ -159,7 +167,7 @@ def _page(records: Sequence[Record], picture: bytes) -> str:
         total=total,
         bad=len(bad),
         listed=[
-            (step, row.direction, row.name, row.nan, row.pos_inf + row.neg_inf, row.count)
+            (step, row.name, row.nan, row.pos_inf + row.neg_inf, row.count, row.direction)
             for step, row in bad[:LISTED]
         ],
         steps=["layer", *(f"step {record.step}" for record in records)],
@@ -167,7 +175,7 @@ def _page(records: Sequence[Record], picture: bytes) -> str:
         exploded=len(exploded),
         factor=FACTOR,
         grown=[
-            (step, g.after.name, g.before.name, f"{g.after.rms:.3g}", f"× {g.growth:.3g}")
+            (step, f"× {g.growth:.3g}", f"{g.after.rms:.3g}", g.after.name, g.before.name)
             for step, g in grown
         ],
         image=Markup(f"data:image/png;base64,{base64.b64encode(picture).decode()}"),
@@ -187,7 +195,8 @@ def _layers_by_step(records: Sequence[Record]) -> list[tuple[str, list[tuple[str
             bad[at] += not row.finite
             if row.direction == "forward":
                 sizes[at] = np.fmax(sizes[at], row.rms or 0.0)
-    high = float(np.max(sizes, where=np.isfinite(sizes), initial=1e-45))
+    coloured = np.isfinite(sizes) & (bad == 0)
+    high = float(np.max(sizes, where=coloured, initial=1e-45))
 
     def cell(size: float, count: float) -> tuple[str, str]:
         return (

@@ -41,6 +41,9 @@ _GONE = Figure("share of the floor's KL closed", "way", 1, percent=True, ideal=1
 
 REFUSALS = 200  # the most refusals listed, the last ones
 
+FIRST = ("kl", "top1", "acceptance", "perplexity_ratio", "perplexity")
+"""Figures in the order of their weight: a phone shows two or three columns."""
+
 Table = tuple[list[str], list[list[str]]]
 """Headings, a star before each one of numbers, and rows."""
 
@@ -156,7 +159,8 @@ def _headline(
 
 def _table(head: str, models: Models, names: Mapping[str, str]) -> Table:
     """Return a table of all figures that any model has, with their standard errors."""
-    keys = dict.fromkeys(key for values in models.values() for key in values)
+    found = dict.fromkeys(key for values in models.values() for key in values)
+    keys = {key: None for key in FIRST if key in found} | found
     shown = [
         key
         for key in keys
@@ -205,7 +209,7 @@ def layers(record: RunRecord) -> dict[str, Any] | None:
 
 MODULATION = {
     "at_bounds": "*at a bound",
-    "multiplier_change": "*mean |m − 1|",
+    "multiplier_change": "*mean |m−1|",
     "code_norm": "*code norm",
     "shift_norm": "*shift norm",
 }

@@ -471,6 +471,18 @@ def test_the_record_reads_back_through_json(student, tokenizer) -> None:
     assert found.initial is not None and found.divergence is not None
 
 
+def test_the_change_pairs_the_samples_also_of_a_resumed_run(student, tokenizer) -> None:
+    found = evaluate(student, tokenizer, samples())
+    kept = {**found.as_dict(), "samples": found.samples}  # as a checkpoint keeps it
+    initial = Fidelity.from_dict(json.loads(to_json(kept)))
+    for judged_by in ("kl", "perplexity"):
+        change = found.after(initial, judged_by).change
+        assert change is not None and change.before_se > 0
+        assert (change.figure, change.change, change.change_se) == (judged_by, 0, 0)
+        unknown = found.after(Fidelity.from_dict(found.as_dict()), judged_by).change
+        assert unknown is not None and unknown.change_se > change.before_se
+
+
 def test_a_record_of_an_earlier_version_is_read() -> None:
     folder = Path(__file__).parents[1] / "assets" / "before" / "run"
     record = json.loads((folder / "fidelity.json").read_text(encoding="utf-8"))

@@ -23,12 +23,13 @@ def test_every_figure_that_a_file_has_is_written_in_one_way() -> None:
         ("top1", 0.952, 0.0031, "95.2 ± 0.3%"),
         ("acceptance", 1.0, 0.0, "100.0%"),
         ("acceptance", 1.0 - 1e-7, 1e-8, "100.0%"),  # rounding of fp32
-        ("top1", 0.99988, 8.7e-5, "99.99 ± 0.01%"),
+        ("top1", 0.99988, 8.7e-5, "99.988 ± 0.009%"),
         ("kl", 2e-5, math.nan, "0.00002"),
         ("perplexity_ratio", 1.00003, math.nan, "1.00003"),
         ("perplexity", 38.86, 5.2331, "38.9 ± 5.2"),  # two significant digits of the error
         ("perplexity", 94.739, 24.371, "95 ± 24"),
         ("perplexity_ratio", 0.999998, 0.003774, "1.0000 ± 0.0038"),
+        ("kl", 0.00128, 5.4e-5, "0.00128 ± 0.00005"),
         ("kl", 0.0996, 0.0997, "0.10 ± 0.10"),
         ("kl", -0.00001, 0.0003, "0.0000 ± 0.0003"),
         ("kl", 2.13e-5, 1.2e-6, "0.000021 ± 0.000001"),
@@ -56,8 +57,8 @@ def test_what_is_not_the_teachers_figure_never_reads_as_it(key, away) -> None:
     [
         (
             ("kl", 0.00113, 4e-5, 0.00106, 4e-5, -7.1e-5, 6e-6), "lower",
-            "Training lowered the held-out KL to the teacher by 6.2%, from 0.00113 to 0.00106 nats"
-            " (−0.00007 ± 0.00001).",
+            "Training lowered the held-out KL to the teacher by 6.2%, from 0.001130 to 0.001060"
+            " nats (−0.000071 ± 0.000006).",
         ),
         (
             ("kl", 0.00113, 4e-5, 0.0467, 0.0017, 0.04557, 0.0017), "higher",
@@ -66,8 +67,13 @@ def test_what_is_not_the_teachers_figure_never_reads_as_it(key, away) -> None:
         ),
         (
             ("kl", 2.1e-5, 1e-6, 2.0e-5, 1e-6, -1e-6, 8e-7), "noise",
-            "Training did not change the held-out KL to the teacher beyond noise: from 0.000021 to"
-            " 0.000020 nats (−0.000001 ± 0.000001).",
+            "Training did not change the held-out KL to the teacher beyond noise: from 0.0000210 to"
+            " 0.0000200 nats (−0.0000010 ± 0.0000008).",
+        ),
+        (
+            ("kl", 2.1e-5, 1e-6, 2.05e-5, 1e-6, -5e-7, 1e-7), "noise",  # of rounding
+            "Training did not change the held-out KL to the teacher beyond noise: from 0.0000210 to"
+            " 0.0000205 nats (−0.0000005 ± 0.0000001).",
         ),
         (
             ("perplexity", 10.95, 1.52, 9.5, 1.3, -1.45, 0.05), "lower",

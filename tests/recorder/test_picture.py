@@ -92,6 +92,8 @@ def test_what_is_not_finite_is_red_and_named_and_growth_is_ranked(tmp_path) -> N
     assert grown.index("model.layers.0.mlp out") < grown.index("model.layers.0 in")
     assert "× 4e+03" in grown
     assert "bad</td>" not in page and red(clean) == 0
+    with Image.open(tmp_path / "health.png") as shown:
+        assert shown.getpixel((0, 0))[3] == 0  # so that it lies on a dark page as on a light one
     assert 400 < clean.shape[0] < 4000 and 400 < clean.shape[1] < 4000
     bad, page = drawn([record(1), record(7, nan=4)], tmp_path)
     assert red(bad) > 1000
@@ -100,7 +102,7 @@ def test_what_is_not_finite_is_red_and_named_and_growth_is_ranked(tmp_path) -> N
     assert "First non-finite tensor: model.layers.1.mlp out in layer 1 at step 7" in page
     assert page.count(" bad<") == 2  # of the layers 1 and 2, at step 7
     listed = page[page.index("non-finite tensors</caption>") :]
-    assert listed.index("<td>7</td>") < listed.index("model.layers.1.mlp out")
+    assert listed.index('<td class="n">7</td>') < listed.index("model.layers.1.mlp out")
     assert listed.index("model.layers.1.mlp out") < listed.index("model.layers.2.mlp out")
 
 

@@ -17,6 +17,10 @@ HOSTILE = (
     '</script><script>document.title = "taken"</script><img src=x onerror="document.title ='
     " 'taken'\">"
 )
+ON_SCREEN = """[...document.querySelectorAll('SELECTOR')].every((cell) => {
+    const box = cell.getBoundingClientRect()
+    return box.left >= 0 && box.right <= innerWidth
+})"""
 FITS = "document.documentElement.scrollWidth"
 
 pytestmark = pytest.mark.slow
@@ -54,6 +58,8 @@ def test_the_page_fits_and_the_browser_has_nothing_to_say(browser, report, width
     sizes = browser.evaluate("[...document.images].map((x) => [x.naturalWidth, x.width])")
     assert len(sizes) >= 6 and {natural for natural, _ in sizes} == {400}
     assert min(shown for _, shown in sizes) > (550 if width == 1280 else 11 / 12 * 400)
+    # the KL is the first figure of the first table
+    assert browser.evaluate(ON_SCREEN.replace("SELECTOR", "table:first-of-type .n:nth-child(2)"))
     ink, paper = browser.evaluate(
         "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
     )
@@ -86,6 +92,8 @@ def test_the_page_about_a_text_fits_and_is_shown_without_complaint(
     browser.complaints.clear()
     browser.open(place, width=width, dark=dark)
     assert browser.complaints == [] and browser.evaluate(FITS) <= width
+    browser.evaluate("document.querySelectorAll('.scroll').forEach((x) => x.scrollLeft = 1e6)")
+    assert browser.evaluate(ON_SCREEN.replace("SELECTOR", ".grid:first-of-type .kl"))
     tops = browser.evaluate("[...document.querySelectorAll('.grid')].map(x => x.offsetTop)")
     assert (tops[0] == tops[1]) == (width == 1280)  # side by side, row by row
     hint = "getComputedStyle(document.querySelector('.scroll')).backgroundImage"

@@ -86,6 +86,9 @@ def changed(after: float, error: float) -> dict[str, Any]:
     return {"figure": "kl", **numbers, "change": after - 0.001, "change_se": error}
 
 
+NOT_FINITE = {**changed(0.0, 0.0), "after": None, "change": None}
+
+
 @pytest.mark.parametrize(
     ("change", "losses", "kind", "words"),
     [
@@ -100,7 +103,7 @@ def changed(after: float, error: float) -> dict[str, Any]:
         (changed(0.002, 1e-4), [0.4, 0.5], "bad", "raised the held-out KL to the teacher 2-fold"),
         (changed(0.002, 1e-4), [0.4, 0.5], "bad", "a lower rate, such as --learning_rate 0.001"),
         (changed(0.002, 1e-4), [0.5, 0.4], "bad", "train on more text with --dataset_name"),
-        ({**changed(0.0, 0.0), "after": None, "change": None}, [0.5, 0.4], "bad", "the teacher is not finite."),
+        (NOT_FINITE, [0.5, 0.4], "bad", "KL to the teacher is not finite."),
         ({"figure": "x"}, [0.5, 0.4], "good", "fidelity.json: unexpected content"),
         ([1], [0.5, 0.4], "good", "fidelity.json: unexpected content"),
         (None, [0.5, 0.4], "good", "by 98%, from 1.1000 to 0.0200 nats"),  # earlier versions
