@@ -1,4 +1,4 @@
-"""Names, units and formats of the fidelity figures.
+"""Names, units and formats of the fidelity figures, and what training changed in words.
 
 Files, tables of studies and `--json` hold shares as fractions; terminals and pages write them in
 per cent.
@@ -145,7 +145,8 @@ def change_line(change: Change, text: str) -> str:
     share = ""
     if change.before > 0:
         ratio = change.after / change.before
-        share = f" by {100 * abs(ratio - 1):.2g}%"
+        percent = 100 * abs(ratio - 1)
+        share = f" by {percent:.2g}%" if percent < 99 else f" by {min(percent, 99.99):.4g}%"
         if ratio >= 2:
             share = f" {ratio:,.0f}-fold" if ratio >= 100 else f" {ratio:.3g}-fold"
     return f"Training {'lowered' if kind == 'lower' else 'raised'} {name}{share}, {moved}."

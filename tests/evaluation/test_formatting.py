@@ -91,6 +91,11 @@ def test_what_is_not_the_teachers_figure_never_reads_as_it(key, away) -> None:
             " 0.1000 nats (+0.0000 ± 0.0000).",
         ),
         (
+            ("kl", 1.1, 0.01, 0.0001, 0.00001, -1.0999, 0.01), "lower",
+            "Training lowered the held-out KL to the teacher by 99.99%, from 1.100 to 0.00010 nats"
+            " (−1.100 ± 0.010).",
+        ),
+        (
             ("kl", 0.1, 0.01, math.nan, math.nan, math.nan, math.nan), "not finite",
             "After training, the held-out KL to the teacher is not finite.",
         ),
