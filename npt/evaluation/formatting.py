@@ -122,9 +122,9 @@ def verdict(change: float, error: float) -> Verdict:
 
 def change_line(change: Change, text: str) -> str:
     """Return what training changed, in a sentence; `text` describes the text measured on."""
-    name, unit = f"the {text} perplexity", ""
+    name, unit = f"the perplexity of {text}", ""
     if change.figure == "kl":
-        name, unit = f"the {text} KL to the teacher", " nats"
+        name, unit = f"the KL to the teacher on {text}", " nats"
     kind, figure = verdict(change.change, change.change_se), FIGURES[change.figure]
     if kind == "not finite":
         return f"After training, {name} is not finite."

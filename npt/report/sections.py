@@ -110,7 +110,7 @@ def change(record: RunRecord) -> tuple[Verdict, str] | None:
         changed = unpaired("kl", nan_for_null(initial), nan_for_null(student))
     else:
         return None
-    text = "training-text" if record.fidelity.get("heldout") is False else "held-out"
+    text = "TRAINING text" if record.fidelity.get("heldout") is False else "held-out text"
     return verdict(changed.change, changed.change_se), change_line(changed, text)
 
 

@@ -52,56 +52,59 @@ def test_what_is_not_the_teachers_figure_never_reads_as_it(key, away) -> None:
     assert (figure.write(value) == figure.write(figure.ideal)) == (abs(value - figure.ideal) < 1e-6)
 
 
+KL = "the KL to the teacher on held-out text"
+
+
 @pytest.mark.parametrize(
     ("numbers", "kind", "line"),
     [
         (
             ("kl", 0.00113, 4e-5, 0.00106, 4e-5, -7.1e-5, 6e-6), "lower",
-            "Training lowered the held-out KL to the teacher by 6.2%, from 0.001130 to 0.001060"
+            f"Training lowered {KL} by 6.2%, from 0.001130 to 0.001060"
             " nats (−0.000071 ± 0.000006).",
         ),
         (
             ("kl", 0.00113, 4e-5, 0.0467, 0.0017, 0.04557, 0.0017), "higher",
-            "Training raised the held-out KL to the teacher 41.3-fold, from 0.00113 to 0.0467 nats"
+            f"Training raised {KL} 41.3-fold, from 0.00113 to 0.0467 nats"
             " (+0.0456 ± 0.0017).",
         ),
         (
             ("kl", 2.1e-5, 1e-6, 2.0e-5, 1e-6, -1e-6, 8e-7), "noise",
-            "Training did not change the held-out KL to the teacher beyond noise: from 0.0000210 to"
+            f"Training did not change {KL} beyond noise: from 0.0000210 to"
             " 0.0000200 nats (−0.0000010 ± 0.0000008).",
         ),
         (
             ("kl", 2.1e-5, 1e-6, 2.05e-5, 1e-6, -5e-7, 1e-7), "noise",  # of rounding
-            "Training did not change the held-out KL to the teacher beyond noise: from 0.0000210 to"
+            f"Training did not change {KL} beyond noise: from 0.0000210 to"
             " 0.0000205 nats (−0.0000005 ± 0.0000001).",
         ),
         (
             ("perplexity", 10.95, 1.52, 9.5, 1.3, -1.45, 0.05), "lower",
-            "Training lowered the held-out perplexity by 13%, from 10.950 to 9.500"
+            "Training lowered the perplexity of held-out text by 13%, from 10.950 to 9.500"
             " (−1.450 ± 0.050).",
         ),
         (
             ("kl", 0.1, math.nan, 0.05, math.nan, -0.05, math.nan), "lower",
-            "Training lowered the held-out KL to the teacher by 50%, from 0.1000 to 0.0500 nats"
+            f"Training lowered {KL} by 50%, from 0.1000 to 0.0500 nats"
             " (−0.0500).",
         ),
         (
             ("kl", 0.1, 0.0, 0.1, 0.0, 0.0, 0.0), "noise",
-            "Training did not change the held-out KL to the teacher beyond noise: from 0.1000 to"
+            f"Training did not change {KL} beyond noise: from 0.1000 to"
             " 0.1000 nats (+0.0000 ± 0.0000).",
         ),
         (
             ("kl", 1.1, 0.01, 0.0001, 0.00001, -1.0999, 0.01), "lower",
-            "Training lowered the held-out KL to the teacher by 99.99%, from 1.100 to 0.00010 nats"
+            f"Training lowered {KL} by 99.99%, from 1.100 to 0.00010 nats"
             " (−1.100 ± 0.010).",
         ),
         (
             ("kl", 0.1, 0.01, math.nan, math.nan, math.nan, math.nan), "not finite",
-            "After training, the held-out KL to the teacher is not finite.",
+            f"After training, {KL} is not finite.",
         ),
         (
             ("kl", 0.0, 0.0, 300.0, 20.0, 300.0, 20.0), "higher",
-            "Training raised the held-out KL to the teacher, from 0.0000 to 300 nats"
+            f"Training raised {KL}, from 0.0000 to 300 nats"
             " (+300 ± 20).",
         ),
     ],
@@ -109,4 +112,4 @@ def test_what_is_not_the_teachers_figure_never_reads_as_it(key, away) -> None:
 def test_a_change_is_told_from_noise_and_written_with_its_error(numbers, kind, line) -> None:
     change = Change(*numbers)
     assert verdict(change.change, change.change_se) == kind
-    assert change_line(change, "held-out") == line
+    assert change_line(change, "held-out text") == line

@@ -94,16 +94,16 @@ NOT_FINITE = {**changed(0.0, 0.0), "after": None, "change": None}
     [
         (
             changed(0.0009, 1e-5), [0.5, 0.4], "good",
-            "Training lowered the held-out KL to the teacher by 10%, from 0.00100 to 0.00090 nats"
-            " (−0.00010 ± 0.00001).",
+            "Training lowered the KL to the teacher on held-out text by 10%, from 0.00100 to"
+            " 0.00090 nats (−0.00010 ± 0.00001).",
         ),
         (changed(0.0009, 1e-5), [0.5, 0.4], "good", "npt generate --adapter . --compare"),
-        (changed(0.0009, 9e-5), [0.5, 0.4], "warn", "did not change the held-out KL"),
+        (changed(0.0009, 9e-5), [0.5, 0.4], "warn", "did not change the KL to the teacher"),
         (changed(0.0009, 9e-5), [0.5, 0.4], "warn", "this rank allows (16), so raise --adapter"),
-        (changed(0.002, 1e-4), [0.4, 0.5], "bad", "raised the held-out KL to the teacher 2-fold"),
+        (changed(0.002, 1e-4), [0.4, 0.5], "bad", "teacher on held-out text 2-fold"),
         (changed(0.002, 1e-4), [0.4, 0.5], "bad", "a lower rate, such as --learning_rate 0.001"),
         (changed(0.002, 1e-4), [0.5, 0.4], "bad", "train on more text with --dataset_name"),
-        (NOT_FINITE, [0.5, 0.4], "bad", "KL to the teacher is not finite."),
+        (NOT_FINITE, [0.5, 0.4], "bad", "on held-out text is not finite."),
         ({"figure": "x"}, [0.5, 0.4], "good", "fidelity.json: unexpected content"),
         ([1], [0.5, 0.4], "good", "fidelity.json: unexpected content"),
         (None, [0.5, 0.4], "good", "by 98%, from 1.1000 to 0.0200 nats"),  # earlier versions
