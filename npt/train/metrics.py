@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,11 +34,11 @@ class StepMetrics:
             self._since += time.perf_counter() - began
 
     def line(
-        self, outcome: Outcome, step: int, tokens: int, refused: Counter[str]
+        self, outcome: Outcome, step: int, tokens: int, refused: Mapping[str, int]
     ) -> dict[str, Any]:
         """Return a step's metrics: means per valid token over the accepted micro-batches of all
-        processes, except the logit loss, a mean per predicted token. `tokens` and `refused` are
-        totals of the run, this step included.
+        processes, except the logit loss, a mean per predicted token. `tokens` and the counts in
+        `refused` are totals of the run, this step included.
         """
         config, named = self._setup.config, len(REPORTED)
         # Reports arrived with the outcome; reading other tensors could wait for newer windows.
@@ -57,8 +56,7 @@ class StepMetrics:
             "lr": outcome.rate,
             "tokens": tokens,
             "tokens_per_second": (tokens - self.logged_tokens) / (now - self._since),
-            "refused_total": refused.total(),
-            **{f"refused.{kind}": count for kind, count in sorted(refused.items())},
+            **refused,
         }
         self._since, self.logged_tokens = now, tokens
         if config.logit_kl_weight:
