@@ -12,7 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from npt.adapters.converted import is_sharded
+import torch
+
+from npt.adapters.converted import is_sharded, npt_layers
+from npt.adapters.trained import ModulationMeter
 from npt.data.batch import Batch, Sample, collate, find_fault
 from npt.data.samples import Position, Window
 from npt.distill.step import MicroBatchSplitter, forward_backward, summed
@@ -63,6 +66,7 @@ class Loop:
         self.failure: Exception | None = None
         self.halts: dict[int, int] = {}
         self.metrics = StepMetrics(self.setup, run.data.total_steps)
+        self.meter = ModulationMeter([layer.npt for _, layer in npt_layers(self.setup.model)])
         self.setup.splitter.report = self._report_lack
         self._saved: int | None = None  # micro-batches at the last checkpoint
         self._open: dict[int, Window | None] = {}  # begun, not yet counted; None: data ended
@@ -80,7 +84,7 @@ class Loop:
             TooManyRefusalsError: too many refusals; the post-mortem is written.
             ProcessError: another process failed or was lost.
         """
-        run, guard, strategy, config = self.run, self.guard, self.strategy, self.config
+        guard, strategy, config = self.guard, self.strategy, self.config
         model, splitter = self.setup.model, self.setup.splitter
         vocab_size = model.config.vocab_size
         placeholder = partial(forward_backward, model, strategy, PLACEHOLDER, config)
@@ -95,6 +99,7 @@ class Loop:
             with self._stopping_together():
                 window = None if self.failure is not None else next(coming, None)
             self._open[guard.window.committed] = window
+            is_logged = self._is_logged(self._coming_step)
             with self._computing():
                 for place, batch in self._own_batches(window):
                     if batch is None:
@@ -110,9 +115,11 @@ class Loop:
                     with guard.micro_batch(
                         batch.tokens, batch.sample_ids, batch, recompute, offset=batch.offset
                     ) as micro:
-                        observe = partial(self._recorded, place) if run.recording else None
+                        observe = partial(self._observed, place, is_logged)
                         sums = summed(model, strategy, batch, config, splitter, observe)
                         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
+                        if is_logged:
+                            micro.report = torch.cat([sums.report, self.meter.take()])
                 if self.sharded:
                     model.model.reset_iter_state()  # or FSDP remembers every pass
             self._account(guard.step(self._fingerprint(window)))
@@ -175,6 +182,15 @@ class Loop:
         process at once, and the others notice in the next gather.
         """
         return self.setup.processes.exchanging() if self.sharded else self._stopping_together()
+
+    @contextlib.contextmanager
+    def _observed(self, place: int, is_logged: bool, part: Batch) -> Iterator[None]:
+        """Measure the modulation of a part of a micro-batch, if its step is to be logged, and
+        record it, if the step is one of `--trace_steps`.
+        """
+        measuring = self.meter.measuring() if is_logged else contextlib.nullcontext()
+        with self._recorded(place, part), measuring:
+            yield
 
     @contextlib.contextmanager
     def _recorded(self, place: int, part: Batch) -> Iterator[None]:
@@ -264,15 +280,18 @@ class Loop:
         self.run.give_up(self.guard, outcome, reason, self.steps, self.refusals, *batches)
 
     def _after_step(self, outcome: Outcome) -> None:
-        c, run = self.config, self.run
+        c = self.config
         self._unlogged = replace(outcome, own=[], snapshot=None, update=None)
-        if self.steps % c.log_steps == 0 or self.steps in (1, run.data.total_steps):
+        if self._is_logged(self.steps):
             self._log(self._unlogged)
         if self.sharded or self.failure is None:
             with self._computing():
                 self._evaluate_if_due()
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.config.log_steps == 0 or step in (1, self.run.data.total_steps)
 
     def _log(self, outcome: Outcome) -> None:
         """Log the last applied step, whose outcome this is."""
