@@ -49,7 +49,8 @@ project wandb_entity wandb_group wandb_tags: set WANDB_PROJECT, WANDB_ENTITY etc
 save_strategy eval_strategy evaluation_strategy: use --save_steps and --eval_steps
 dataset_mix: use --replay_dataset for a second dataset; join others into one file
 stages: a run has one --strategy; train further in a second run with --adapter
-layer_weights token_weighting: remove it; all layers and tokens have equal weight
+layer_weights: layers weigh alike; use --logit_kl_weight, whose loss weighs them by their effect
+token_weighting: tokens weigh alike; npt collect finds prompts with disagreement, to train on
 smooth_l1_beta cosine_weight jsd_weight: add a loss of your own with register_loss
 init_a init_std_a init_std_b init_std_m: remove it; a random start has deviations 0.02, 0.001 and 0
 rank_budget: use --adapter_rank, the mean rank of a closed-form start

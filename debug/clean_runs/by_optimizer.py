@@ -53,6 +53,14 @@ def given_by_class(folder: Path, kind: type, settings: dict[str, Any]) -> Any:
     )
 
 
+def over_a_part(folder: Path) -> Any:
+    """Return a Trainer whose optimizer steps the matrices alone; it clips by the norm of all."""
+    model = llama()
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    optimizer = torch.optim.Muon(matrices, lr=0.01)
+    return causal(folder, model=model, arguments=ACCUMULATED, optimizers=(optimizer, None))
+
+
 def in_two_groups(folder: Path) -> Any:
     """Return a Trainer with a passed optimizer and schedule, two rates and bf16 moments."""
     model = llama().to(torch.bfloat16)
@@ -71,5 +79,6 @@ def by_optimizer() -> list[Example]:
     }
     for name, (kind, settings) in OWN.items():
         builds[name] = partial(given_by_class, kind=kind, settings=settings)
+    builds["Muon-over-matrices"] = over_a_part
     builds["AdamW-in-two-groups"] = in_two_groups
     return [Example(name, "optimizers", build) for name, build in builds.items()]

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import bitsandbytes as bnb
@@ -35,6 +35,8 @@ from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
 from npt.adapters.layer import (
+    MULTIPLIERS,
+    NPTAdapter,
     NPTLayer,
     modulation_energy,
     student_mlp,
@@ -50,6 +52,7 @@ from npt.base.linear import (
     product_weight,
 )
 from npt.config import STREAM, NPTConfig
+from npt.config.adapter import SATURATED
 from npt.errors import first_line
 from npt.extras import installed
 
@@ -474,3 +477,73 @@ def modulated_backward(grad: Tensor, y: Tensor, low: LowRank, grad_y: Tensor | N
         return
     for rows in low.blocks(y):
         low.add_gradients(0, rows, grad[rows], y, low.c(0, rows), grad_y)
+
+
+MODULATION = ("multiplier_change", "at_bounds", "code_norm", "shift_norm")
+"""Figures of a layer's modulation, means over tokens: |m - 1| and the share of multipliers at a
+bound, over all products; the norm of z; the norm of the shifts of all targets together."""
+
+
+class ModulationMeter:
+    """Measures the modulation of training passes from the codes that they compute anyway.
+
+    It stands where a code could be replaced and returns it as it came. So it changes no bit, keeps
+    nothing for backward, and leaves its sums on the device. A layer that backward computes again is
+    measured again, which changes no mean.
+    """
+
+    def __init__(self, adapters: Sequence[NPTAdapter]):
+        self._spreads = {adapter: adapter.config.multiplier_spread for adapter in adapters}
+        self._sums: dict[NPTAdapter, Tensor] = {}
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Add up the figures of a pass over a micro-batch or a part of it. An error drops all."""
+        try:
+            for adapter in self._spreads:
+                adapter.recode = partial(self._measure, adapter)
+            yield
+        except BaseException:
+            self._sums = {}
+            raise
+        finally:
+            for adapter in self._spreads:
+                adapter.recode = None
+
+    def take(self) -> Tensor:
+        """Return and forget the sums: for each layer the number of tokens, then `MODULATION` summed
+        over them [layers * 5]. They are 0 for a layer that the passes left out.
+        """
+        sums, self._sums = self._sums, {}
+        none = torch.zeros(1 + len(MODULATION), device=next(iter(self._spreads)).A.device)
+        return torch.cat([sums.get(adapter, none) for adapter in self._spreads])
+
+    def _measure(self, adapter: NPTAdapter, z: Tensor) -> Tensor:
+        sums = _strength(adapter, z.detach().flatten(0, -2), *self._spreads[adapter])
+        self._sums[adapter] = self._sums[adapter] + sums if adapter in self._sums else sums
+        return z
+
+
+@torch.no_grad()
+def _strength(adapter: NPTAdapter, z: Tensor, middle: float, half: float) -> Tensor:
+    """Return the number of tokens and the sums of `MODULATION` over them, from z [N, R]: [5].
+
+    middle, half: the middle of the multipliers' range, and half its width.
+    """
+    form, sums = adapter.config, z.new_zeros(1 + len(MODULATION))
+    count = sum(len(mult) for mult in adapter.M.values())
+    for mult in adapter.M.values():
+        length = max(1, BLOCK.get(z.device.type, BLOCK["cuda"]) // len(mult))
+        for codes in z.split(length):
+            m = MULTIPLIERS[form.mult_form](F.linear(codes, mult), form.mult_bound)
+            sums[1] += (m - 1.0).abs_().sum() / count
+            # in fp32: a sum of bools is four times as slow on a CPU
+            sums[2] += m.sub_(middle).abs_().gt_(SATURATED * half).sum() / count
+    sums[0].fill_(len(z))
+    sums[3] = torch.linalg.vector_norm(z, dim=-1).sum()
+    # |s|^2 = z'(alpha^2 B'B) z, so the wide s is not computed
+    gram = z.new_zeros(z.shape[-1], z.shape[-1])
+    for add in adapter.B.values():
+        gram.addmm_(add.t(), add, alpha=form.additive_scale**2)
+    sums[4] = ((z @ gram) * z).sum(dim=-1).clamp_min_(0.0).sqrt_().sum()
+    return sums

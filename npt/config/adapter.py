@@ -40,6 +40,8 @@ TARGETS = {STREAM: Target("self_attn.o_proj", "hidden", STREAM), **PRODUCTS}
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
+SATURATED = 0.99
+"""A multiplier is at its bound beyond this share of the way from the middle of its range."""
 MULT_FORMS = ("sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded")
 
 _adapter = partial(setting, group="adapter")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from npt.recorder.callback import RecorderCallback as RecorderCallback
+    from npt.recorder.health import check as check
     from npt.recorder.picture import write_pictures as write_pictures
     from npt.recorder.ranking import explosions as explosions
     from npt.recorder.ranking import gradients as gradients
@@ -23,6 +24,7 @@ _HOME = {
     "Recorder": "recorder",
     "RecorderCallback": "callback",
     "Row": "record",
+    "check": "health",
     "explosions": "ranking",
     "gradients": "ranking",
     "worst": "ranking",

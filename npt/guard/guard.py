@@ -84,6 +84,9 @@ class Guard:
         ConfigError: a setting is invalid, or the optimizer cannot be guarded.
     """
 
+    whole_norm = False
+    """Whether to clip by the norm of all that requires a gradient in the model, stepped or not."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -109,10 +112,10 @@ class Guard:
                 " both; remove scheduler and scaler, which cannot be combined with rates"
             )
         self.scheduler, self._model = scheduler, model
-        parameters = guarded_parameters(model, optimizer)
-        self._home = next(iter(parameters.values())).device
+        guarded = guarded_parameters(model, optimizer, self.whole_norm)
+        self._home = next(iter(guarded.stepped.values())).device
         processes = all_processes(self._home) if processes is None else processes
-        self.sharding = sharding_of(model, parameters, processes)
+        self.sharding = sharding_of(model, guarded.held, processes)
         sums = self.sharding if self.sharding is not None and self.sharding.trained else None
         if sums is not None and (self.lists or scaler is not None):
             raise ConfigError(
@@ -120,7 +123,7 @@ class Guard:
                 " train in bf16 or fp32"
             )
         late = late if self.lists else False
-        self.update = GuardedUpdate(parameters, optimizer, late)
+        self.update = GuardedUpdate(guarded.stepped, optimizer, late)
         if self.lists:
             self.update.make_moments()
         sigmas = self.settings.spike_sigmas
@@ -132,6 +135,7 @@ class Guard:
             processes=processes,
             divisor=processes.size if share else None,
             sharding=sums,
+            guarded=guarded,
         )
         self._scale = LossScale(scaler, optimizer)
         if scaler is not None:
@@ -189,7 +193,7 @@ class Guard:
             micro.loss, micro.report = _scalar(micro.loss), micro.report.detach()
         except BaseException as error:
             done = isinstance(error, DataError) or micro.loss is not unset
-            done = done and any(p.grad is not None for p in self.update.parameters)
+            done = done and any(p.grad is not None for p in self.window.gradients.parameters)
             self._withdraw()
             if self.sharding is not None and isinstance(error, self.settings.refuse):
                 self.sharding.end_together(error, done)
@@ -380,11 +384,19 @@ class Guard:
         """
         now = set() if self.lists else stepped_parameters(self.update.optimizer)
         joined = now.difference(self.update.parameters)
-        if joined and not self.window.place:
-            self.window.hold(guarded_parameters(self._model, self.update.optimizer))
-        else:
-            for parameter in joined:
-                parameter.grad = None
+        if not self.window.place and (joined or self._norm_has_grown()):
+            guarded = guarded_parameters(self._model, self.update.optimizer, self.whole_norm)
+            self.window.hold(guarded)
+            return
+        for parameter in joined:
+            parameter.grad = None
+
+    def _norm_has_grown(self) -> bool:
+        """Return whether a parameter that is not stepped has come to require a gradient."""
+        if not self.whole_norm:
+            return False
+        held = set(self.window.gradients.parameters)
+        return any(p.requires_grad and p not in held for p in whole(self._model).parameters())
 
     @contextmanager
     def _window_or_nothing(self) -> Iterator[None]:

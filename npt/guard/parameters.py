@@ -1,8 +1,9 @@
-"""The parameters that a guard steps, by name, and the checks that it can guard them."""
+"""The parameters of a guard, by name, and the checks that it can guard them."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,32 @@ IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
 """Classes of lomo_optim, and of transformers for layerwise GaLore and Apollo."""
 
 
+@dataclass(frozen=True)
+class Guarded:
+    """The parameters of a guard.
+
+    Attributes:
+        held: by name, those whose gradients the guard checks and sums.
+        stepped: by name, those of `held` that the optimizer steps.
+        clipped: those of `held` whose norm is the window's, in the order in which it is summed.
+    """
+
+    held: dict[str, nn.Parameter]
+    stepped: dict[str, nn.Parameter]
+    clipped: tuple[nn.Parameter, ...]
+
+
 def guarded_parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters that require a gradient now, by name.
+    model: nn.Module, optimizer: torch.optim.Optimizer, whole_norm: bool = False
+) -> Guarded:
+    """Return the parameters to guard: the optimizer's that require a gradient now.
 
     Names are those in the model; parameters outside it come last, named by their place in the
     optimizer. Tied weights count once.
+
+    Args:
+        whole_norm: the window's norm is that of all parameters of the model that require a
+            gradient, stepped or not, and of no others.
 
     Raises:
         ConfigError: the optimizer, or one of its parameters, cannot be guarded.
@@ -40,20 +60,26 @@ def guarded_parameters(
         raise ConfigError("no parameter of the optimizer requires a gradient: nothing to guard")
     names: dict[nn.Parameter, str] = {}
     for name, p in whole(model).named_parameters():
-        if p in stepped:
+        if p in stepped or (whole_norm and p.requires_grad):
             names[p] = plain_name(name)
-    if not names:
+    # a Trainer's optimizer may have the parameters of its loss alone
+    if not names and not whole_norm:
         raise ConfigError(
             "none of the optimizer's parameters is in the guard's model; pass the guard the model"
             " that the optimizer was made for"
         )
+    in_model = tuple(names)
     for group, settings in enumerate(optimizer.param_groups):
         for index, p in enumerate(settings["params"]):
             if p in stepped:
                 names.setdefault(p, f"parameter {index} of the optimizer's group {group}")
-    by_name = {name: p for p, name in names.items()}
-    refuse_unfit(model, by_name)
-    return by_name
+    held = {name: p for p, name in names.items()}
+    refuse_unfit(model, held)
+    return Guarded(
+        held=held,
+        stepped={name: p for name, p in held.items() if p in stepped},
+        clipped=in_model if whole_norm else tuple(names),
+    )
 
 
 def stepped_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:

@@ -16,7 +16,7 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
@@ -34,7 +34,7 @@ from npt.guard.guard import Guard
 from npt.guard.ids import IGNORED, refuse_bad_ids
 from npt.guard.outcome import Outcome
 from npt.guard.parameters import share_buffers, whole
-from npt.guard.refusal import UNGUARDED
+from npt.guard.refusal import UNGUARDED, Refusal
 from npt.guard.settings import GuardSettings
 
 if TYPE_CHECKING:
@@ -47,6 +47,12 @@ _COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens", *generations.C
 _GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 _log = logging.getLogger("npt.guard")
+
+
+class TrainerGuard(Guard):
+    """Clip by the norm of the whole model, as a Trainer does, whatever the optimizer steps."""
+
+    whole_norm = True
 
 
 class TrainerMixin(Trainer):
@@ -63,6 +69,7 @@ class TrainerMixin(Trainer):
 
     # the open window
     _inputs: list[Any]  # its micro-batches
+    _drawn: list[Any]  # its micro-batches as the Trainer drew, and so counts, them
     _names: Mapping[int, tuple[object, ...]] = {}  # their sample ids, by id of the inputs
     _logged: Tensor | None = None  # the Trainer's summed loss before it
     _counted: Mapping[str, Any] = {}  # TRL's metrics before it
@@ -102,6 +109,7 @@ class TrainerMixin(Trainer):
 
     def _end_training(self) -> None:
         self._trains, self._names, self._generations = False, {}, None
+        self._drawn = []
         if self.guard is not None:
             self.guard.close()  # frees buffers as large as the gradients
 
@@ -141,6 +149,8 @@ class TrainerMixin(Trainer):
             guard.window.max_grad_norm = self.args.max_grad_norm or math.inf  # callbacks change it
             self._logged = getattr(self, "_tr_loss", torch.zeros(())).clone()
             self._counted = self._counts()
+            self._drawn = []
+        self._drawn.append(inputs)
         inputs = self._taken(inputs)
         self._inputs.append(inputs)
         loss = self._compute(guard, model, inputs, num_items_in_batch)
@@ -151,16 +161,23 @@ class TrainerMixin(Trainer):
         losses = None
         refused: set[int] = set()
         while refusals := guard.begin_again():
-            processes = guard.window.processes
-            together = guard.window.sharding is not None
-            ours = [r for r in refusals if together or r.process == processes.index]
-            here = [r.micro_batch or 0 for r in ours]
-            refused.update(index // processes.size for index in here)
+            refused |= self._places(refusals)
             self.__dict__.update(deepcopy(self._counted))
             losses = self._compute_again(guard, model, refused, num_items_in_batch)
         self._inputs = []
         self._norm = guard.close_window()
         return loss if losses is None else self._logged_again(losses)
+
+    def _places(self, refusals: Iterable[Refusal]) -> set[int]:
+        """Return which of this process's micro-batches in the window were refused."""
+        assert self.guard is not None
+        processes = self.guard.window.processes
+        together = self.guard.window.sharding is not None
+        return {
+            refusal.micro_batch // processes.size
+            for refusal in refusals
+            if refusal.micro_batch is not None and (together or refusal.process == processes.index)
+        }
 
     def _taken(self, inputs: Any) -> Any:
         if self._generations is None:
@@ -270,7 +287,7 @@ class TrainerMixin(Trainer):
         settings = {"trace": 1, "postmortem": folder, **self.guard_settings}
         settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
         settings |= {"loss": "share", "max_grad_norm": self.args.max_grad_norm or math.inf}
-        self.guard = Guard(model, self.optimizer, **settings)
+        self.guard = TrainerGuard(model, self.optimizer, **settings)
         if self._generations is not None and self.guard.sharding is not None:
             raise ConfigError(
                 f"the guard does not support {type(self).__name__} with FSDP2; train with DDP, or"
@@ -289,17 +306,15 @@ class TrainerMixin(Trainer):
                 outcome = self.guard.step()
             except TooManyRefusalsError:
                 assert self.guard.outcome is not None
+                self._uncount(self.guard.outcome)
                 self.on_refused(self.guard.outcome)
                 raise
             if outcome.applied:
                 for parameter, gradient in held:  # `AdafactorSchedule` reads them
                     parameter.grad = gradient
             optimizer._is_overflow = not outcome.applied  # makes the scheduler skip this step
-            if any(refusal.micro_batch is None for refusal in outcome.refused):
-                self.__dict__.update(self._counted)
-                mean = self._logged_again([])
-                self._tr_loss += mean
             if outcome.refused:
+                self._uncount(outcome)
                 self.on_refused(outcome)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -307,6 +322,27 @@ class TrainerMixin(Trainer):
             self._finally.callback(setattr, optimizer, "step", optimizer.step)
         optimizer.step = step
         self._finally.callback(delattr, optimizer, "step")
+
+    def _uncount(self, outcome: Outcome) -> None:
+        """Take refused rows out of the tokens and operations that the Trainer has counted, and a
+        window refused as a whole out of its metrics and its loss too.
+        """
+        assert self.guard is not None
+        places = self._places(outcome.refused)
+        whole_window = any(refusal.micro_batch is None for refusal in outcome.refused)
+        if whole_window:
+            places = set(range(len(self._drawn)))
+        seen = self.state.num_input_tokens_seen
+        with _alone(self.accelerator):
+            for place in places:
+                self.current_flos -= float(self.floating_point_ops(self._drawn[place]))
+                self._track_num_input_tokens(self._drawn[place])
+        (refused,) = self.guard.window.processes.sums([self.state.num_input_tokens_seen - seen])
+        self.state.num_input_tokens_seen = seen - int(refused)
+        if whole_window:
+            self.__dict__.update(self._counted)
+            mean = self._logged_again([])
+            self._tr_loss += mean
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self._norm  # clipped when the window closed

@@ -40,6 +40,7 @@ from npt.guard.outcome import (
     refusal_of,
     send_record,
 )
+from npt.guard.parameters import Guarded
 from npt.guard.refusal import BEFORE
 from npt.guard.sharding import Sharding, as_gradient, full, is_sharded, local
 from npt.guard.spikes import SpikeGuard
@@ -155,6 +156,7 @@ class GradientWindow:
             at once.
         divisor: what the window's gradient is divided by; default: its survivors' tokens.
         sharding: how the parameters are sharded; each backward then sums their gradients.
+        guarded: the parameters; default: those of `update`, all of them clipped.
 
     Attributes:
         place: the index of the next micro-batch in the open window, over all processes.
@@ -174,6 +176,7 @@ class GradientWindow:
         processes: ProcessGroup | None = None,
         divisor: float | None = None,
         sharding: Sharding | None = None,
+        guarded: Guarded | None = None,
     ):
         assert not (update.late and rates is None), "without rates flags are read on the host"
         self.update, self.max_grad_norm, self.spikes = update, max_grad_norm, spikes
@@ -188,7 +191,10 @@ class GradientWindow:
         self._steps = torch.zeros((), dtype=torch.int64, device=self._home)
         self._zero = torch.zeros((), device=self._home)
         self.gradients = Gradients({})
-        self.hold(dict(zip(update.names, update.parameters, strict=True)))
+        if guarded is None:
+            stepped = dict(zip(update.names, update.parameters, strict=True))
+            guarded = Guarded(held=stepped, stepped=stepped, clipped=update.parameters)
+        self.hold(guarded)
         self._divisor, self.sharding = divisor, sharding
         self._open = PendingWindow()
         self._launched: deque[PendingWindow] = deque()
@@ -204,15 +210,16 @@ class GradientWindow:
         """The device's own count of applied steps; waits for the device."""
         return int(self._steps)
 
-    def hold(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Step these parameters from now on. Call it only while the window is empty."""
-        self.update.guard(parameters)
+    def hold(self, guarded: Guarded) -> None:
+        """Guard these parameters from now on. Call it only while the window is empty."""
+        self.update.guard(guarded.stepped)
         self.gradients.close()
-        self.gradients = Gradients(parameters, track=self._rates is None)
+        self.gradients = Gradients(guarded.held, track=self._rates is None)
+        self._clipped = guarded.clipped
 
     def add(self, micro: MicroBatch) -> Tensor:
         """Add the collected gradients if they and the loss are finite; return that flag [] bool."""
-        norms = self.gradients.norms()
+        norms = self.gradients.norms().to(self._home)
         loss = micro.loss.to(self._home)
         if self.sharding is not None:
             micro.codes, norms = self.sharding.judge(loss, norms)
@@ -399,14 +406,14 @@ class GradientWindow:
             norm = torch.linalg.vector_norm(window.norms)
         else:
             # torch's own arithmetic, in the gradients' dtype, as in an unguarded loop
-            norm = get_total_norm([p.grad for p in gradients.parameters if p.grad is not None])
+            norm = get_total_norm([p.grad for p in self._clipped if p.grad is not None])
             if self.spikes is not None or not bool(torch.isfinite(full(norm))):
                 window.norms = self._norms()
-        clip_grads_with_norm_(gradients.parameters, self.max_grad_norm, norm)
+        clip_grads_with_norm_(self._clipped, self.max_grad_norm, norm)
         return full(norm).to(self._home, torch.float32)
 
     def _norms(self) -> Tensor:
-        norms = norms_of(self.gradients.sum_views)
+        norms = norms_of(self.gradients.sum_views, home=self._home)
         return norms if self.sharding is None else self.sharding.norms_of_all(norms)
 
     def _step(self, window: PendingWindow, go: Tensor) -> None:

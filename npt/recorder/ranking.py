@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from npt.recorder.record import Record, Row
 
 FACTOR = 1000.0
@@ -65,6 +67,19 @@ def gradients(record: Record) -> list[Row]:
     """
     rows = [row for row in record.rows if row.direction == "gradient"]
     return sorted(rows, key=lambda row: (row.finite, -(row.norm or 0.0) if row.finite else 0.0))
+
+
+def worst_rows(record: Record, most: int = 10) -> list[Row]:
+    """Return the worst tensors of a record, at most `most`: the non-finite ones in the order of the
+    pass, then explosions, then the values and gradients nearest to the overflow of their dtype. A
+    tensor counts once, under its first name: an input is the output of another module.
+    """
+    made = [row for row in record.rows if "float" in row.dtype and not row.stage.startswith("in")]
+    made.sort(key=lambda row: -(row.absmax or 0.0) / torch.finfo(getattr(torch, row.dtype)).max)
+    found: dict[tuple[object, ...], Row] = {}
+    for row in (*record.bad, *(explosion.after for explosion in explosions(record)), *made):
+        found.setdefault((row.direction, row.nan, row.min, row.max), row)
+    return [*found.values()][:most]
 
 
 def worst(record: Record) -> str:

@@ -54,6 +54,18 @@ class Row:
         """The module and the stage in it: `model.layers.3.mlp.gate_proj out`."""
         return f"{self.module} {self.stage}".strip()
 
+    def __str__(self) -> str:
+        """The name, shape and dtype, and what the numbers are, in one line."""
+        of = "gradient of " if self.direction == "gradient" else ""
+        said = f"{of}{self.name}: {self.dtype} {list(self.shape)}"
+        if not self.finite:
+            said += f", {self.nan} NaN, {self.pos_inf} +Inf, {self.neg_inf} -Inf of {self.count}"
+        if self.rms is None:
+            return said if self.count else f"{said}, no elements"
+        finite = ", otherwise" if not self.finite else ","
+        spread = f"mean {self.mean:.3g}, deviation {self.std:.3g}, RMS {self.rms:.3g}"
+        return f"{said}{finite} {self.min:.3g} to {self.max:.3g}, {spread}"
+
     @property
     def cell(self) -> tuple[str, str]:
         """Row and column on a map by layers: `model.layers.3` and `mlp.gate_proj out`."""

@@ -55,13 +55,11 @@ from torch.utils.hooks import RemovableHandle
 from npt.adapters.layer import NPTAdapter
 from npt.adapters.recompute import is_recomputing
 from npt.base.hooks import only_looks
+from npt.config.adapter import SATURATED
 from npt.recorder.observations import Observations, Reduced
 from npt.recorder.record import Record
 from npt.recorder.sites import Site, named_inputs, sites_of
 from npt.tracer.tensors import tensors_in
-
-SATURATED = 0.99
-"""A multiplier is saturated beyond this share of the way from the middle of its range to an end."""
 
 # The stage that each stage of an NPT layer is made from; growth from there can be an explosion.
 _MADE_OF = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from npt.config import parse_steps
 from npt.files import to_json, write_text
-from npt.recorder.ranking import worst
+from npt.recorder.ranking import worst, worst_rows
 from npt.recorder.record import Record
 from npt.recorder.recorder import Recorder
 
@@ -66,6 +66,8 @@ class Recording:
             record = recorder.record(self._step, micro_batch)
             where = f"(micro-batch {micro_batch}, process 0) in {self.keep(record)}"
             self.say(f"recorded step {self._step} {where}: {worst(record)}")
+            for row in worst_rows(record):
+                self.say(f"  {row}")
 
     def stop(self) -> Recorder | None:
         recorder, self._recorder = self._recorder, None

@@ -166,11 +166,11 @@ class RunRecord:
             self.notes[name] = f"damaged lines skipped: {damaged:,}"
 
     def _add_metrics(self, line: Mapping[str, Any]) -> None:
-        """Add a line that has a step. If the run resumed from further back, the line replaces those
-        from its step on.
+        """Add a line of a step. If the run resumed from further back, the line replaces those from
+        its step on. A line without a loss holds refusals after the last step, which events have.
         """
         step, steps, columns = _count(line.get("step")), self.steps, self.columns
-        if step is None:
+        if step is None or ("refused_total" in line and "loss" not in line):
             return
         position = bisect_left(steps, step)
         del steps[position:]

@@ -264,6 +264,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if not isinstance(at_once, list) or not all(n is None or (_is_count(n) and n) for n in at_once):
         expected = "expected a count or null for each process"
         raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
+    by_epoch = record.get("refused_by_epoch", {})  # missing in earlier versions
+    if not isinstance(by_epoch, dict) or not all(
+        epoch.isdecimal() and _is_count(n) for epoch, n in by_epoch.items()
+    ):
+        expected = "expected counts by epoch"
+        raise CheckpointError(f"{path}: refused_by_epoch is {shown(by_epoch)}, {expected}")
     checkpoint = Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
     try:
         known, position = checkpoint.position.as_dict(), record["position"]

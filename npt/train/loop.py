@@ -12,7 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from npt.adapters.converted import is_sharded
+import torch
+
+from npt.adapters.converted import is_sharded, npt_layers
+from npt.adapters.trained import ModulationMeter
 from npt.data.batch import Batch, Sample, collate, find_fault
 from npt.data.samples import Position, Window
 from npt.distill.step import MicroBatchSplitter, forward_backward, summed
@@ -45,6 +48,7 @@ class Loop:
     Attributes:
         sharded: the base is sharded, so all processes must compute equally often.
         refused: number of refused micro-batches and windows so far, by kind.
+        refused_by_epoch: the same by epoch, from 0.
         failure: error of this process that stops all processes at the next step.
         halts: halt code of each process that stopped.
     """
@@ -55,12 +59,14 @@ class Loop:
         self.sharded = is_sharded(self.setup.model)
         self.steps = self.tokens = self.micro_batches = self.diagnoses = 0
         self.refused: Counter[str] = Counter()
+        self.refused_by_epoch: Counter[int] = Counter()
         self.position = Position()
         self.best = math.inf
         self.last_evaluation: int | None = None
         self.failure: Exception | None = None
         self.halts: dict[int, int] = {}
         self.metrics = StepMetrics(self.setup, run.data.total_steps)
+        self.meter = ModulationMeter([layer.npt for _, layer in npt_layers(self.setup.model)])
         self.setup.splitter.report = self._report_lack
         self._saved: int | None = None  # micro-batches at the last checkpoint
         self._open: dict[int, Window | None] = {}  # begun, not yet counted; None: data ended
@@ -68,6 +74,8 @@ class Loop:
         self._last_accepted: Window | None = None  # the last one without a refusal
         self._last_refused: tuple[Window, Outcome] | None = None
         self._ended = False  # the data ended, or a process stopped
+        self._unlogged: Outcome | None = None  # of the last step, if no line was due
+        self._refusals_logged = 0
 
     def train(self, windows: Iterable[Window]) -> None:
         """Train until the windows end, `max_steps` is reached or any process gets a signal.
@@ -76,7 +84,7 @@ class Loop:
             TooManyRefusalsError: too many refusals; the post-mortem is written.
             ProcessError: another process failed or was lost.
         """
-        run, guard, strategy, config = self.run, self.guard, self.strategy, self.config
+        guard, strategy, config = self.guard, self.strategy, self.config
         model, splitter = self.setup.model, self.setup.splitter
         vocab_size = model.config.vocab_size
         placeholder = partial(forward_backward, model, strategy, PLACEHOLDER, config)
@@ -91,6 +99,7 @@ class Loop:
             with self._stopping_together():
                 window = None if self.failure is not None else next(coming, None)
             self._open[guard.window.committed] = window
+            is_logged = self._is_logged(self._coming_step)
             with self._computing():
                 for place, batch in self._own_batches(window):
                     if batch is None:
@@ -106,9 +115,11 @@ class Loop:
                     with guard.micro_batch(
                         batch.tokens, batch.sample_ids, batch, recompute, offset=batch.offset
                     ) as micro:
-                        observe = partial(self._recorded, place) if run.recording else None
+                        observe = partial(self._observed, place, is_logged)
                         sums = summed(model, strategy, batch, config, splitter, observe)
                         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
+                        if is_logged:
+                            micro.report = torch.cat([sums.report, self.meter.take()])
                 if self.sharded:
                     model.model.reset_iter_state()  # or FSDP remembers every pass
             self._account(guard.step(self._fingerprint(window)))
@@ -116,6 +127,8 @@ class Loop:
             if self._is_boundary(self.steps + guard.window.in_flight):
                 self.settle()
         self.settle()
+        if not self.halts:
+            self._log_rest()
         self.setup.processes.raise_together(self.failure)
 
     def settle(self) -> None:
@@ -171,6 +184,15 @@ class Loop:
         return self.setup.processes.exchanging() if self.sharded else self._stopping_together()
 
     @contextlib.contextmanager
+    def _observed(self, place: int, is_logged: bool, part: Batch) -> Iterator[None]:
+        """Measure the modulation of a part of a micro-batch, if its step is to be logged, and
+        record it, if the step is one of `--trace_steps`.
+        """
+        measuring = self.meter.measuring() if is_logged else contextlib.nullcontext()
+        with self._recorded(place, part), measuring:
+            yield
+
+    @contextlib.contextmanager
     def _recorded(self, place: int, part: Batch) -> Iterator[None]:
         """Record the first part of a micro-batch in a step that `--trace_steps` selects."""
         recording, step = self.run.recording, self._coming_step
@@ -217,6 +239,8 @@ class Loop:
         self.position = window.position
         self.micro_batches += outcome.micro_batches
         self.refused.update(refusal.kind for refusal in outcome.refused)
+        if outcome.refused:
+            self.refused_by_epoch[window.position.place.epoch] += len(outcome.refused)
         if outcome.applied:
             self.steps, self.tokens = self.steps + 1, self.tokens + outcome.tokens
         return window
@@ -250,21 +274,63 @@ class Loop:
         if not outcome.refused and self._last_refused is not None:
             window, outcome = self._last_refused  # report the last refusal
         accepted = () if self._last_accepted is None else self._last_accepted.batches
-        self.run.give_up(self.guard, outcome, reason, self.steps, window.batches, accepted)
+        batches = window.batches, accepted
+        if not self.setup.processes.broken:
+            self._log_rest()
+        self.run.give_up(self.guard, outcome, reason, self.steps, self.refusals, *batches)
 
     def _after_step(self, outcome: Outcome) -> None:
-        c, run = self.config, self.run
-        if self.steps % c.log_steps == 0 or self.steps in (1, run.data.total_steps):
-            metrics = self.metrics.line(outcome, self.steps, self.tokens, self.refused)
-            with self._stopping_together():
-                run.folder.metrics(metrics)
-                run.trackers.log(metrics, self.steps)
-            self.setup.say(self.metrics.progress(metrics))
+        c = self.config
+        self._unlogged = replace(outcome, own=[], snapshot=None, update=None)
+        if self._is_logged(self.steps):
+            self._log(self._unlogged)
         if self.sharded or self.failure is None:
             with self._computing():
                 self._evaluate_if_due()
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.config.log_steps == 0 or step in (1, self.run.data.total_steps)
+
+    def _log(self, outcome: Outcome) -> None:
+        """Log the last applied step, whose outcome this is."""
+        metrics = self.metrics.line(outcome, self.steps, self.tokens, self._refusal_counts)
+        self._write(metrics)
+        self.setup.say(self.metrics.progress(metrics))
+
+    def _log_rest(self) -> None:
+        """Log at the end of the loop what came after the last line: a step or refusals."""
+        if self._unlogged is not None:
+            self._log(self._unlogged)
+        elif self.refused.total() != self._refusals_logged:
+            self._write({"step": self.steps, **self._refusal_counts})
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        self._unlogged, self._refusals_logged = None, self.refused.total()
+        with self._stopping_together():
+            self.run.folder.metrics(metrics)
+            self.run.trackers.log(metrics, self.steps)
+
+    @property
+    def _refusal_counts(self) -> dict[str, int]:
+        """The refusals so far, for `metrics.jsonl`."""
+        epoch = self.position.place.epoch
+        return {
+            "refused_total": self.refused.total(),
+            **{f"refused.{kind}": count for kind, count in sorted(self.refused.items())},
+            "epoch": epoch,
+            "refused_in_epoch": self.refused_by_epoch[epoch],
+        }
+
+    @property
+    def refusals(self) -> dict[str, Any]:
+        """The refusals of the run, for the event at its end."""
+        return {
+            "refused": self.refused.total(),
+            "refused_by_kind": dict(self.refused),
+            "refused_by_epoch": dict(self.refused_by_epoch),
+        }
 
     def _evaluate_if_due(self) -> None:
         every, done = self.config.eval_steps, (0, self.run.data.total_steps, self.last_evaluation)
@@ -306,6 +372,7 @@ class Loop:
             "tokens": self.tokens,
             "micro_batches": self.micro_batches,
             "refused_by_kind": dict(self.refused),
+            "refused_by_epoch": dict(self.refused_by_epoch),
             "in_a_row": self.guard.counts.in_a_row,
             "diagnoses": self.diagnoses,
             "last_evaluation": self.last_evaluation,
@@ -319,6 +386,9 @@ class Loop:
         self.steps, self.tokens = state["step"], state["tokens"]
         self.micro_batches, self.diagnoses = state["micro_batches"], state["diagnoses"]
         self.refused = Counter(state["refused_by_kind"])
+        by_epoch = state.get("refused_by_epoch", {})  # earlier versions did not count
+        self.refused_by_epoch = Counter({int(epoch): n for epoch, n in by_epoch.items()})
+        self._refusals_logged = self.refused.total()
         self.guard.counts.in_a_row = state["in_a_row"]
         self.guard.forensics.left = max(0, self.guard.settings.trace - self.diagnoses)
         self.last_evaluation = state["last_evaluation"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from npt.adapters.converted import npt_layers
+from npt.adapters.trained import MODULATION
 from npt.distill.local import REPORTED
 from npt.guard.outcome import Outcome
 from npt.train.setup import RunSetup
@@ -35,18 +35,25 @@ class StepMetrics:
             self._since += time.perf_counter() - began
 
     def line(
-        self, outcome: Outcome, step: int, tokens: int, refused: Counter[str]
+        self, outcome: Outcome, step: int, tokens: int, refused: Mapping[str, int]
     ) -> dict[str, Any]:
         """Return a step's metrics: means per valid token over the accepted micro-batches of all
-        processes, except the logit loss, a mean per predicted token. `tokens` and `refused` are
-        totals of the run, this step included.
+        processes, except the logit loss, a mean per predicted token. `tokens` and the counts in
+        `refused` are totals of the run, this step included.
         """
         config, named = self._setup.config, len(REPORTED)
+        plain = named + len(self._layers)
         # Reports arrived with the outcome; reading other tensors could wait for newer windows.
         reported = [sum(report[i] for report in outcome.reports) for i in range(named)]
-        layers = torch.tensor([report[named:] for report in outcome.reports], dtype=torch.float32)
+        layers = torch.tensor(
+            [report[named:plain] for report in outcome.reports], dtype=torch.float32
+        )
         nmses = layers.sum(dim=0).tolist() if outcome.reports else [0.0] * len(self._layers)
-        sums = self._setup.processes.sums([*reported, *nmses])
+        measured = torch.zeros(len(self._layers), 1 + len(MODULATION), dtype=torch.float64)
+        for report in outcome.reports:
+            if len(report) > plain:  # of a step that was expected to be logged
+                measured += torch.tensor(report[plain:], dtype=torch.float64).view_as(measured)
+        sums = self._setup.processes.sums([*reported, *nmses, *measured.flatten().tolist()])
         total = dict(zip(REPORTED, sums, strict=False))
         now = time.perf_counter()
         metrics = {
@@ -57,8 +64,7 @@ class StepMetrics:
             "lr": outcome.rate,
             "tokens": tokens,
             "tokens_per_second": (tokens - self.logged_tokens) / (now - self._since),
-            "refused_total": refused.total(),
-            **{f"refused.{kind}": count for kind, count in sorted(refused.items())},
+            **refused,
         }
         self._since, self.logged_tokens = now, tokens
         if config.logit_kl_weight:
@@ -66,9 +72,14 @@ class StepMetrics:
             metrics[f"loss_{config.logit_loss}"] = mean
         if config.hidden_weight:  # the loss compares hidden states
             metrics["loss_nmse"] = total["nmse"] / outcome.tokens
-            means = (torch.tensor(sums[named:]) / outcome.tokens).tolist()
+            means = (torch.tensor(sums[named:plain]) / outcome.tokens).tolist()
             names = [f"layers.{index}.nmse" for index in self._layers]
             metrics |= dict(zip(names, means, strict=True))
+        strengths = torch.tensor(sums[plain:], dtype=torch.float64).view_as(measured).tolist()
+        for index, (tokens_measured, *figures) in zip(self._layers, strengths, strict=True):
+            for name, figure in zip(MODULATION, figures, strict=True):
+                if tokens_measured:
+                    metrics[f"layers.{index}.{name}"] = figure / tokens_measured
         return metrics
 
     def progress(self, metrics: Mapping[str, Any]) -> str:

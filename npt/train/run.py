@@ -17,7 +17,6 @@ from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.data.batch import Batch
 from npt.data.encoding import lost
-from npt.data.samples import Position
 from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError
 from npt.evaluation.formatting import FIGURES
 from npt.files import write_text
@@ -93,7 +92,7 @@ class Run:
             folder.discard()
             raise
         self.trackers.warn = self.warn
-        self.trackers.describe({**record, **record["settings"]})
+        self.trackers.describe(_flat(record))
         initial = self.initial
         measured = {"floor": initial.floor, "teacher": initial.teacher, "initial": initial.aim}
         self.trackers.log(_by_name(measured), origin.step)
@@ -250,7 +249,13 @@ class Run:
         self.folder.event(event, step=step, error=type(error).__name__, message=message[:500])
 
     def give_up(
-        self, guard: Guard, outcome: Outcome, reason: str, steps: int, *batches: Sequence[Batch]
+        self,
+        guard: Guard,
+        outcome: Outcome,
+        reason: str,
+        steps: int,
+        refused: Mapping[str, Any],
+        *batches: Sequence[Batch],
     ) -> None:
         """Write the post-mortem and raise CardError or TooManyRefusalsError. If the GPU is lost,
         the post-mortem holds what is left on the host.
@@ -258,13 +263,14 @@ class Run:
         Args:
             outcome: outcome of the last window with a refusal.
             steps: number of applied steps.
+            refused: the refusals of the run, as `Loop.refusals` counts them.
             batches: micro-batches of that window, then of the last window without a refusal.
         """
         from npt.forensics.bundle import write_postmortem  # few runs end so
         from npt.forensics.student import stored_batches, student_entry
 
         setup, path, record = self.setup, self.folder.path, self.record
-        seed, (refused, accepted) = setup.config.seed, batches
+        seed, (of_refused, accepted) = setup.config.seed, batches
 
         def write() -> dict[str, Any]:
             try:
@@ -275,7 +281,7 @@ class Run:
                     outcome,
                     reason,
                     steps if outcome.snapshot is None else outcome.steps - outcome.applied,
-                    refused=stored_batches(refused, seed, outcome.refused),
+                    refused=stored_batches(of_refused, seed, outcome.refused),
                     accepted=stored_batches(accepted[:KEPT], seed),
                     student=student_entry(
                         setup.model, settings, record["base_hash"], setup.splitter.samples
@@ -288,7 +294,7 @@ class Run:
 
         bundle = write() if setup.processes.broken else setup.processes.first(write)
         reason = bundle.pop("reason", reason)
-        self.folder.event("stopped", step=steps, reason=reason, **bundle)
+        self.folder.event("stopped", step=steps, reason=reason, **refused, **bundle)
         gpu_lost = any(refusal.kind == "card" for refusal in outcome.refused)
         ending = f", the last: {outcome.refused[-1]}" if outcome.refused and not gpu_lost else ""
         if bundle["postmortem"] is None:
@@ -320,7 +326,7 @@ class Run:
             batches, steps = loop.open_batches, loop.steps
             outcome = Outcome(loop.guard.window.committed, len(batches), False, steps)
             outcome.refused = (Refusal("card", why),)
-            self.give_up(loop.guard, outcome, why, steps, batches, ())
+            self.give_up(loop.guard, outcome, why, steps, loop.refusals, batches, ())
         try:
             loop.settle()  # a checkpoint is named by the step of its weights
             if processes.broken and loop.guard.window.applied_steps != loop.steps:
@@ -341,7 +347,7 @@ class Run:
             loop.keep_if_best(fidelity)
         measured = {"eval": fidelity.student, "final": fidelity.aim}
         self.trackers.log(_by_name(measured), loop.steps)
-        self.report_data(loop.position)
+        self.report_data(loop)
         if config.max_steps is not None and loop.steps < config.max_steps:
             self.warn(
                 f"the data ended after {loop.steps} of --max_steps {config.max_steps} steps and"
@@ -352,15 +358,21 @@ class Run:
             "done",
             steps=loop.steps,
             tokens=loop.tokens,
-            refused=loop.refused.total(),
-            refused_by_kind=dict(loop.refused),
+            **loop.refusals,
             diverged=list(self.diverged),
             seconds=round(seconds, 3),
         )
 
-    def report_data(self, position: Position) -> None:
-        """Report at the end of a run which records were cut, left out or not used."""
-        data = self.data
+    def report_data(self, loop: Loop) -> None:
+        """Report at the end of a run which records were cut, left out or not used, and in which
+        epochs micro-batches were refused.
+        """
+        data, position = self.data, loop.position
+        if position.place.epoch and loop.refused_by_epoch:
+            counts = ", ".join(
+                f"{n} in epoch {e}" for e, n in sorted(loop.refused_by_epoch.items())
+            )
+            self.setup.say(f"refused: {counts} (the first is 0)")
         read = [(data.loader.samples, position.place.epoch)]
         if data.loader.replay is not None:
             read.append((data.loader.replay, position.replay.epoch))
@@ -391,7 +403,7 @@ class Run:
         if report and self.setup.processes.main:
             with self._written(REPORT):
                 write_report(path)
-        self.trackers.files({**self.record, **self.record["settings"]})
+        self.trackers.files(_flat(self.record))
         if lost := self.folder.lines_lost:
             self.warn(f"{lost} lines of {METRICS} and {EVENTS} could not be written to {path}")
 
@@ -416,6 +428,13 @@ def write_report(folder: Path, output: Path | None = None) -> RunRecord:
     output = folder / REPORT if output is None else output
     write_text(output, page(record, output))
     return record
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of `run.json` with its settings beside it, for a tracker. What the run
+    resolved, such as its `layers`, goes before the setting of the same name.
+    """
+    return {**record["settings"], **record}
 
 
 def _by_name(measured: Mapping[str, Figures]) -> dict[str, float]:

@@ -241,7 +241,7 @@ class Trainer:
             seconds = time.perf_counter() - started
             number = setup.signal()
             if number is not None:
-                run.report_data(loop.position)
+                run.report_data(loop)
                 folder.event("signal", number=number, step=loop.steps)
             elif loop.steps == 0:
                 self._refuse_empty(loop)

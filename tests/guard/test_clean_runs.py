@@ -23,8 +23,8 @@ BY_ID = {example.id: example for example in EXAMPLES}
 # Those that ask different things of a guard; debug/compare_trainers.py compares all.
 CHOSEN = (
     "accumulation checkpointing-reentrant noisy-embeddings resumed gradients-replaced-by-data"
-    " frozen iterable adamw_torch_fused paged_adamw_32bit AdamW-in-two-groups own-module lora-4-bit"
-    " t5-seq2seq sft-packed dpo"
+    " frozen iterable adamw_torch_fused paged_adamw_32bit Muon-over-matrices"
+    " AdamW-in-two-groups own-module lora-4-bit t5-seq2seq sft-packed dpo"
 )
 
 

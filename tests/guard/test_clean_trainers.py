@@ -167,6 +167,44 @@ def test_what_is_unfrozen_on_the_way_is_trained(tmp_path) -> None:
     assert len(guarded.guard.update.names) == len(list(guarded.model.parameters()))
 
 
+class LastLayer(InOrder):
+    """Its optimizer has one layer; the others get gradients that nobody steps."""
+
+    def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            last = list(self.model.lm_head.parameters())
+            self.optimizer = torch.optim.AdamW(last, lr=self.args.learning_rate)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["alone", "accumulated"])
+def test_the_norm_is_the_models_whatever_the_optimizer_has(size, tmp_path) -> None:
+    settings = {"gradient_accumulation_steps": size, "max_grad_norm": 0.1}
+    data = [row(i) for i in range(8)]
+    plain, guarded = both(data, tmp_path, small_llama, LastLayer, **settings)
+    assert logged(plain, "loss", "grad_norm") == logged(guarded, "loss", "grad_norm")
+    assert guarded.guard.update.names == ("lm_head.weight",)
+    assert plain.state.log_history[0]["grad_norm"] > 0.1  # so it was clipped
+
+
+class LateInTheNorm(LastLayer):
+    """A layer that nobody steps requires a gradient from the second step on."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.freeze(True)
+        self.add_callback(Unfreeze(self))
+
+    def freeze(self, frozen: bool) -> None:
+        self.model.model.layers[0].requires_grad_(not frozen)
+
+
+def test_what_nobody_steps_joins_the_norm_on_the_way(tmp_path) -> None:
+    data = [row(i) for i in range(8)]
+    plain, guarded = both(data, tmp_path, small_llama, LateInTheNorm, max_grad_norm=0.1)
+    assert logged(plain, "loss", "grad_norm") == logged(guarded, "loss", "grad_norm")
+
+
 class InTurn(Unfreezing):
     """Trains its last norm, then a layer, then the norm again."""
 
@@ -181,6 +219,54 @@ def test_what_is_frozen_for_a_while_is_clipped_again(tmp_path) -> None:
         [row(i) for i in range(8)], tmp_path, small_llama, InTurn, max_grad_norm=0.1
     )
     assert logged(plain, "loss", "grad_norm") == logged(guarded, "loss", "grad_norm")
+
+
+class Scaled(InOrder):
+    """Its loss has a parameter, which is not of the model."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            super().create_optimizer(*arguments)
+            self.optimizer.add_param_group({"params": [self.scale]})
+        return self.optimizer
+
+    def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+        return super().compute_loss(*arguments, **named) * self.scale
+
+    def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
+        self.scale.grad = None  # a Trainer zeroes the gradients of its model alone
+        return super().get_batch_samples(*arguments, **named)
+
+
+def test_parameters_of_a_loss_are_trained_too(tmp_path) -> None:
+    plain, guarded = both([row(i) for i in range(8)], tmp_path, small_llama, Scaled)
+    assert plain.scale.item() == guarded.scale.item() != 1.0
+    assert logged(plain, "grad_norm") == logged(guarded, "grad_norm")
+
+
+class ScaledAlone(Scaled):
+    """The optimizer has no other parameter; the model stays as it is."""
+
+    def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW([self.scale], lr=0.1)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_may_be_all_that_is_trained(frozen, tmp_path) -> None:
+    plain, guarded = both(
+        [row(i) for i in range(8)],
+        tmp_path,
+        lambda: small_llama().requires_grad_(not frozen),
+        ScaledAlone,
+    )
+    assert plain.scale.item() == guarded.scale.item() != 1.0
+    assert logged(plain, "grad_norm") == logged(guarded, "grad_norm")
 
 
 def test_a_trainer_is_a_plain_one_before_and_after_training(tmp_path) -> None:

@@ -84,10 +84,13 @@ def test_chosen_steps_are_written_and_drawn_and_said(model, data, tmp_path, draw
     assert all(row.finite for row in found.rows)
     assert drawn == [([1, 3, 4], folder)]
     assert said[0].startswith("recording the first micro-batch of steps 1,3-4 on ")
-    assert [line.split(":")[0] for line in said[1:-1]] == [
+    steps = [line for line in said[1:-1] if not line.startswith("  ")]
+    assert [line.split(":")[0] for line in steps] == [
         f"recorded step {step} (micro-batch 0, process 0) in {folder / f'step-0000000{step}.json'}"
         for step in (1, 3, 4)
     ]
+    assert len(said) == 2 + 3 * (1 + 10)  # each with its ten worst tensors
+    assert all(": float32 [" in line for line in said[1:-1] if line.startswith("  "))
     assert said[-1] == f"pictures of the recorded steps: {folder / 'health.png'}"
     assert hooks(model) == 0
 

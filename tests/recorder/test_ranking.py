@@ -10,7 +10,7 @@ from torch import nn
 
 import npt
 from npt.data.batch import Batch, Sample, collate
-from npt.recorder.ranking import FACTOR, explosions, gradients, growths, worst
+from npt.recorder.ranking import FACTOR, explosions, gradients, growths, worst, worst_rows
 from npt.recorder.record import Record, Row
 from npt.recorder.recorder import Recorder
 
@@ -130,3 +130,30 @@ def test_an_explosion_is_seen_before_fp16_overflows() -> None:
             warned = growth
             assert explosions(record)[0].after.name == "model.layers.4.mlp.down_proj out"
     assert warned is not None and overflowed is not None and warned < overflowed
+
+
+def test_the_worst_tensors_come_in_the_order_of_their_urgency() -> None:
+    record = Record(
+        1,
+        (
+            row("small", rms=1.0),
+            row("half", rms=3e4, dtype="float16"),
+            row("large", rms=3e5),
+            row("ids", rms=9e9, dtype="int64"),
+            row("before", rms=2.0),
+            row("exploded", rms=5e3, source=4),
+            row("nan", rms=None, nan=4),
+            row("input", "in", rms=8e5),
+            row("large.again", rms=3e5),
+        ),
+    )
+    names = [each.module for each in worst_rows(record)]
+    assert names == ["nan", "exploded", "half", "large", "before", "small"]
+    assert [each.module for each in worst_rows(record, most=1)] == ["nan"]
+    assert worst_rows(Record(1, ())) == []
+
+
+def test_a_row_is_a_line() -> None:
+    assert str(row("m", rms=2.0)) == "m out: float32 [4], 2 to 2, mean 2, deviation 2, RMS 2"
+    gradient = row("m", "weight", None, direction="gradient", nan=3, pos_inf=1, count=4)
+    assert str(gradient) == "gradient of m weight: float32 [4], 3 NaN, 1 +Inf, 0 -Inf of 4"

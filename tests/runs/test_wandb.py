@@ -109,7 +109,11 @@ def test_wandb_is_told_everything_of_a_run_and_its_resumption(
     assert (found.run.project, found.run.display_name) == ("npt", "run")
     assert list(found.run.tags) == ["a", "b"]
     assert found.run.run_id == json.loads((folder / "run.json").read_text())["wandb_run"]
-    config, base = found.config, json.loads((folder / "run.json").read_text())["base_hash"]
+    config, written = found.config, json.loads((folder / "run.json").read_text())
+    base = written["base_hash"]
+    said = {name: config[name] for name in written if name not in ("settings", "wandb_run")}
+    assert said == {name: written[name] for name in said}  # not the settings they come from
+    assert (config["layers"], config["deterministic"]) == ([1, 3], True)
     assert config["learning_rate"] == 1e-2
     assert config["targets"] == ["stream", "gate", "up", "down"]
     assert config["base_hash"] == base
