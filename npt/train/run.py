@@ -369,10 +369,10 @@ class Run:
         """
         data, position = self.data, loop.position
         if position.place.epoch and loop.refused_by_epoch:
-            counts = ", ".join(
+            epochs = ", ".join(
                 f"{n} in epoch {e}" for e, n in sorted(loop.refused_by_epoch.items())
             )
-            self.setup.say(f"refused: {counts} (the first is 0)")
+            self.setup.say(f"refused: {epochs} (the first is 0)")
         read = [(data.loader.samples, position.place.epoch)]
         if data.loader.replay is not None:
             read.append((data.loader.replay, position.replay.epoch))
