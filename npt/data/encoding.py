@@ -26,7 +26,12 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.continuation import begins_with_space, continuation_tokens, opening_tokens
+from npt.data.continuation import (
+    bare_tokens,
+    begins_with_space,
+    continuation_tokens,
+    opening_tokens,
+)
 from npt.data.source import PIECE, Record
 from npt.errors import DataError, kind_of
 
@@ -152,8 +157,7 @@ class Encoder:
         return self._tokens(text)
 
     def _tokens(self, text: str) -> list[int]:
-        tokens = self.tokenizer([text], verbose=False, add_special_tokens=False)
-        return list(tokens["input_ids"][0])
+        return bare_tokens(self.tokenizer, text)
 
     def _ended(self, ids: list[int]) -> list[int]:
         end = self.tokenizer.eos_token_id
