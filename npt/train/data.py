@@ -25,7 +25,15 @@ from npt.config import MAX_STEPS, DataConfig
 from npt.data.batch import Batch, Sample
 from npt.data.encoding import filled, no_sample
 from npt.data.samples import Loader, Position, Samples, Window, windows, within
-from npt.data.source import READERS, Record, check_source, is_local, open_source, own_heldout
+from npt.data.source import (
+    READERS,
+    Record,
+    check_source,
+    is_local,
+    open_source,
+    own_heldout,
+    passed_over,
+)
 from npt.errors import ConfigError, DataError, kind_of
 from npt.evaluation.heldout import evaluation_samples
 from npt.runs.checkpoint import Checkpoint
@@ -141,6 +149,9 @@ class RunData:
             names = ", ".join(map(str, data))
             raise DataError(f"data is {kind_of(data)} with {names}; pass one of its entries")
         self.sources = open_sources(setup.data_config, data)
+        for source in self.sources[0 if data is None else 1 :]:
+            if (line := passed_over(source.config)) is not None:
+                setup.say(line)
         self._check_stream(eval_data)
         leave_out = self._hold_out(eval_data)
         self.loader = self._make_loader(leave_out)
