@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import glob
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from npt.config import DataConfig
 from npt.data.folder import Folder, is_saved, look_through, saved_split
-from npt.errors import DataError
+from npt.errors import DataError, first_line, kind_of
 from npt.extras import require
 
 BUILTIN, PROSE, HUB = "builtin", "builtin-prose", "the hub"
@@ -28,6 +30,9 @@ NAMED = 5  # files that are named as not read; further ones are only counted
 
 Record = Mapping[str, Any]
 """A text, a prompt with its completion, a conversation, or token ids."""
+
+Given = Iterable[Record] | Callable[[], Iterable[Record]] | str | os.PathLike[str]
+"""Data from a caller in Python; `records_from` makes records of them. A DataFrame is one too."""
 
 PIECE = "npt:piece"
 """The column of a piece of a longer text: whether it is the first, and whether it is the last."""
@@ -209,6 +214,62 @@ def open_source(config: DataConfig) -> Iterable[Record]:
     if iter(records) is not records:
         return records
     return Repeatable(lambda: read(name, config)) if config.streaming else list(records)
+
+
+def records_from(data: Any, config: DataConfig, what: str) -> Any:
+    """Return an iterable of what a caller gives as data: records of a path, rows of a DataFrame,
+    a function's records at every pass, or the data themselves.
+
+    Raises DataError for data of another kind, and ConfigError if a package is not installed. Both
+    name the data as `what`.
+    """
+    wanted = (
+        'pass a list of records like {"text": ...}, a `datasets` object, a DataFrame, a generator'
+        " function or the path of a file"
+    )
+    if isinstance(data, str | os.PathLike):
+        name = os.fspath(data)
+        if not is_local(name):
+            raise DataError(f"{what} is {name!r}, which is not a file or folder; {wanted}")
+        return open_source(replace(config, dataset_name=name, dataset_config=None))
+    if isinstance(data, Mapping):
+        names = ", ".join(map(str, data))
+        raise DataError(f"{what} is {kind_of(data)} with {names}; pass one of its entries")
+    if hasattr(data, "iterrows"):  # of pandas; an iteration would give its columns
+        return _rows_of(data, what)
+    iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+    if callable(data) and not iterable:
+        return Repeatable(partial(_called, data, what))
+    if not iterable or isinstance(data, bytes):
+        raise DataError(f"{what} is {kind_of(data)}; {wanted}")
+    return data
+
+
+def _rows_of(frame: Any, what: str) -> Any:
+    require("datasets", f"a DataFrame as {what}")
+    import datasets
+
+    try:
+        return datasets.Dataset.from_pandas(frame, preserve_index=False)
+    except Exception as error:  # pyarrow has many
+        raise DataError(
+            f"{what} is a DataFrame that `datasets` cannot read: {first_line(error)[:200]}; give"
+            " each column values of one type"
+        ) from error
+
+
+def _called(function: Callable[[], Any], what: str) -> Iterable[Record]:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise DataError(
+            f"{what} is a function that cannot be called without arguments ({error}); bind them"
+            " with functools.partial"
+        ) from error
+    records = function()
+    if not hasattr(records, "__iter__"):
+        raise DataError(f"{what} is a function that returns {kind_of(records)}; yield records")
+    return records
 
 
 def read_stream(files: Iterable[Path], config: DataConfig) -> Iterator[Record]:
