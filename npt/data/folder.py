@@ -110,5 +110,5 @@ def saved_split(folder: Path, split: str) -> Folder:
     if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
         raise DataError(f"{listed} lists no splits; restore it from the original")
     check_split(folder, split, set(splits))
-    others = [f"{name} (split {name})" for name in splits if name != split]
+    others = [f"{name}/ (split {name})" for name in splits if name != split]
     return Folder([folder / split], others)

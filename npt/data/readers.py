@@ -93,18 +93,23 @@ def _json_record(path: Path, line: int, raw: bytes) -> Record | FileError:
     except UnicodeDecodeError as error:
         return _not_utf8(path, line, error)
     except (ValueError, RecursionError) as error:
-        what = getattr(error, "msg", error)
-        message = f": not JSON ({what}); each line must be one JSON object"
+        message = f": not JSON ({_json_fault(error)}); each line must be one JSON object"
         return FileError(path, message, line, getattr(error, "colno", None))
     if not isinstance(record, dict):
         return FileError(path, f': {kind_of(record)}, not an object like {{"text": ...}}', line)
     return {"id": f"{path.name}:{line}", **record}
 
 
+def _json_fault(error: Exception) -> str:
+    """Return what is wrong, without Python's own remedy for a number of too many digits."""
+    return str(getattr(error, "msg", error)).partition(";")[0]
+
+
 def read_csv(path: Path, config: DataConfig) -> Entries:
     """Yield the rows of a CSV file (RFC 4180), or of one with tabs instead of commas, all fields as
     text; short rows lack last columns."""
     tabs = ".tsv" in map(str.lower, path.suffixes[-2:])
+    kind, separators = ("TSV", "tabs") if tabs else ("CSV", "commas")
     with _opened(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True, delimiter="\t" if tabs else ",")
         names: list[str] = []
@@ -116,7 +121,7 @@ def read_csv(path: Path, config: DataConfig) -> Entries:
                 elif len(row) > len(names):
                     message = (
                         f": {len(row)} fields, but the header names {len(names)}; put double quotes"
-                        f" around fields that contain {'tabs' if tabs else 'commas'}"
+                        f" around fields that contain {separators}"
                     )
                     yield FileError(path, message, line)
                 elif row:
@@ -124,7 +129,7 @@ def read_csv(path: Path, config: DataConfig) -> Entries:
                     yield {"id": f"{path.name}:{line}", **named}
                 line = rows.line_num + 1
         except csv.Error as error:
-            yield FileError(path, f": not CSV ({error}); correct the file", line)
+            yield FileError(path, f": not {kind} ({error}); correct the file", line)
 
 
 def read_text(path: Path, config: DataConfig) -> Entries:
@@ -154,7 +159,7 @@ def read_json(path: Path, config: DataConfig) -> Entries:
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
-        what = getattr(error, "msg", error)
+        what = _json_fault(error)
         if what == "Extra data" and text.lstrip().startswith("{"):
             yield from read_json_lines(path, config)
             return

@@ -135,12 +135,11 @@ def passed_over(config: DataConfig) -> str | None:
     name = config.dataset_name
     if not is_local(name):
         return None
-    read, passed = _found(name, config.dataset_split)
+    passed = _found(name, config.dataset_split).passed
     if not passed:
         return None
-    named = ", ".join(passed[:NAMED])
-    named += f" and {len(passed) - NAMED:,} more" if len(passed) > NAMED else ""
-    return f"{len(passed):,} of {len(read) + len(passed):,} files in {name} are not read: {named}"
+    more = f" and {len(passed) - NAMED:,} more" if len(passed) > NAMED else ""
+    return f"not read in {name}: {', '.join(passed[:NAMED])}{more}"
 
 
 def _found(name: str, split: str) -> Folder:
