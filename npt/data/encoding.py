@@ -3,6 +3,7 @@
     {"text": ...}                                            every token is a target
     {"prompt": ..., "completion": ...}                       or columns of other names
     {"messages": [{"role": "user", "content": ...}, ...]}    uses the chat template
+    {"conversations": [{"from": "human", "value": ...}]}     ShareGPT; perhaps with a system text
     {"input_ids": [...]}                                     optionally with labels and a mask
 
 A prompt may be a list of messages. A sample's ids are prompt, completion and end token. Labels are
@@ -32,6 +33,7 @@ from npt.data.continuation import (
     continuation_tokens,
     opening_tokens,
 )
+from npt.data.sharegpt import CONVERSATIONS, with_messages
 from npt.data.source import PIECE, Record
 from npt.errors import DataError, kind_of
 
@@ -202,9 +204,10 @@ class Encoder:
 
 
 def filled(record: Record) -> Record:
-    """Return a record without the nulls of merged tables, unless only its id would be left."""
+    """Return a record without the nulls of merged tables, unless only its id would be left, and
+    with ShareGPT's conversations as messages."""
     columns = {column: value for column, value in record.items() if value is not None}
-    return columns if columns.keys() - {"id", PIECE} else record
+    return with_messages(columns) if columns.keys() - {"id", PIECE} else record
 
 
 def prompt_column(record: Record, config: DataConfig) -> str | None:
@@ -213,7 +216,10 @@ def prompt_column(record: Record, config: DataConfig) -> str | None:
         return config.prompt_column
     if PROMPT in record and COMPLETION in record:
         return PROMPT
-    return MESSAGES if isinstance(record.get(MESSAGES), list) else None
+    for column in (MESSAGES, CONVERSATIONS):
+        if isinstance(record.get(column), list):
+            return column
+    return None
 
 
 def text_of(name: str, record: Record, column: str, flags: str) -> str:
