@@ -28,16 +28,17 @@ from typing import Any
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.continuation import (
+    TEXT_AT_ONCE,
     bare_tokens,
     begins_with_space,
     continuation_tokens,
     opening_tokens,
 )
-from npt.data.sharegpt import CONVERSATIONS, with_messages
 from npt.data.source import PIECE, Record
 from npt.errors import DataError, kind_of
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
+CONVERSATIONS = "conversations"
 IDS = ("input_ids", "labels", "attention_mask")
 
 
@@ -159,7 +160,10 @@ class Encoder:
         return self._tokens(text)
 
     def _tokens(self, text: str) -> list[int]:
-        return bare_tokens(self.tokenizer, text)
+        if len(text) > TEXT_AT_ONCE:
+            return bare_tokens(self.tokenizer, text)
+        tokens = self.tokenizer([text], verbose=False, add_special_tokens=False)
+        return list(tokens["input_ids"][0])
 
     def _ended(self, ids: list[int]) -> list[int]:
         end = self.tokenizer.eos_token_id
@@ -207,7 +211,13 @@ def filled(record: Record) -> Record:
     """Return a record without the nulls of merged tables, unless only its id would be left, and
     with ShareGPT's conversations as messages."""
     columns = {column: value for column, value in record.items() if value is not None}
-    return with_messages(columns) if columns.keys() - {"id", PIECE} else record
+    if not columns.keys() - {"id", PIECE}:
+        return record
+    if any(isinstance(value, list | tuple) for value in columns.values()):
+        from npt.data.sharegpt import with_messages
+
+        return with_messages(columns)
+    return columns
 
 
 def prompt_column(record: Record, config: DataConfig) -> str | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from npt.data.encoding import CONVERSATIONS
 from npt.data.source import Record
 from npt.errors import DataError
 
-CONVERSATIONS, SYSTEM = "conversations", "system"
-"""The column of a conversation, and one of the text that stands before it."""
+SYSTEM = "system"
+"""The column of a text that stands before a conversation."""
 
 ROLES = {
     "human": "user",

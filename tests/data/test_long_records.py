@@ -9,7 +9,7 @@ from sentencepieces import PLAIN, PREFIXING, tokenizer_of
 
 import npt
 from npt.base.load import load_tokenizer
-from npt.data import continuation
+from npt.data import continuation, encoding
 from npt.data.samples import cut
 
 AT_ONCE = 200
@@ -31,6 +31,11 @@ class Counting:
         return self._tokenizer(texts, **how)
 
 
+def cut_early(monkeypatch) -> None:
+    for module in (continuation, encoding):
+        monkeypatch.setattr(module, "TEXT_AT_ONCE", AT_ONCE)
+
+
 def tokens(record: dict[str, Any], tokenizer: Any) -> list[int]:
     samples = cut([record], tokenizer, npt.DataConfig(max_length=8192))
     return [i for sample in samples for i in sample.input_ids]
@@ -44,7 +49,7 @@ def test_a_long_text_has_the_tokens_that_it_has_whole(monkeypatch, form, name, t
     record = {"text": text} if form == "text" else {"prompt": "Write.\n", "completion": "Done."}
     record[form] = text
     whole = tokens(record, tokenizer)
-    monkeypatch.setattr(continuation, "TEXT_AT_ONCE", AT_ONCE)
+    cut_early(monkeypatch)
     counting = Counting(tokenizer)
     assert tokens(record, counting) == whole
     # where a text continues another, both are tokenised together
@@ -53,7 +58,7 @@ def test_a_long_text_has_the_tokens_that_it_has_whole(monkeypatch, form, name, t
 
 @pytest.mark.parametrize("text", ["x" * 2500, "\n" * 900, "é" * 999])
 def test_a_text_without_a_place_to_cut_is_cut_anywhere(monkeypatch, text):
-    monkeypatch.setattr(continuation, "TEXT_AT_ONCE", AT_ONCE)
+    cut_early(monkeypatch)
     counting = Counting(load_tokenizer("tiny"))
     ids = tokens({"text": text}, counting)
     assert counting.decode(ids, skip_special_tokens=True) == text
