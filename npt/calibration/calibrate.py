@@ -38,7 +38,7 @@ from npt.calibration.sensitivity import Sensitivity, measure
 from npt.config import STREAM, NPTConfig
 from npt.console import say, silent_console
 from npt.data.batch import Batch, Sample, batches
-from npt.data.source import Record
+from npt.data.source import Given
 from npt.distill.step import free_memory
 from npt.distributed.processes import ProcessGroup
 from npt.errors import (
@@ -68,7 +68,7 @@ SOLVED = ("A", f"B.{STREAM}")
 def calibrate(
     model: PreTrainedModel,
     tokenizer: Any,
-    data: Iterable[Record] | Iterable[Sample],
+    data: Given | Iterable[Sample],
     tokens: int = 65536,
     *,
     max_length: int = 256,
@@ -88,7 +88,8 @@ def calibrate(
             configuration has `ranks`, the total rank is redistributed to the layers where it is
             worth most.
         tokenizer: of the base.
-        data: records, or samples. Use training data, never data for evaluation.
+        data: records, the path of a file of them, or samples. Use training data, never data for
+            evaluation.
         tokens: most tokens to use. They are drawn from the first 8 * tokens of the data. Memory
             grows by only about 300 bytes per token, for text read ahead.
         max_length: tokens of a sample, if `data` are records.

@@ -10,7 +10,7 @@ from typing import Any
 from npt.config import DataConfig
 from npt.data.batch import Sample
 from npt.data.samples import cut, permutation, within
-from npt.data.source import Record
+from npt.data.source import Given, records_from
 from npt.errors import DataError
 
 READ_AHEAD = 8
@@ -18,7 +18,7 @@ READ_AHEAD = 8
 
 
 def read_samples(
-    data: Iterable[Record] | Iterable[Sample],
+    data: Given | Iterable[Sample],
     tokenizer: Any,
     max_length: int,
     tokens: int,
@@ -29,11 +29,12 @@ def read_samples(
 
     Samples with ids outside the vocabulary are left out. Raises DataError for fewer than two.
     """
-    items = iter(data)
+    config = DataConfig(max_length=max_length)
+    items = iter(records_from(data, config, "data"))
     first = next(items, None)
     rest: Iterable[Any] = [] if first is None else itertools.chain([first], items)
     if not isinstance(first, Sample):
-        rest = cut(rest, tokenizer, DataConfig(max_length=max_length))
+        rest = cut(rest, tokenizer, config)
     read, left = [], READ_AHEAD * tokens
     for sample in within(rest, vocab_size):
         read.append(sample)

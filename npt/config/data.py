@@ -21,10 +21,12 @@ class DataConfig(SettingsGroup):
     dataset_name: str = _data(
         "builtin",
         "builtin (Python code), builtin-prose (English), a file, folder or glob (.txt .jsonl .json"
-        " .csv .parquet), or a dataset on the Hub",
+        " .csv .tsv .parquet .arrow), a saved dataset, or a dataset on the Hub",
     )
     dataset_config: str | None = _data(None, "configuration of a dataset on the Hub")
-    dataset_split: str = _data("train", "split to train on")
+    dataset_split: str = _data(
+        "train", "split to train on, of the Hub, a saved dataset or a folder"
+    )
     text_column: str = _data("text", "column that holds the text")
     prompt_column: str | None = _data(
         None, "column that holds the prompt, as text or as chat messages"

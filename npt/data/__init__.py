@@ -17,11 +17,23 @@ def _late(name: str, module: str = "npt.data.readers") -> Read:
     return lambda place, config: getattr(import_module(module), name)(place, config)
 
 
-register_reader(".txt", _late("read_text"))
-register_reader(".jsonl", _late("read_json_lines"))
-register_reader(".json", _late("read_json"))
-register_reader(".csv", _late("read_csv"))
-register_reader(".parquet", _late("read_parquet"), needs="datasets")
+_TEXT = {
+    ".txt": "read_text",
+    ".jsonl": "read_json_lines",
+    ".ndjson": "read_json_lines",
+    ".json": "read_json",
+    ".csv": "read_csv",
+    ".tsv": "read_csv",
+}
+for suffix, name in _TEXT.items():
+    register_reader(suffix, _late(name))
+    for compression in source.COMPRESSIONS:
+        # pyarrow, which comes with datasets, reads what Python's own library cannot
+        own = compression in (".gz", ".bz2", ".xz")
+        register_reader(suffix + compression, _late(name), needs=None if own else "datasets")
+register_reader(".parquet", _late("read_table"), needs="datasets")
+register_reader(".arrow", _late("read_table"), needs="datasets")
+register_reader(source.SAVED, _late("read_saved"), needs="datasets")
 register_reader(source.BUILTIN, _late("read_builtin"))
 register_reader(source.PROSE, _late("read_prose", "npt.data.prose"))
 register_reader(source.HUB, _late("read_hub"), needs="datasets")

@@ -3,6 +3,7 @@
     {"text": ...}                                            every token is a target
     {"prompt": ..., "completion": ...}                       or columns of other names
     {"messages": [{"role": "user", "content": ...}, ...]}    uses the chat template
+    {"conversations": [{"from": "human", "value": ...}]}     ShareGPT; perhaps with a system text
     {"input_ids": [...]}                                     optionally with labels and a mask
 
 A prompt may be a list of messages. A sample's ids are prompt, completion and end token. Labels are
@@ -26,11 +27,18 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.continuation import begins_with_space, continuation_tokens, opening_tokens
+from npt.data.continuation import (
+    TEXT_AT_ONCE,
+    bare_tokens,
+    begins_with_space,
+    continuation_tokens,
+    opening_tokens,
+)
 from npt.data.source import PIECE, Record
 from npt.errors import DataError, kind_of
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
+CONVERSATIONS = "conversations"
 IDS = ("input_ids", "labels", "attention_mask")
 
 
@@ -152,6 +160,8 @@ class Encoder:
         return self._tokens(text)
 
     def _tokens(self, text: str) -> list[int]:
+        if len(text) > TEXT_AT_ONCE:
+            return bare_tokens(self.tokenizer, text)
         tokens = self.tokenizer([text], verbose=False, add_special_tokens=False)
         return list(tokens["input_ids"][0])
 
@@ -198,9 +208,16 @@ class Encoder:
 
 
 def filled(record: Record) -> Record:
-    """Return a record without the nulls of merged tables, unless only its id would be left."""
+    """Return a record without the nulls of merged tables, unless only its id would be left, and
+    with ShareGPT's conversations as messages."""
     columns = {column: value for column, value in record.items() if value is not None}
-    return columns if columns.keys() - {"id", PIECE} else record
+    if not columns.keys() - {"id", PIECE}:
+        return record
+    if any(isinstance(value, list | tuple) for value in columns.values()):
+        from npt.data.sharegpt import with_messages
+
+        return with_messages(columns)
+    return columns
 
 
 def prompt_column(record: Record, config: DataConfig) -> str | None:
@@ -209,7 +226,10 @@ def prompt_column(record: Record, config: DataConfig) -> str | None:
         return config.prompt_column
     if PROMPT in record and COMPLETION in record:
         return PROMPT
-    return MESSAGES if isinstance(record.get(MESSAGES), list) else None
+    for column in (MESSAGES, CONVERSATIONS):
+        if isinstance(record.get(column), list):
+            return column
+    return None
 
 
 def text_of(name: str, record: Record, column: str, flags: str) -> str:

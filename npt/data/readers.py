@@ -1,4 +1,4 @@
-"""Readers: text, JSON, CSV and Parquet files, the Hub, and the built-in text.
+"""Readers: files of text, JSON, CSV, Parquet and Arrow, saved datasets, the Hub, built-in text.
 
 The built-in text is the source code of this machine's Python standard library without its tests,
 about 12 MB. A hash of a file's path decides whether the file is held out, so the split is the same
@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import csv
 import glob
+import io
 import json
 import logging
+import lzma
 import os
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import is_heldout
-from npt.data.source import PIECE, READERS, FileError, Record
+from npt.data.source import PIECE, FileError, Record, suffixes
 from npt.errors import DataError, first_line, kind_of
 
 TEXT_PIECE = 1 << 16
@@ -37,18 +42,36 @@ Entries = Iterator[Record | FileError]
 
 
 @contextmanager
-def _opened(path: Path, mode: str = "r", **options: Any) -> Iterator[IO[Any]]:
+def _opened(path: Path, encoding: str | None = None, newline: str | None = None) -> Iterator[Any]:
+    """Open a file that may be compressed, as bytes or with an encoding as text; raise FileError for
+    all that can go wrong until it is closed."""
     try:
-        with path.open(mode, **options) as file:
-            yield file
-    except OSError as error:
-        raise FileError(path, f" cannot be read: {error.strerror}") from error
+        with _bytes_of(path) as file:
+            yield file if encoding is None else io.TextIOWrapper(file, encoding, newline=newline)
     except UnicodeDecodeError as error:
-        with path.open("rb") as file:
+        with _bytes_of(path) as file:
             for line, raw in enumerate(file, start=1):
                 if raw.decode(errors="ignore").encode() != raw:
                     raise _not_utf8(path, line, error) from error
         raise
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        why = getattr(error, "strerror", None)
+        problem = f" is damaged: {first_line(error)}; restore it from the original"
+        raise FileError(path, problem if why is None else f" cannot be read: {why}") from error
+
+
+def _bytes_of(path: Path) -> Any:
+    """Open a file as bytes, unpacked if its suffix is that of a compression."""
+    suffix = path.suffix.lower()
+    if suffix in (".gz", ".bz2", ".xz"):
+        module = import_module({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}[suffix])
+        return module.open(path, "rb")
+    if suffix in (".zst", ".lz4"):
+        import pyarrow
+
+        codec = {".zst": "zstd", ".lz4": "lz4"}[suffix]
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression=codec))
+    return path.open("rb")
 
 
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> FileError:
@@ -56,7 +79,7 @@ def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> FileError:
 
 
 def read_json_lines(path: Path, config: DataConfig) -> Entries:
-    with _opened(path, "rb") as file:
+    with _opened(path) as file:
         for line, raw in enumerate(file, start=1):
             if raw.strip():
                 yield _json_record(path, line, raw)
@@ -70,18 +93,27 @@ def _json_record(path: Path, line: int, raw: bytes) -> Record | FileError:
     except UnicodeDecodeError as error:
         return _not_utf8(path, line, error)
     except (ValueError, RecursionError) as error:
-        what = getattr(error, "msg", error)
-        message = f": not JSON ({what}); each line must be one JSON object"
+        message = f": not JSON ({_json_fault(error)}); each line must be one JSON object"
         return FileError(path, message, line, getattr(error, "colno", None))
     if not isinstance(record, dict):
         return FileError(path, f': {kind_of(record)}, not an object like {{"text": ...}}', line)
     return {"id": f"{path.name}:{line}", **record}
 
 
+def _json_fault(error: Exception) -> str:
+    """Return what is wrong, without Python's own remedy for a number of too many digits."""
+    return str(getattr(error, "msg", error)).partition(";")[0]
+
+
 def read_csv(path: Path, config: DataConfig) -> Entries:
-    """Yield the rows of a CSV file (RFC 4180), all fields as text; short rows lack last columns."""
+    """Yield the rows of a CSV file (RFC 4180), or of one with tabs instead of commas, all fields as
+    text; short rows lack last columns."""
+    tabs = ".tsv" in map(str.lower, path.suffixes[-2:])
+    kind, separators = ("TSV", "tabs") if tabs else ("CSV", "commas")
     with _opened(path, encoding="utf-8-sig", newline="") as file:
-        rows, names, line = csv.reader(file, strict=True), list[str](), 1
+        rows = csv.reader(file, strict=True, delimiter="\t" if tabs else ",")
+        names: list[str] = []
+        line = 1
         try:
             for row in rows:
                 if not names:
@@ -89,7 +121,7 @@ def read_csv(path: Path, config: DataConfig) -> Entries:
                 elif len(row) > len(names):
                     message = (
                         f": {len(row)} fields, but the header names {len(names)}; put double quotes"
-                        " around fields that contain commas"
+                        f" around fields that contain {separators}"
                     )
                     yield FileError(path, message, line)
                 elif row:
@@ -97,7 +129,7 @@ def read_csv(path: Path, config: DataConfig) -> Entries:
                     yield {"id": f"{path.name}:{line}", **named}
                 line = rows.line_num + 1
         except csv.Error as error:
-            yield FileError(path, f": not CSV ({error}); correct the file", line)
+            yield FileError(path, f": not {kind} ({error}); correct the file", line)
 
 
 def read_text(path: Path, config: DataConfig) -> Entries:
@@ -120,17 +152,19 @@ def read_text(path: Path, config: DataConfig) -> Entries:
 
 
 def read_json(path: Path, config: DataConfig) -> Entries:
+    """Yield the objects of a list, or of lines, which many files with this suffix hold."""
     example = 'like {"text": ...}'
+    with _opened(path, encoding="utf-8-sig") as file:
+        text = file.read()
     try:
-        with _opened(path, encoding="utf-8-sig") as file:
-            entries = json.load(file)
-    except (json.JSONDecodeError, RecursionError) as error:
-        message = (
-            f": not JSON ({getattr(error, 'msg', error)}); correct the file, or rename it to .jsonl"
-            " if each line is an object"
-        )
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        what = _json_fault(error)
+        if what == "Extra data" and text.lstrip().startswith("{"):
+            yield from read_json_lines(path, config)
+            return
         where = (getattr(error, key, None) for key in ("lineno", "colno"))
-        raise FileError(path, message, *where) from error
+        raise FileError(path, f": not JSON ({what}); correct the file", *where) from error
     if not isinstance(entries, list):
         raise FileError(path, f" holds {kind_of(entries)}; it must be a list of objects {example}")
     for number, entry in enumerate(entries):
@@ -140,40 +174,57 @@ def read_json(path: Path, config: DataConfig) -> Entries:
             yield FileError(path, f", entry {number}: {kind_of(entry)}, not an object {example}")
 
 
-def read_parquet(path: Path, config: DataConfig) -> Iterable[Record]:
-    """Return the rows of a Parquet file, memory-mapped unless they are streamed."""
+def read_table(path: Path, config: DataConfig) -> Iterable[Record]:
+    """Return the rows of a Parquet or Arrow file, memory-mapped unless they are streamed."""
+    import datasets
+
+    kind = path.suffix[1:].lower()
     # this logger repeats the error that is raised here
-    logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
-
-    def fault(error: Exception) -> DataError:
-        what = first_line(error.__cause__ or error)[:300]
-        return FileError(path, f" is damaged or not Parquet: {what}; restore it from the original")
-
+    logging.getLogger(f"datasets.packaged_modules.{kind}.{kind}").setLevel(logging.CRITICAL)
     files = glob.escape(str(path))
-    return _loaded("parquet", config, fault, data_files=files, split="train")
+    options = {"data_files": files, "split": "train", "streaming": config.streaming}
+    load = partial(datasets.load_dataset, kind, **options)
+    return _loaded(load, config, partial(_damaged, path, kind.capitalize()))
+
+
+def read_saved(folder: Path, config: DataConfig) -> Iterable[Record]:
+    """Return the rows of a dataset that `save_to_disk` wrote, memory-mapped."""
+    import datasets
+
+    def load() -> Any:
+        records = datasets.load_from_disk(str(folder))
+        return records.to_iterable_dataset() if config.streaming else records
+
+    return _loaded(load, config, partial(_damaged, folder, "a saved dataset"))
+
+
+def _damaged(path: Path, kind: str, error: Exception) -> DataError:
+    what = first_line(error.__cause__ or error)[:300]
+    return FileError(path, f" is damaged or not {kind}: {what}; restore it from the original")
 
 
 def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
-    split, files = config.dataset_split, ", ".join(kind for kind in READERS if kind[0] == ".")
+    import datasets
+
+    split = config.dataset_split
 
     def fault(error: Exception) -> DataError:
         return DataError(
             f"cannot read the dataset {name!r} (split {split!r}): {first_line(error)[:300]}; check"
-            f" the name and the network, or give --dataset_name a local file ({files})"
+            f" the name and the network, or give --dataset_name a local file ({suffixes()})"
         )
 
-    return _loaded(name, config, fault, name=config.dataset_config, split=split)
+    options = {"name": config.dataset_config, "split": split, "streaming": config.streaming}
+    return _loaded(partial(datasets.load_dataset, name, **options), config, fault)
 
 
 Fault = Callable[[Exception], DataError]
 """Turns an error of `datasets`, which has dozens of classes, into a DataError."""
 
 
-def _loaded(path: str, config: DataConfig, fault: Fault, **options: Any) -> Iterable[Record]:
-    import datasets
-
+def _loaded(load: Callable[[], Any], config: DataConfig, fault: Fault) -> Iterable[Record]:
     try:
-        records = datasets.load_dataset(path, streaming=config.streaming, **options)
+        records = load()
     except Exception as error:
         raise fault(error) from error
     return _Streamed(records, fault) if config.streaming else records

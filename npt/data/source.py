@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import glob
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from npt.config import DataConfig
-from npt.errors import DataError
+from npt.data.folder import Folder, is_saved, look_through, saved_split
+from npt.errors import DataError, first_line, kind_of
 from npt.extras import require
 
 BUILTIN, PROSE, HUB = "builtin", "builtin-prose", "the hub"
+SAVED = "saved"
+"""Kind of a folder that `save_to_disk` of `datasets` wrote."""
+
 OWN_HELDOUT = (BUILTIN, PROSE)
 """Built-in texts, which have a held-out split for evaluation."""
 
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+"""Second suffixes of compressed text files."""
+
+NAMED = 5  # files that are named as not read; further ones are only counted
+
 Record = Mapping[str, Any]
 """A text, a prompt with its completion, a conversation, or token ids."""
+
+Given = Iterable[Record] | Callable[[], Iterable[Record]] | str | os.PathLike[str]
+"""Data from a caller in Python; `records_from` makes records of them. A DataFrame is one too."""
 
 PIECE = "npt:piece"
 """The column of a piece of a longer text: whether it is the first, and whether it is the last."""
@@ -56,12 +70,12 @@ READERS: dict[str, Reader] = {}
 
 
 def register_reader(kind: str, read: Read, *, needs: str | None = None) -> None:
-    """Register a reader for a file suffix (".tsv") or for a name passed to --dataset_name.
+    """Register a reader for a file suffix (".toml") or for a name passed to --dataset_name.
 
     `read(path or name, config)` returns the records. With `config.streaming` it is called for every
     pass; otherwise it is called once, and records that are not a sequence are kept in memory.
-    `needs` is an optional package of npt/extras.py."""
-    READERS[kind] = Reader(read, needs)
+    `needs` is an optional package of npt/extras.py. The case of a suffix does not matter."""
+    READERS[kind.lower() if kind.startswith(".") else kind] = Reader(read, needs)
 
 
 class Repeatable:
@@ -79,27 +93,68 @@ def is_sequence(records: Any) -> bool:
     return hasattr(records, "__len__") and hasattr(records, "__getitem__")
 
 
+def kind_of_path(path: Path) -> str | None:
+    """Return the kind in READERS of a saved dataset or a file: its suffix in lower case, with the
+    one before that of a compression. None: the kind is unknown."""
+    if is_saved(path):
+        return SAVED
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    for kind in ("".join(suffixes[-2:]), "".join(suffixes[-1:])):
+        if kind in READERS:
+            return kind
+    return None
+
+
+def suffixes() -> str:
+    """Return the suffixes of files that can be read, for messages and without compressed ones."""
+    return ", ".join(kind for kind in READERS if kind.rfind(".") == 0)
+
+
 def is_local(name: str) -> bool:
     """Return whether a dataset's name is a local path, a glob or has a known suffix."""
-    path, is_glob = os.path.expanduser(name), any(c in name for c in "*?[")
-    is_path = Path(path).suffix in READERS or os.path.isabs(path) or os.path.exists(path)
+    path = Path(os.path.expanduser(name))
+    is_glob = any(c in name for c in "*?[")
+    is_path = path.is_absolute() or os.path.exists(path) or kind_of_path(path) is not None
     return name not in READERS and (is_path or is_glob)
 
 
 def reader_of(name: str | Path) -> Reader:
-    """Return the reader of a file or a registered name; for any other name the hub's."""
-    return READERS[name.suffix] if isinstance(name, Path) else READERS.get(name, READERS[HUB])
+    """Return the reader of a path or a registered name; for any other name the hub's."""
+    kind = kind_of_path(name) if isinstance(name, Path) else name
+    return READERS.get(kind or HUB, READERS[HUB])
 
 
-def local_files(name: str) -> list[Path]:
-    """Return the files of a path, a folder (without hidden files) or a glob, sorted. No file, an
-    empty one or an unknown kind is a DataError."""
+def local_files(name: str, split: str = "train") -> list[Path]:
+    """Return the files of a path, of a folder's split or of a glob, sorted; a dataset saved by
+    `datasets` is its folder. No file, an empty one or an unknown kind is a DataError."""
+    return _found(name, split).read
+
+
+def passed_over(config: DataConfig) -> str | None:
+    """Return a line that names files of the dataset's folder that are not read; None if all are."""
+    name = config.dataset_name
+    if not is_local(name):
+        return None
+    passed = _found(name, config.dataset_split).passed
+    if not passed:
+        return None
+    more = f" and {len(passed) - NAMED:,} more" if len(passed) > NAMED else ""
+    return f"not read in {name}: {', '.join(passed[:NAMED])}{more}"
+
+
+def _found(name: str, split: str) -> Folder:
     path = Path(os.path.expanduser(name))
-    suffixes = ", ".join(kind for kind in READERS if kind.startswith("."))
+    passed: list[str] = []
     try:
+        if is_saved(path):
+            return saved_split(path, split)
         if path.is_dir():
-            below = (p for p in path.rglob("*") if "/." not in f"/{p.relative_to(path).as_posix()}")
-            files = sorted(p for p in below if p.suffix in READERS and p.is_file())
+            files, passed = look_through(path, split, lambda p: kind_of_path(p) is not None)
+        elif split != "train":
+            raise DataError(
+                f"--dataset_split {split} has no effect on local files, which are one split; remove"
+                " it"
+            )
         elif path.exists():
             files = [path]
         else:
@@ -107,17 +162,20 @@ def local_files(name: str) -> list[Path]:
             files = sorted(p for p in matches if p.is_file())
         if not files:
             raise DataError(
-                f"there is no file at {path} ({suffixes}); check --dataset_name ('builtin' needs no"
-                " file)"
+                f"there is no file at {path} ({suffixes()}); check --dataset_name ('builtin' needs"
+                " no file)"
             )
         for file in files:
-            if file.suffix not in READERS or not file.is_file():
-                raise DataError(f"{file} is not a {suffixes} file; convert it to one of these")
+            if kind_of_path(file) is None or not file.is_file():
+                raise DataError(
+                    f"{file} is not a {suffixes()} file (texts may be compressed:"
+                    f" {', '.join(COMPRESSIONS)}); convert it to one of these"
+                )
             if file.stat().st_size == 0:
                 raise DataError(f"{file} is empty; remove it from --dataset_name")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; check --dataset_name") from error
-    return files
+    return Folder(files, passed)
 
 
 def check_source(config: DataConfig) -> None:
@@ -125,7 +183,7 @@ def check_source(config: DataConfig) -> None:
     ConfigError if a package is not installed."""
     name, split, part = config.dataset_name, config.dataset_split, config.dataset_config
     local = is_local(name)
-    for one in local_files(name) if local else (name,):
+    for one in local_files(name, split) if local else (name,):
         needs = reader_of(one).needs
         if needs is not None:
             require(needs, str(one) if local else f"the dataset {name!r} of the Hub")
@@ -135,10 +193,6 @@ def check_source(config: DataConfig) -> None:
         )
     if name in OWN_HELDOUT and split not in ("train", "heldout"):
         raise DataError(f"the built-in text has no split {split!r}; choose from train, heldout")
-    if local and split != "train":
-        raise DataError(
-            f"--dataset_split {split} has no effect on local files, which are one split; remove it"
-        )
 
 
 def open_source(config: DataConfig) -> Iterable[Record]:
@@ -147,7 +201,7 @@ def open_source(config: DataConfig) -> Iterable[Record]:
     check_source(config)
     name = config.dataset_name
     if is_local(name):
-        files = local_files(name)
+        files = local_files(name, config.dataset_split)
         if config.streaming:
             return Repeatable(lambda: read_stream(files, config))
         sequence = read_sequence(files, config)
@@ -159,6 +213,62 @@ def open_source(config: DataConfig) -> Iterable[Record]:
     if iter(records) is not records:
         return records
     return Repeatable(lambda: read(name, config)) if config.streaming else list(records)
+
+
+def records_from(data: Any, config: DataConfig, what: str) -> Any:
+    """Return an iterable of what a caller gives as data: records of a path, rows of a DataFrame,
+    a function's records at every pass, or the data themselves.
+
+    Raises DataError for data of another kind, and ConfigError if a package is not installed. Both
+    name the data as `what`.
+    """
+    wanted = (
+        'pass a list of records like {"text": ...}, a `datasets` object, a DataFrame, a generator'
+        " function or the path of a file"
+    )
+    if isinstance(data, str | os.PathLike):
+        name = os.fspath(data)
+        if not is_local(name):
+            raise DataError(f"{what} is {name!r}, which is not a file or folder; {wanted}")
+        return open_source(replace(config, dataset_name=name, dataset_config=None))
+    if isinstance(data, Mapping):
+        names = ", ".join(map(str, data))
+        raise DataError(f"{what} is {kind_of(data)} with {names}; pass one of its entries")
+    if hasattr(data, "iterrows"):  # of pandas; an iteration would give its columns
+        return _rows_of(data, what)
+    iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+    if callable(data) and not iterable:
+        return Repeatable(partial(_called, data, what))
+    if not iterable or isinstance(data, bytes):
+        raise DataError(f"{what} is {kind_of(data)}; {wanted}")
+    return data
+
+
+def _rows_of(frame: Any, what: str) -> Any:
+    require("datasets", f"a DataFrame as {what}")
+    import datasets
+
+    try:
+        return datasets.Dataset.from_pandas(frame, preserve_index=False)
+    except Exception as error:  # pyarrow has many
+        raise DataError(
+            f"{what} is a DataFrame that `datasets` cannot read: {first_line(error)[:200]}; give"
+            " each column values of one type"
+        ) from error
+
+
+def _called(function: Callable[[], Any], what: str) -> Iterable[Record]:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise DataError(
+            f"{what} is a function that cannot be called without arguments ({error}); bind them"
+            " with functools.partial"
+        ) from error
+    records = function()
+    if not hasattr(records, "__iter__"):
+        raise DataError(f"{what} is a function that returns {kind_of(records)}; yield records")
+    return records
 
 
 def read_stream(files: Iterable[Path], config: DataConfig) -> Iterator[Record]:

@@ -23,6 +23,7 @@ from npt.data.source import (
     is_local,
     local_files,
     open_source,
+    passed_over,
     reader_of,
 )
 from npt.errors import first_line
@@ -44,6 +45,7 @@ class DataReport:
         complete: whether the pass read all records.
         broken: messages of the first NAMED faults.
         targets: number of tokens with a label.
+        passed_over: a line that names files of the folder that are not read.
         outside: number of ids and labels outside the vocabulary; the first is in `outside_first`.
     """
 
@@ -51,6 +53,7 @@ class DataReport:
     vocab_size: int
     heldout: int | None
     complete: bool = True
+    passed_over: str | None = None
     counts: RecordCounts = field(default_factory=RecordCounts)
     broken: list[str] = field(default_factory=list)
     broken_total: int = 0
@@ -123,6 +126,7 @@ def examine(
     check_source(config)
     name = config.dataset_name
     report = DataReport(name, vocab_size, None if name in OWN_HELDOUT else 0)
+    report.passed_over = passed_over(config)
     encoder = Encoder(tokenizer, config, report.counts)
     records = enumerate(readable(config, report))
     for number, (record, name) in islice(records, max_records):
@@ -144,7 +148,7 @@ def readable(config: DataConfig, report: DataReport) -> Iterator[tuple[Record, s
     if not is_local(config.dataset_name):
         yield from ((record, config.dataset_name) for record in open_source(config))
         return
-    for path in local_files(config.dataset_name):
+    for path in local_files(config.dataset_name, config.dataset_split):
         try:
             for record in reader_of(path).read(path, replace(config, streaming=True)):
                 if isinstance(record, FileError):
@@ -182,6 +186,7 @@ def print_report(report: DataReport, console: Console) -> None:
     some = "" if report.complete else f", first {report.counts.records:,} records"
     lines = [report.name + some]
     lines += [f"  {name:<18} {value}" for name, value in _rows(report).items() if value]
+    lines += [] if report.passed_over is None else ["", report.passed_over]
     lines += ["", *report.broken] if report.broken else []
     if report.broken_total > len(report.broken):
         lines.append(f"and {report.broken_total - len(report.broken):,} more")

@@ -16,7 +16,7 @@ from npt.adapters.layer import Mode
 from npt.config import DataConfig
 from npt.data.batch import Sample, batches
 from npt.data.samples import cut
-from npt.data.source import Record
+from npt.data.source import Given, records_from
 from npt.errors import DataError
 from npt.evaluation.formatting import Change, nan_for_null
 from npt.evaluation.layers import LayerErrors
@@ -174,7 +174,7 @@ def reference_outputs(
 def evaluate(
     model: PreTrainedModel,
     tokenizer: Any,
-    data: Iterable[Record] | Sequence[Sample],
+    data: Given | Sequence[Sample],
     *,
     data_config: DataConfig | None = None,
     batch_size: int = 8,
@@ -194,8 +194,9 @@ def evaluate(
     Args:
         model: a model with adapters attached.
         tokenizer: tokenizer of the base.
-        data: records, or samples already cut. For prompts with completions, only the tokens of the
-            completions are predicted; the NMSE of the layers covers all tokens.
+        data: records, the path of a file of them, or samples already cut. For prompts with
+            completions, only the tokens of the completions are predicted; the NMSE of the layers
+            covers all tokens.
         data_config: how to cut records into samples.
         batch_size: samples at a time; changes the figures only by rounding.
         max_samples: evaluate at most this many samples.
@@ -284,9 +285,9 @@ def evaluate(
 
 
 def _samples(
-    data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: DataConfig, limit: int | None
+    data: Given | Sequence[Sample], tokenizer: Any, config: DataConfig, limit: int | None
 ) -> list[Sample]:
-    items = iter(data)
+    items = iter(records_from(data, config, "data"))
     first = list(itertools.islice(items, 1))
     every: Iterable[Any] = itertools.chain(first, items)
     if not (first and isinstance(first[0], Sample)):

@@ -25,8 +25,18 @@ from npt.config import MAX_STEPS, DataConfig
 from npt.data.batch import Batch, Sample
 from npt.data.encoding import filled, no_sample
 from npt.data.samples import Loader, Position, Samples, Window, windows, within
-from npt.data.source import READERS, Record, check_source, is_local, open_source, own_heldout
-from npt.errors import ConfigError, DataError, kind_of
+from npt.data.source import (
+    READERS,
+    Given,
+    Record,
+    check_source,
+    is_local,
+    open_source,
+    own_heldout,
+    passed_over,
+    records_from,
+)
+from npt.errors import ConfigError, DataError
 from npt.evaluation.heldout import evaluation_samples
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.resume import check_same_data, data_fingerprint
@@ -130,19 +140,15 @@ class RunData:
         start_samples: samples that the closed-form start is fitted to.
     """
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        data: Iterable[Record] | None,
-        eval_data: Iterable[Record] | None = None,
-    ):
+    def __init__(self, setup: RunSetup, data: Given | None, eval_data: Given | None = None):
         self._setup = setup
-        if isinstance(data, Mapping):
-            names = ", ".join(map(str, data))
-            raise DataError(f"data is {kind_of(data)} with {names}; pass one of its entries")
-        self.sources = open_sources(setup.data_config, data)
-        self._check_stream(eval_data)
-        leave_out = self._hold_out(eval_data)
+        self.sources = open_sources(setup.data_config, self._given(data, "data"))
+        for source in self.sources[0 if data is None else 1 :]:
+            if (line := passed_over(source.config)) is not None:
+                setup.say(line)
+        evaluated = self._given(eval_data, "eval_data")
+        self._check_stream(evaluated)
+        leave_out = self._hold_out(evaluated)
         self.loader = self._make_loader(leave_out)
         if not self.eval_samples:  # there are samples, but every one has ids outside the vocabulary
             raise DataError(
@@ -202,6 +208,14 @@ class RunData:
             )
         left = max(0, micro_batches - self.counted_from["micro_batches"])
         return self.counted_from["steps"] + math.ceil(left / window)
+
+    def _given(self, data: Given | None, what: str) -> Iterable[Record] | None:
+        if data is None:
+            return None
+        # the split that is set is that of the run's own dataset
+        config = replace(self._setup.data_config, dataset_split="train")
+        records: Iterable[Record] = records_from(data, config, what)
+        return records
 
     def _check_stream(self, eval_data: Iterable[Record] | None) -> None:
         records, epochs = self.sources[0].records, self._setup.config.num_epochs

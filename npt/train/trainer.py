@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.encoding import no_sample
-from npt.data.source import Record
+from npt.data.source import Given
 from npt.distill.step import check_unfrozen, nowhere, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes
@@ -82,12 +83,14 @@ class Trainer:
         model: from `npt.load_base`, with adapters attached by `npt.attach`.
         tokenizer: tokenizer of the base.
         data: records ({"text"}, {"prompt", "completion"} or {"input_ids"}) in a list, a `datasets`
-            object or a generator. None loads the dataset that `data_config` names.
+            object, a DataFrame or a generator; a function that yields them at every pass; or what
+            `--dataset_name` takes. None loads the dataset that `data_config` names.
         config: training settings.
         data_config: how to cut `data` into samples.
         teacher: an unquantised model from `npt.load_teacher`; default: the student's own base.
-        eval_data: held-out records. Default: the held-out files of the built-in text if you train
-            on it, else one sample in twenty of `data`, which training leaves out.
+        eval_data: held-out records in the same forms, or the path of a file of them. Default: the
+            held-out files of the built-in text if you train on it, else one sample in twenty of
+            `data`, which training leaves out.
         settings: more settings to record in `run.json`.
         console: where to print progress; default: standard output.
         processes: the processes that train together; default: those that the launcher started.
@@ -104,18 +107,21 @@ class Trainer:
         self,
         model: PreTrainedModel,
         tokenizer: Any,
-        data: Iterable[Record] | None = None,
+        data: Given | None = None,
         config: TrainConfig | None = None,
         *,
         data_config: DataConfig | None = None,
         teacher: PreTrainedModel | None = None,
-        eval_data: Iterable[Record] | None = None,
+        eval_data: Given | None = None,
         settings: Mapping[str, Any] | None = None,
         console: Console | None = None,
         processes: ProcessGroup | None = None,
         report: bool = True,
     ):
         config, data_config = config or TrainConfig(), data_config or DataConfig()
+        if isinstance(data, str | os.PathLike):
+            data_config = replace(data_config, dataset_name=os.fspath(data))
+            data = None
         processes = processes or join_processes()
         with processes.member():
             named = data_config if data is None else None

@@ -243,9 +243,11 @@ class TestBroken:
             ),
             (
                 "json",
-                '{"text": "a"}\n{"text": "b"}\n',
+                '[{"text": "a"}]\n[{"text": "b"}]\n',
                 ", line 2, column 1: not JSON (Extra data); correct the file",
             ),
+            ("json", '{"text": "a"}\n{"text":\n', ", line 2, column 9: not JSON (Expecting value)"),
+            ("json", '[{"n": ' + "1" * 5000 + "}]", ": not JSON (Exceeds the limit"),
             ("json", '"text"', " holds a str"),
             ("json", '[{"text": "a"}, ["b"]]', ", entry 1: a list, not an object"),
             ("json", "[" * 100_000, ": not JSON ("),
@@ -294,7 +296,7 @@ class TestBroken:
         (tmp_path / "empty.jsonl").touch()
         with pytest.raises(
             DataError,
-            match=r"notes\.md is not a \.txt, \.jsonl, \.json, \.csv, \.parquet file; convert it",
+            match=r"notes\.md is not a \.txt, .*, \.parquet, \.arrow file .*: \.gz, .*; convert it",
         ):
             local_files(str(tmp_path / "notes.md"))
         with pytest.raises(DataError, match=r"empty\.jsonl is empty; remove it"):

@@ -29,7 +29,9 @@ def snippet(tmp_path, monkeypatch) -> dict:
     """The page's snippet, run next to a file of the form that it adds."""
     (snippet,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
     monkeypatch.chdir(tmp_path)
-    Path("questions.tsv").write_text("question\tanswer\nab\tcd\nef\tgh\n")
+    pairs = [("ab", "cd"), ("ef", "gh")]
+    entries = [f'[[pairs]]\nquestion = "{q}"\nanswer = "{a}"\n' for q, a in pairs]
+    Path("questions.toml").write_text("".join(entries))
     names: dict = {}
     exec(snippet, names)
     return names
@@ -37,11 +39,11 @@ def snippet(tmp_path, monkeypatch) -> dict:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_pages_reader_makes_samples(snippet, tokenizer, streaming):
-    config = npt.DataConfig(dataset_name="questions.tsv", max_length=64, streaming=streaming)
+    config = npt.DataConfig(dataset_name="questions.toml", max_length=64, streaming=streaming)
     records = open_source(config)
     assert [dict(record) for record in records] == [dict(record) for record in records]
     samples = list(cut(records, tokenizer, snippet["data"]))
-    assert [sample.id for sample in samples] == ["questions.tsv:2@0", "questions.tsv:3@0"]
+    assert [sample.id for sample in samples] == ["questions.toml:0@0", "questions.toml:1@0"]
     assert [sum(label != -100 for label in sample.labels) for sample in samples] == [3, 3]
 
 
@@ -50,7 +52,7 @@ def test_a_new_suffix_is_found_in_folders_and_named(snippet, tmp_path):
     records = open_source(npt.DataConfig(dataset_name=str(tmp_path)))
     assert next(record["id"] for record in records) == "more.jsonl:1" and len(records) == 3
     Path("x.odd").write_text("x")
-    with pytest.raises(DataError, match=r"x\.odd is not a \.txt, .*, \.tsv file"):
+    with pytest.raises(DataError, match=r"x\.odd is not a \.txt, .*, \.toml file"):
         open_source(npt.DataConfig(dataset_name="x.odd"))
 
 

@@ -111,7 +111,7 @@ class TestReplay:
 
 
 class TestHub:
-    @pytest.mark.parametrize("name", ["no-such-team/no-such-data", "no-such-data"])
+    @pytest.mark.parametrize("name", ["no-such-team/no-such-data", "no-such-data", "x" * 5000])
     def test_a_failure_is_one_line_with_name_split_and_remedy(self, streaming, name):
         with pytest.raises(
             DataError, match=r"cannot read the dataset '.*' \(split 'train'\): .*check the name and"

@@ -514,6 +514,16 @@ def test_a_folder_in_use_is_refused_before_the_data_is_read(build, tmp_path) -> 
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.json"]
 
 
+def test_data_may_be_a_path_and_eval_data_a_function(build, tmp_path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in texts(12)))
+    from_path = build(path, eval_data=lambda: iter(EVAL))
+    assert from_path.setup.data_config.dataset_name == str(path)
+    from_list = build(texts(12), folder="other")
+    assert from_path.data.eval_samples == from_list.data.eval_samples
+    assert from_path.data.total_steps == from_list.data.total_steps == 6
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "more steps than a run may have": (
         lambda: texts(2000),
@@ -528,6 +538,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {},
         "dict with train, test; pass one of its entries",
     ),
+    "a mapping to evaluate on": (
+        lambda: texts(6),
+        {"eval_data": {"test": texts(3)}},
+        "eval_data is a dict with test; pass one of its entries",
+    ),
+    "a number to evaluate on": (lambda: texts(6), {"eval_data": 5}, "eval_data is an int; pass"),
     "a generator to evaluate on": (
         lambda: iter(texts(8)),
         {"streaming": True, "eval_data": None},
