@@ -17,6 +17,7 @@ from typing import Any
 
 from npt.data.encoding import Skipped, check_characters
 from npt.data.source import Record
+from npt.data.templates import TemplateLimitError, render_template
 from npt.errors import DataError, first_line
 
 WEIGHT = "weight"  # key of a message; 0 excludes it from training
@@ -37,10 +38,13 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, to_answer: 
     """Return the messages as the template writes them; `to_answer` opens the assistant's turn."""
     at = datetime.fromisoformat(date_of(tokenizer))
     dated = _CLOCK.sub(lambda call: repr(at.strftime(call[2])), tokenizer.get_chat_template())
-    return str(
-        tokenizer.apply_chat_template(
-            messages, chat_template=dated, add_generation_prompt=to_answer, tokenize=False
-        )
+    # as transformers' apply_chat_template does
+    filled = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    return render_template(
+        dated,
+        **tokenizer.special_tokens_map,
+        conversations=[filled],
+        add_generation_prompt=to_answer,
     )
 
 
@@ -90,7 +94,12 @@ def read_conversation(
     try:
         start = render(tokenizer, prompt, to_answer=True)
         whole = render(tokenizer, [*prompt, *answer], to_answer=False)
-    except Exception as error:  # a template may raise any error
+    except TemplateLimitError as error:
+        raise TemplateLimitError(
+            f"record {name}: the chat template {error}; correct the template, or use prompt and"
+            " completion texts"
+        ) from error
+    except Exception as error:  # of the tokenizer or the template
         message = f"the chat template refuses it: {first_line(error)[:200]}; correct the record"
         raise DataError(f"record {name}: {message}") from error
     if not whole.startswith(start):

@@ -25,6 +25,7 @@ from npt.data.source import (
     open_source,
     reader_of,
 )
+from npt.data.templates import TemplateLimitError
 from npt.errors import first_line
 
 NAMED = 20  # faults that are listed; further ones are only counted
@@ -128,6 +129,8 @@ def examine(
     for number, (record, name) in islice(records, max_records):
         try:
             samples = encoder.samples(number, record)
+        except TemplateLimitError:  # it would take as long for every record
+            raise
         except Exception as error:  # tokenizers and templates raise errors of any kind
             report.note(name, error)
             continue
