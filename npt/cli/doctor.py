@@ -93,7 +93,13 @@ def _examine(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[s
                 with contextlib.suppress(DataError):  # the report will name the fault
                     config = fitting_columns(config, open_source(config))
             most, vocabulary = flags["max_records"], model_config.vocab_size
-            report = examine(config, tokenizer, vocabulary, max_records=most)
+            report = examine(
+                config,
+                tokenizer,
+                vocabulary,
+                max_records=most,
+                tokenizer_of=flags.get("model_name"),
+            )
             reports["replay" if part.label == REPLAY else part.label] = report
     return reports
 
