@@ -22,7 +22,7 @@ from typing import Any
 
 from npt.errors import DataError
 
-RENDER_SECONDS = 20.0
+RENDER_SECONDS = 10.0
 """Many times what any template takes, which is less than a millisecond."""
 
 TIMED_OUT = 1

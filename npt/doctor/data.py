@@ -31,7 +31,7 @@ from npt.data.templates import TemplateLimitError
 from npt.errors import first_line
 
 NAMED = 20  # kinds of faults that are listed; further ones are only counted
-PLACES = 3  # records or lines that are listed of each kind
+PLACES = 5  # records or lines that are listed of each kind
 SHOWN = 3  # samples that are decoded
 EDGE = 24  # tokens shown of each end of a long span
 

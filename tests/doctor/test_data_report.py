@@ -112,9 +112,9 @@ def test_faults_of_one_kind_are_one_line_and_hide_no_other(tmp_path, tokenizer):
     assert report.broken_total == 231
     broken_json, lengths, kind = report.broken
     assert broken_json.startswith(f"{path}, line 1, column 2: not JSON")
-    assert broken_json.endswith("(30 such faults: line 1, line 2, line 3, ...)")
+    assert broken_json.endswith("(30 such faults: line 1, line 2, line 3, line 4, line 5, ...)")
     assert lengths.startswith(f"{path}: record data.jsonl:31 has 2 input_ids, but labels has")
-    assert lengths.endswith("(200 such faults: data.jsonl:31, data.jsonl:32, data.jsonl:33, ...)")
+    assert "(200 such faults: data.jsonl:31, data.jsonl:32, data.jsonl:33, " in lengths
     assert kind.endswith(
         "record data.jsonl:231 has an int as 'text' (columns: text); set --text_column"
     )
