@@ -1,7 +1,7 @@
-"""The process that renders chat templates: requests on stdin, answers on stdout, JSON a line.
+"""The process that renders chat templates; `templates.py` starts it and explains why it exists.
 
+A request is a line on stdin, seconds and a JSON object; its answer is a line on stdout, an object.
 It runs as a script, without NPT and torch, so that it starts quickly and stays small.
-`templates.py` starts it and explains why it exists.
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
-MEMORY = 1 << 30  # address space of the process, bytes
+MEMORY = 1 << 30  # bytes that a template may take
 CHARACTERS = 10_000_000  # of a rendered conversation
 
 
 def limit_memory() -> None:
-    """Let an allocation beyond MEMORY fail in here, where the system supports that."""
+    """Let an allocation beyond MEMORY fail from now on, where the system supports that."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        pages = Path("/proc/self/statm").read_text().split()[0]
+        most = int(pages) * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: str) -> dict[str, Any]:
     """Return {"text": ...}, {"error": ...} or, if the template needs too much, {"limit": ...}."""
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        (text,), _ = render_jinja_template(**request)
+        (text,), _ = render_jinja_template(**json.loads(request))
     except MemoryError:
         return {"limit": f"needs more than {MEMORY >> 30} GiB of memory"}
     except Exception as error:  # a template may raise any error
@@ -44,15 +47,15 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Answer until stdin ends. A request that takes too long ends the process with status 1."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler's; the run saves before it ends
+    answer("{}")  # imports, which are no part of a template's time and memory
     limit_memory()
-    answer({})  # imports, which are no part of a template's time
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # what a library prints must not mix with the answers
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:
-            seconds, request = json.loads(line)
+            seconds, _, request = line.partition(" ")
             # a C thread that needs no lock of the interpreter, so it ends any operation
-            faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+            faulthandler.dump_traceback_later(float(seconds), exit=True, file=nowhere)
             answers.write(json.dumps(answer(request)) + "\n")
             answers.flush()
             faulthandler.cancel_dump_traceback_later()

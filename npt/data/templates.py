@@ -46,8 +46,8 @@ def render_template(template: str, **variables: Any) -> str:
         TemplateError: the template raises, is malformed or writes too much.
         TemplateLimitError: it does not end in RENDER_SECONDS, or fills the memory.
     """
-    request = {"chat_template": template, **variables}
-    answer = _renderer(os.getpid()).ask(json.dumps([RENDER_SECONDS, request], default=_plain))
+    request = json.dumps({"chat_template": template, **variables}, default=_plain)
+    answer = _renderer(os.getpid()).ask(f"{RENDER_SECONDS} {request}")
     if "limit" in answer:
         raise TemplateLimitError(answer["limit"])
     if "error" in answer:
@@ -71,12 +71,14 @@ class _Renderer:
     def ask(self, request: str) -> dict[str, Any]:
         """Return the answer to a request, a line of JSON."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
+            if self._process is not None and self._process.poll() is not None:
+                self._stop()
+            if self._process is None:
                 self._process = _started()
-            answer = self._answer_of(self._process, request)
-            if answer:
+            process = self._process
+            if answer := self._answer_of(process, request):
                 return dict(json.loads(answer))
-            status = self._process.wait()
+            status = process.wait()
             self._stop()
         if status == TIMED_OUT:
             return {"limit": f"did not finish within {RENDER_SECONDS:g} seconds"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -100,6 +101,7 @@ def test_every_thread_gets_its_own_answer() -> None:
     [
         TALK,
         [{"role": "user", "content": "é\ud800\u2028 😀\n\x00", "n": 1.5, "none": None}],
+        [{"role": "user", "content": "a", "deep": json.loads("[" * 150 + "]" * 150)}],
         [{"role": "user", "content": [{"type": "text", "text": "a"}], "tool_calls": [{"x": {}}]}],
     ],
 )
