@@ -28,6 +28,10 @@ _OWN_FLAGS = {"data", "max_records", "plan", "processes", "shape", "device", "me
 """Flags that are not of a run."""
 
 
+EMBEDDED_BY_DEFAULT = "of the embedded model; choose yours with --model_name"
+"""The name of the tokenizer if no base is given."""
+
+
 def doctor(flags: dict[str, Any]) -> int:
     """Check a dataset or predict memory before a run.
 
@@ -98,7 +102,7 @@ def _examine(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[s
                 tokenizer,
                 vocabulary,
                 max_records=most,
-                tokenizer_of=flags.get("model_name"),
+                tokenizer_name=flags.get("model_name", EMBEDDED_BY_DEFAULT),
             )
             reports["replay" if part.label == REPLAY else part.label] = report
     return reports

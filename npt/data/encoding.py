@@ -43,7 +43,7 @@ LENGTHS = "seq_lengths"
 
 COLLECTED = frozenset({"position", "teacher_token", "student_token", "kl", "kl_at", "acceptance"})
 COLLECTED |= {"acceptance_at", "tokens", "base_hash", "adapter_hash"}
-"""Columns in which `npt collect` notes how a record was made. They are not for training."""
+"""Columns in which `npt collect` notes how a record was made."""
 
 _KNOWN_UNUSED = 100  # names of unused columns to count, since records may have any
 
@@ -135,7 +135,7 @@ class Encoder:
         if "input_ids" in columns:
             # the texts are those of the tokens
             texts = (config.text_column, PROMPT, COMPLETION, MESSAGES)
-            self._note_unused(columns, *IDS, LENGTHS, *texts)
+            self._note_unused(columns, *IDS, LENGTHS, *texts, *COLLECTED)
             return self._windows(name, *read_ids(name, columns))
         column = prompt_column(columns, config)
         if column is None:
@@ -161,8 +161,10 @@ class Encoder:
             return [self._fitted(name, self._tokens(prompt), answered, undated)]
         prompt = text_of(name, record, column, "--prompt_column")
         if answer is None:
-            remedy = "set --completion_column to the answer's column"
-            remedy = "correct it" if column == MESSAGES else remedy
+            if column == MESSAGES:
+                remedy = "correct it"
+            else:
+                remedy = "set --completion_column to the answer's column"
             raise DataError(f"record {name}: {column!r} is not a list of messages; {remedy}")
         completion = text_of(name, record, answer, "--completion_column")
         used = [column, answer]
@@ -175,10 +177,10 @@ class Encoder:
         return [self._fitted(name, front, self._ended(self._completion(prompt, completion)))]
 
     def _note_unused(self, columns: Record, *used: str | None) -> None:
-        """Count the columns that are neither used nor empty, nor say how the record was made."""
+        """Count the columns that are neither used nor empty."""
         unused = self.counts.unused
         for column, value in columns.items():
-            if column in used or column in COLLECTED or column in ("id", PIECE):
+            if column in used or column in ("id", PIECE):
                 continue
             empty = isinstance(value, str | list | tuple | dict) and not value
             if not empty and (column in unused or len(unused) < _KNOWN_UNUSED):
@@ -349,7 +351,7 @@ def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
 
 
 _MEANINGS = {
-    "attention_mask": ("0 (padding) or 1 (a token); make each packed document a record of its own"),
+    "attention_mask": "0 (padding) or 1 (a token); make each packed document a record of its own",
     **dict.fromkeys(MASKS, "0 (no target) or 1 (train on the token)"),
 }
 

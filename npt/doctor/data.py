@@ -67,7 +67,7 @@ class DataReport:
     """The figures of a dataset.
 
     Attributes:
-        tokenizer: the base model whose tokenizer is used; None for the embedded one by default.
+        tokenizer: whose tokenizer was used; empty if it was not said.
         heldout: number of held-out samples; None if the source has a held-out split.
         complete: whether the pass read all records.
         faults: the first NAMED kinds of faults, by message without numbers.
@@ -81,7 +81,7 @@ class DataReport:
     heldout: int | None
     complete: bool = True
     counts: RecordCounts = field(default_factory=RecordCounts)
-    tokenizer: str | None = None
+    tokenizer: str = ""
     faults: dict[str, Fault] = field(default_factory=dict)
     broken_total: int = 0
     shortest: int = 0
@@ -135,15 +135,16 @@ class DataReport:
     def note(self, name: str, error: Exception, record: str | None = None) -> None:
         """Count a fault of a file or dataset, and of one of its records, by its kind."""
         self.broken_total += 1
-        message, place = first_line(error), name
+        message = first_line(error)
         if isinstance(error, FileError):
             at = _PLACE.search(message)
             place = name if at is None else at[0]
-        elif record is not None:
-            place = record
-        kind = re.sub(r"\d+", "0", message.replace(place, ""))
-        if not isinstance(error, FileError):
+            kind = message
+        else:
+            place = name if record is None else record
+            kind = message.replace(f"record {place}", "record")
             message = f"{name}: {message}"
+        kind = re.sub(r"\d+", "0", kind)
         if kind not in self.faults and len(self.faults) < NAMED:
             self.faults[kind] = Fault(message)
         if fault := self.faults.get(kind):
@@ -175,17 +176,17 @@ def examine(
     vocab_size: int,
     *,
     max_records: int | None = None,
-    tokenizer_of: str | None = None,
+    tokenizer_name: str = "",
 ) -> DataReport:
-    """Read a dataset once, as training would, note its faults and return a report, which names the
-    base `tokenizer_of`.
+    """Read a dataset once, as training would, note its faults and return a report, which gives the
+    tokenizer's name.
 
     `num_samples` is ignored. DataError if the dataset cannot be opened.
     """
     check_source(config)
     name = config.dataset_name
     heldout = None if name in OWN_HELDOUT else 0
-    report = DataReport(name, vocab_size, heldout, tokenizer=tokenizer_of)
+    report = DataReport(name, vocab_size, heldout, tokenizer=tokenizer_name)
     encoder, copies = Encoder(tokenizer, config, report.counts), Copies()
     records = enumerate(readable(config, report))
     for number, (record, name) in islice(records, max_records):
@@ -279,7 +280,7 @@ def _rows(report: DataReport) -> dict[str, str]:
         heldout = f"{share(report.heldout, counts.samples)} held out"
     ids = "none" if report.id_min is None else f"{report.id_min:,} to {report.id_max:,}"
     return {
-        "tokenizer": report.tokenizer or "of the embedded model; choose yours with --model_name",
+        "tokenizer": report.tokenizer,
         "records": f"{counts.records:,}",
         "faults": f"{report.broken_total:,}",
         "samples": f"{counts.samples:,}, {heldout}",

@@ -78,6 +78,8 @@ class TestUnused:
         record = {"id": "1", "prompt": "q", "completion": "a", "input_ids": [5, 6], "kl": 0.5}
         list(cut([{**record, "base_hash": "x"}], tokenizer, npt.DataConfig(), counts))
         assert not counts.unused
+        list(cut([{"text": "t", "kl": 0.5}], tokenizer, npt.DataConfig(), counts))
+        assert counts.unused == {"kl": 1}
 
     def test_names_without_end_take_no_memory_without_end(self, tokenizer) -> None:
         counts = RecordCounts()

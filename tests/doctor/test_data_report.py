@@ -127,14 +127,6 @@ def test_kinds_of_faults_beyond_those_named_are_counted(tmp_path, tokenizer):
     assert "(columns: t)" in text and "(columns: u)" not in text and "and 6 more" in text
 
 
-def test_the_tokenizer_is_named(tmp_path, tokenizer):
-    config = write(tmp_path / "data.jsonl", {"text": "x = 1"})
-    embedded = printed(examine(config, tokenizer, VOCAB))
-    assert "tokenizer          of the embedded model; choose yours with --model_name" in embedded
-    named = printed(examine(config, tokenizer, VOCAB, tokenizer_of="some/model"))
-    assert "tokenizer          some/model\n" in named
-
-
 def test_copies_and_columns_not_used_are_said_and_stop_nothing(tmp_path, tokenizer):
     record = {"prompt": "q", "completion": "a", "weight": 1}
     report = examine(write(tmp_path / "data.jsonl", *[record] * 40), tokenizer, VOCAB)
