@@ -28,6 +28,10 @@ _OWN_FLAGS = {"data", "max_records", "plan", "processes", "shape", "device", "me
 """Flags that are not of a run."""
 
 
+EMBEDDED_BY_DEFAULT = "of the embedded model; choose yours with --model_name"
+"""The name of the tokenizer if no base is given."""
+
+
 def doctor(flags: dict[str, Any]) -> int:
     """Check a dataset or predict memory before a run.
 
@@ -77,7 +81,7 @@ def _run(flags: Mapping[str, Any]) -> RunSettings:
 def _examine(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
     base, data = run.base, run.data
     from npt.adapters.fit import check_length
-    from npt.base.load import load_tokenizer, read_config
+    from npt.base.load import EMBEDDED, load_tokenizer, read_config
     from npt.data.source import open_source
     from npt.doctor.data import examine
     from npt.train.data import FIRST, REPLAY, check_sources, fitting_columns, sources_of
@@ -85,6 +89,8 @@ def _examine(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[s
     check_sources(data)
     model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
     check_length(data.max_length, model_config)
+    by_default = base.model_name == EMBEDDED and "model_name" not in flags
+    name = EMBEDDED_BY_DEFAULT if by_default else base.model_name
     reports = {}
     with console.status("reading data"):
         for part in sources_of(data):
@@ -93,7 +99,7 @@ def _examine(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[s
                 with contextlib.suppress(DataError):  # the report will name the fault
                     config = fitting_columns(config, open_source(config))
             most, vocabulary = flags["max_records"], model_config.vocab_size
-            report = examine(config, tokenizer, vocabulary, max_records=most)
+            report = examine(config, tokenizer, vocabulary, max_records=most, tokenizer_name=name)
             reports["replay" if part.label == REPLAY else part.label] = report
     return reports
 

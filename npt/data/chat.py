@@ -13,16 +13,25 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
-from npt.data.encoding import Skipped, check_characters
+from npt.data.encoding import Skipped, check_characters, from_json, messages_of
 from npt.data.source import Record
+from npt.data.templates import TemplateLimitError, render_template
 from npt.errors import DataError, first_line
 
 WEIGHT = "weight"  # key of a message; 0 excludes it from training
 
 NO_ANSWER = frozenset({"system", "developer", "user", "tool"})
 """Roles whose messages are not answers."""
+
+TOOLS, VARIABLES = "tools", "chat_template_kwargs"
+"""Columns beside a conversation: tools that the assistant may call, and variables by name."""
+
+_GIVEN = frozenset({"conversations", "chat_template", "add_generation_prompt", "documents", TOOLS})
+_GIVEN |= {"return_assistant_tokens_mask", "continue_final_message"}
+"""Arguments of transformers' renderer, which a record cannot set as variables."""
 
 _DATE = "_npt_date"
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -33,14 +42,26 @@ def has_template(tokenizer: Any) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, to_answer: bool) -> str:
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    to_answer: bool,
+    tools: list[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """Return the messages as the template writes them; `to_answer` opens the assistant's turn."""
     at = datetime.fromisoformat(date_of(tokenizer))
-    dated = _CLOCK.sub(lambda call: repr(at.strftime(call[2])), tokenizer.get_chat_template())
-    return str(
-        tokenizer.apply_chat_template(
-            messages, chat_template=dated, add_generation_prompt=to_answer, tokenize=False
-        )
+    template = tokenizer.get_chat_template(tools=tools)
+    dated = _CLOCK.sub(lambda call: repr(at.strftime(call[2])), template)
+    # as transformers' apply_chat_template does
+    filled = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    return render_template(
+        dated,
+        **{**tokenizer.special_tokens_map, **(variables or {})},
+        conversations=[filled],
+        tools=tools,
+        add_generation_prompt=to_answer,
     )
 
 
@@ -71,10 +92,10 @@ def read_conversation(
     if answer_column is None:
         last = _last_answer(prompt)
         prompt, answer = prompt[:last], prompt[last : last + 1]
-    elif isinstance(record.get(answer_column), list):
-        answer = list(record[answer_column])
     elif isinstance(record.get(answer_column), str):
         answer = [{"role": "assistant", "content": record[answer_column]}]
+    else:
+        answer = messages_of(record.get(answer_column))
     for where, messages in ((column, prompt), (answer_column or column, answer)):
         if messages is None or not all(map(_is_message, messages)):
             wanted = '{"role": "user", "content": ...}'
@@ -83,14 +104,21 @@ def read_conversation(
     _check_answer(prompt, answer)
     if not has_template(tokenizer):
         raise DataError(
-            f"record {name} is a conversation, but the tokenizer has no chat template; use prompt"
-            " and completion texts"
+            f"record {name} is a conversation, but the tokenizer has no chat template; choose the"
+            " --model_name of a chat model, or use prompt and completion texts"
         )
     prompt, answer = ([_without_nulls(m) for m in messages] for messages in (prompt, answer))
+    tools, variables = _tools(name, record), _variables(name, record)
+    write = partial(render, tokenizer, tools=tools, variables=variables)
     try:
-        start = render(tokenizer, prompt, to_answer=True)
-        whole = render(tokenizer, [*prompt, *answer], to_answer=False)
-    except Exception as error:  # a template may raise any error
+        start = write(prompt, to_answer=True)
+        whole = write([*prompt, *answer], to_answer=False)
+    except TemplateLimitError as error:
+        raise TemplateLimitError(
+            f"record {name}: the chat template {error}; correct the template, or use prompt and"
+            " completion texts"
+        ) from error
+    except Exception as error:  # of the tokenizer or the template
         message = f"the chat template refuses it: {first_line(error)[:200]}; correct the record"
         raise DataError(f"record {name}: {message}") from error
     if not whole.startswith(start):
@@ -100,6 +128,48 @@ def read_conversation(
         )
     check_characters(name, "conversation", whole)
     return start, whole[len(start) :], json.dumps([prompt, answer], sort_keys=True, default=str)
+
+
+def columns_read(tokenizer: Any, record: Record) -> list[str]:
+    """Return the columns beside a conversation that the template reads, by the names in it."""
+    template = tokenizer.get_chat_template(tools=record.get(TOOLS))
+    read = {TOOLS: [TOOLS], VARIABLES: from_json(record.get(VARIABLES) or {})}
+    return [column for column, names in read.items() if any(name in template for name in names)]
+
+
+def _tools(name: str, record: Record) -> list[Any] | None:
+    """Return a record's tools, as JSON schemas, for the template."""
+    if record.get(TOOLS) is None:
+        return None
+    tools = _without_any_nulls(messages_of(record[TOOLS], as_json=True))
+    if tools is None or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(
+            f"record {name}: {TOOLS!r} is not a list of JSON schemas; correct it or remove the"
+            " column"
+        )
+    return tools or None  # some templates write a heading for an empty list
+
+
+def _variables(name: str, record: Record) -> dict[str, Any]:
+    """Return a record's variables for the template."""
+    variables = _without_any_nulls(from_json(record.get(VARIABLES) or {}))
+    if not isinstance(variables, dict):
+        raise DataError(
+            f'record {name}: {VARIABLES!r} is not an object like {{"enable_thinking": false}};'
+            " correct it or remove the column"
+        )
+    if fixed := sorted(_GIVEN & variables.keys()):
+        raise DataError(f"record {name}: {VARIABLES!r} cannot set {fixed[0]!r}; remove it there")
+    return variables
+
+
+def _without_any_nulls(value: Any) -> Any:
+    """Return a value without the null keys, at any depth, that rows of a table have in common."""
+    if isinstance(value, Mapping):
+        return {k: _without_any_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_any_nulls(each) for each in value]
+    return value
 
 
 def _last_answer(messages: list[Any]) -> int:

@@ -2,9 +2,10 @@
 
     {"text": ...}                                            every token is a target
     {"prompt": ..., "completion": ...}                       or columns of other names
+    {"instruction": ..., "input": ..., "output": ...}        Alpaca; the input follows in the prompt
     {"messages": [{"role": "user", "content": ...}, ...]}    uses the chat template
     {"conversations": [{"from": "human", "value": ...}]}     ShareGPT; perhaps with a system text
-    {"input_ids": [...]}                                     optionally with labels and a mask
+    {"input_ids": [...]}                                     optionally with labels and masks
 
 A prompt may be a list of messages. A sample's ids are prompt, completion and end token. Labels are
 -100 on the prompt; its last token predicts the completion's first. Prompt and completion are
@@ -17,12 +18,14 @@ prompt's start, then from the completion's end.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 from npt.config import DataConfig
@@ -39,7 +42,18 @@ from npt.errors import DataError, kind_of
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
 CONVERSATIONS = "conversations"
-IDS = ("input_ids", "labels", "attention_mask")
+INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
+MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+"""Columns that are 1 on tokens to train on, and 0 on others."""
+IDS = ("input_ids", "labels", "attention_mask", "position_ids", *MASKS)
+LENGTHS = "seq_lengths"
+"""The column of the lengths of documents that were packed into one record."""
+
+COLLECTED = frozenset({"position", "teacher_token", "student_token", "kl", "kl_at", "acceptance"})
+COLLECTED |= {"acceptance_at", "tokens", "base_hash", "adapter_hash"}
+"""Columns in which `npt collect` notes how a record was made."""
+
+_KNOWN_UNUSED = 100  # names of unused columns to count, since records may have any
 
 
 @dataclass
@@ -53,6 +67,7 @@ class RecordCounts:
         cut_prompts: prompts that lost tokens to `max_length`.
         cut_completions: completions that lost tokens to `max_length`.
         skipped: skipped records, or windows of a text, by reason.
+        unused: records by columns that nothing is made of.
     """
 
     records: int = 0
@@ -61,6 +76,7 @@ class RecordCounts:
     cut_prompts: int = 0
     cut_completions: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
         return {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self).items()}
@@ -72,6 +88,15 @@ def lost(counts: RecordCounts) -> str:
     parts = [f"{count:,} {what} cut to --max_length" for what, count in cut.items() if count]
     parts += [f"{count:,} skipped ({why})" for why, count in sorted(counts.skipped.items())]
     return ", ".join(parts)
+
+
+def unused_columns(counts: RecordCounts) -> str:
+    """Return the columns that nothing is made of, in words; empty if there is none."""
+
+    def named(column: str, count: int) -> str:
+        return f"{column!r} in {count:,} record{'' if count == 1 else 's'}"
+
+    return ", ".join(named(*each) for each in sorted(counts.unused.items()))
 
 
 def no_sample(counts: RecordCounts) -> DataError:
@@ -116,36 +141,58 @@ class Encoder:
         name = str(number if record.get("id") is None else record["id"])
         columns = filled(record)
         if "input_ids" in columns:
+            # the texts are those of the tokens
+            texts = (config.text_column, PROMPT, COMPLETION, MESSAGES, CONVERSATIONS)
+            self._note_unused(columns, *IDS, LENGTHS, *texts, *COLLECTED)
             return self._windows(name, *read_ids(name, columns))
         column = prompt_column(columns, config)
         if column is None:
+            check_no_null(name, record, columns)
             text = text_of(name, record, config.text_column, "--text_column")
+            self._note_unused(columns, config.text_column)
             opened, closed = record.get(PIECE, (True, True))
             ids = self._tokens(text) if opened else self._following(None, text)
             if not ids:
                 raise Skipped("empty text")
             ids = [*self._opening, *ids] if opened else ids
             return self._windows(name, self._ended(ids) if closed else ids)
-        answer = config.completion_column
-        if config.prompt_column is None and column == PROMPT:
-            answer = COMPLETION
-        if isinstance(columns.get(column), list):
-            from npt.data.chat import read_conversation
+        answer = answer_column(column, config)
+        if (messages := messages_of(columns.get(column), as_json=answer is None)) is not None:
+            from npt.data.chat import columns_read, read_conversation
 
+            conversation = {**columns, column: messages}
             prompt, completion, undated = read_conversation(
-                name, self.tokenizer, columns, column, answer
+                name, self.tokenizer, conversation, column, answer
             )
+            self._note_unused(columns, column, answer, *columns_read(self.tokenizer, columns))
             answered = self._completion(prompt, completion)
             return [self._fitted(name, self._tokens(prompt), answered, undated)]
         prompt = text_of(name, record, column, "--prompt_column")
         if answer is None:
-            raise DataError(
-                f"record {name}: {column!r} is not a list of messages; set --completion_column to"
-                " the answer's column"
-            )
+            if column in (MESSAGES, CONVERSATIONS):
+                remedy = "correct it"
+            else:
+                remedy = "set --completion_column to the answer's column"
+            raise DataError(f"record {name}: {column!r} is not a list of messages; {remedy}")
         completion = text_of(name, record, answer, "--completion_column")
+        used = [column, answer]
+        if column == INSTRUCTION and INPUT in columns:
+            further = text_of(name, record, INPUT, "--prompt_column")
+            prompt = f"{prompt}\n\n{further}" if further.strip() else prompt
+            used.append(INPUT)
+        self._note_unused(columns, *used)
         front = [*self._opening, *self._tokens(prompt)]
         return [self._fitted(name, front, self._ended(self._completion(prompt, completion)))]
+
+    def _note_unused(self, columns: Record, *used: str | None) -> None:
+        """Count the columns that are neither used nor empty."""
+        unused = self.counts.unused
+        for column, value in columns.items():
+            if column in used or column in ("id", PIECE):
+                continue
+            empty = isinstance(value, str | list | tuple | dict) and not value
+            if not empty and (column in unused or len(unused) < _KNOWN_UNUSED):
+                unused[str(column)] += 1
 
     def _completion(self, prompt: str, completion: str) -> list[int]:
         ids = self._following(prompt, completion)
@@ -224,17 +271,57 @@ def prompt_column(record: Record, config: DataConfig) -> str | None:
     """Return the column of a record's prompt or conversation; None for a text."""
     if config.prompt_column is not None or config.text_column in record:
         return config.prompt_column
-    if PROMPT in record and COMPLETION in record:
-        return PROMPT
+    for prompt, answer in ((PROMPT, COMPLETION), (INSTRUCTION, OUTPUT)):
+        if prompt in record and answer in record:
+            return prompt
     for column in (MESSAGES, CONVERSATIONS):
-        if isinstance(record.get(column), list):
+        if column in record:
             return column
     return None
+
+
+def answer_column(column: str, config: DataConfig) -> str | None:
+    """Return the column of the answer to a prompt's column; None if a conversation holds it."""
+    if config.prompt_column is not None:
+        return config.completion_column
+    return {PROMPT: COMPLETION, INSTRUCTION: OUTPUT}.get(column)
+
+
+def messages_of(value: Any, *, as_json: bool = False) -> list[Any] | None:
+    """Return a list of messages from a list, a tuple, an array or, with `as_json`, JSON text; None
+    if the value is none of these."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if as_json:
+        value = from_json(value)
+    return list(value) if isinstance(value, list | tuple) else None
+
+
+def from_json(value: Any) -> Any:
+    """Return what JSON text stands for, or the value itself if it is not JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def check_no_null(name: str, record: Record, columns: Record) -> None:
+    """Raise DataError if a record has a prompt without its completion, or the reverse, because one
+    of them is null. (`columns` are the record's without nulls.)"""
+    for pair in ((PROMPT, COMPLETION), (INSTRUCTION, OUTPUT)):
+        for column, other in (pair, pair[::-1]):
+            if column in columns and other in record and other not in columns:
+                text_of(name, record, other, "--prompt_column")
 
 
 def text_of(name: str, record: Record, column: str, flags: str) -> str:
     """Return the text in a column, or raise DataError with the columns that the record has."""
     text = record.get(column)
+    if text is None and column in record:
+        raise DataError(
+            f"record {name}{_line(name)} has null as {column!r}; fill it in, or remove the record"
+        )
     if not isinstance(text, str):
         # readers add `id`
         have = ", ".join(sorted(map(str, record.keys() - {"id", PIECE}))) or "nothing"
@@ -242,6 +329,13 @@ def text_of(name: str, record: Record, column: str, flags: str) -> str:
         raise DataError(f"record {name} {what} {column!r} (columns: {have}); set {flags}")
     check_characters(name, repr(column), text)
     return text
+
+
+def _line(name: str) -> str:
+    """Return the line of a record, in brackets, if its reader named it by file and line."""
+    file, _, number = name.rpartition(":")
+    by_line = {".jsonl", ".ndjson", ".csv", ".tsv"} & set(Path(file.lower()).suffixes)
+    return f" (line {number})" if by_line and number.isdigit() else ""
 
 
 def check_characters(name: str, what: str, text: str) -> None:
@@ -254,7 +348,8 @@ def check_characters(name: str, what: str, text: str) -> None:
 
 
 def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
-    """Return a record's token ids, and its labels if it has any, without padding."""
+    """Return a record's token ids, and its labels if it has any, without padding. Where one of
+    MASKS is 0, there is no label."""
     columns = {key: _integers(name, key, record[key]) for key in IDS if key in record}
     ids, labels = columns["input_ids"], columns.get("labels")
     for key, values in columns.items():
@@ -263,13 +358,41 @@ def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
                 f"record {name} has {len(ids)} input_ids, but {key} has length {len(values)}; they"
                 " must be equally long"
             )
+    for key, meaning in _MEANINGS.items():
+        if other := set(columns.get(key, ())) - {0, 1}:
+            raise DataError(f"record {name} has {min(other)} in its {key}, expected {meaning}")
+    for key in MASKS:
+        if key in columns:
+            pairs = zip(labels or ids, columns[key], strict=True)
+            labels = [label if trained else IGNORE_INDEX for label, trained in pairs]
     mask = columns.get("attention_mask", [1] * len(ids))
-    if other := set(mask) - {0, 1}:
-        raise DataError(
-            f"record {name} has {min(other)} in its attention_mask, expected 0 (padding) or 1 (a"
-            " token); make each packed document a record of its own"
-        )
+    _check_one_document(name, sum(mask), columns, record, mask)
     return list(compress(ids, mask)), labels and list(compress(labels, mask))
+
+
+_MEANINGS = {
+    "attention_mask": "0 (padding) or 1 (a token); make each packed document a record of its own",
+    **dict.fromkeys(MASKS, "0 (no target) or 1 (train on the token)"),
+}
+
+
+def _check_one_document(
+    name: str, size: int, columns: Mapping[str, list[int]], record: Record, mask: list[int]
+) -> None:
+    """Raise DataError if positions or lengths say that the `size` tokens are several documents."""
+    positions = columns.get("position_ids")
+    if positions is not None and list(compress(positions, mask)) != list(range(size)):
+        raise DataError(
+            f"record {name} has position_ids other than 0 to {size - 1}; make each packed document"
+            " a record of its own"
+        )
+    if LENGTHS in record:
+        lengths = _integers(name, LENGTHS, record[LENGTHS])
+        if len(lengths) > 1 or sum(lengths) != size:
+            raise DataError(
+                f"record {name} has {LENGTHS} {str(lengths)[:60]} for {size} tokens; make each"
+                " packed document a record of its own"
+            )
 
 
 def _integers(name: str, key: str, values: Any) -> list[int]:
@@ -277,7 +400,8 @@ def _integers(name: str, key: str, values: Any) -> list[int]:
     try:
         if not isinstance(values, list | tuple):
             raise TypeError
-        if key != "attention_mask" and any(isinstance(value, bool) for value in values):
+        is_mask = key in ("attention_mask", *MASKS)
+        if not is_mask and any(isinstance(value, bool) for value in values):
             raise TypeError
         return array("q", values).tolist()
     except (TypeError, OverflowError) as error:

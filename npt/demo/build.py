@@ -30,6 +30,19 @@ from npt.data.readers import builtin_files
 VOCAB = 2048
 CONTEXT = 512
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{{ '\\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if not loop.first and loop.previtem.role != 'assistant' %}{{ '\\n' }}{% endif %}"
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content or [] %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+"""The messages' texts, a line each, and an end token after each answer: a model of code has seen no
+conversation, and a single message as a prompt must remain what it is."""
+
 SAMPLE_PROMPT = "class Stack:\n    def __init__(self, items"
 
 
@@ -55,6 +68,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         model_max_length=2 * CONTEXT,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

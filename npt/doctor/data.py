@@ -4,6 +4,7 @@ the first of which training would stop), in one pass and constant memory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, islice
@@ -14,7 +15,8 @@ from rich.console import Console
 from npt.config import DataConfig
 from npt.console import say
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import Encoder, RecordCounts
+from npt.data.encoding import Encoder, RecordCounts, unused_columns
+from npt.data.first_look import Copies, data_warnings
 from npt.data.source import (
     OWN_HELDOUT,
     FileError,
@@ -26,14 +28,39 @@ from npt.data.source import (
     passed_over,
     reader_of,
 )
+from npt.data.templates import TemplateLimitError
 from npt.errors import first_line
 
-NAMED = 20  # faults that are listed; further ones are only counted
+NAMED = 20  # kinds of faults that are listed; further ones are only counted
+PLACES = 5  # records or lines that are listed of each kind
 SHOWN = 3  # samples that are decoded
 EDGE = 24  # tokens shown of each end of a long span
 
+_PLACE = re.compile(r"\b(?:line|entry) \d+")
+"""The place in the message of a FileError."""
+
 OPEN, CLOSE = "⟦", "⟧"
 """Brackets around masked tokens."""
+
+
+@dataclass
+class Fault:
+    """Faults that differ in their place only.
+
+    Attributes:
+        message: of the first one.
+        places: the records or lines of the first PLACES.
+    """
+
+    message: str
+    count: int = 0
+    places: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return self.message
+        more = ", ..." if self.count > len(self.places) else ""
+        return f"{self.message} ({self.count:,} such faults: {', '.join(self.places)}{more})"
 
 
 @dataclass
@@ -41,12 +68,14 @@ class DataReport:
     """The figures of a dataset.
 
     Attributes:
+        tokenizer: whose tokenizer was used; empty if it was not said.
         heldout: number of held-out samples; None if the source has a held-out split.
         complete: whether the pass read all records.
-        broken: messages of the first NAMED faults.
+        faults: the first NAMED kinds of faults, by message without numbers.
         targets: number of tokens with a label.
         passed_over: a line that names files of the folder that are not read.
         outside: number of ids and labels outside the vocabulary; the first is in `outside_first`.
+        copies: share of samples that repeat another one; estimated if they are many.
     """
 
     name: str
@@ -55,7 +84,8 @@ class DataReport:
     complete: bool = True
     passed_over: str | None = None
     counts: RecordCounts = field(default_factory=RecordCounts)
-    broken: list[str] = field(default_factory=list)
+    tokenizer: str = ""
+    faults: dict[str, Fault] = field(default_factory=dict)
     broken_total: int = 0
     shortest: int = 0
     longest: int = 0
@@ -65,6 +95,18 @@ class DataReport:
     outside: int = 0
     outside_first: str | None = None
     shown: tuple[str, ...] = ()
+    copies: float = 0.0
+
+    @property
+    def warnings(self) -> list[str]:
+        """Messages about data that can be trained on, but perhaps not as intended."""
+        none_held_out = self.complete and self.counts.samples > 0 and self.heldout == 0
+        return list(data_warnings(self.copies, not none_held_out))
+
+    @property
+    def broken(self) -> list[str]:
+        """A line about each kind of fault."""
+        return [str(fault) for fault in self.faults.values()]
 
     @property
     def problems(self) -> list[str]:
@@ -88,15 +130,30 @@ class DataReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
         values = asdict(self) | self.counts.as_dict()
-        del values["counts"]
-        return values | {"problems": self.problems, "trainable": not self.problems}
+        del values["counts"], values["faults"]
+        values["broken"] = self.broken
+        values |= {"warnings": self.warnings, "problems": self.problems}
+        return values | {"trainable": not self.problems}
 
-    def note(self, name: str, error: Exception) -> None:
-        """Count a fault of a file or dataset; keep the first NAMED messages."""
+    def note(self, name: str, error: Exception, record: str | None = None) -> None:
+        """Count a fault of a file or dataset, and of one of its records, by its kind."""
         self.broken_total += 1
-        if len(self.broken) < NAMED:
-            words = first_line(error)
-            self.broken.append(words if isinstance(error, FileError) else f"{name}: {words}")
+        message = first_line(error)
+        if isinstance(error, FileError):
+            at = _PLACE.search(message)
+            place = name if at is None else at[0]
+            kind = message
+        else:
+            place = name if record is None else record
+            kind = message.replace(f"record {place}", "record")
+            message = f"{name}: {message}"
+        kind = re.sub(r"\d+", "0", kind)
+        if kind not in self.faults and len(self.faults) < NAMED:
+            self.faults[kind] = Fault(message)
+        if fault := self.faults.get(kind):
+            fault.count += 1
+            if len(fault.places) < PLACES:
+                fault.places.append(place)
 
     def add(self, sample: Sample) -> None:
         """Count a sample's ids and labels."""
@@ -117,29 +174,41 @@ class DataReport:
 
 
 def examine(
-    config: DataConfig, tokenizer: Any, vocab_size: int, *, max_records: int | None = None
+    config: DataConfig,
+    tokenizer: Any,
+    vocab_size: int,
+    *,
+    max_records: int | None = None,
+    tokenizer_name: str = "",
 ) -> DataReport:
-    """Read a dataset once, as training would, note its faults and return a report.
+    """Read a dataset once, as training would, note its faults and return a report, which gives the
+    tokenizer's name.
 
     `num_samples` is ignored. DataError if the dataset cannot be opened.
     """
     check_source(config)
     name = config.dataset_name
-    report = DataReport(name, vocab_size, None if name in OWN_HELDOUT else 0)
+    heldout = None if name in OWN_HELDOUT else 0
+    report = DataReport(name, vocab_size, heldout, tokenizer=tokenizer_name)
     report.passed_over = passed_over(config)
-    encoder = Encoder(tokenizer, config, report.counts)
+    encoder, copies = Encoder(tokenizer, config, report.counts), Copies()
     records = enumerate(readable(config, report))
     for number, (record, name) in islice(records, max_records):
         try:
             samples = encoder.samples(number, record)
+        except TemplateLimitError:  # it would take as long for every record
+            raise
         except Exception as error:  # tokenizers and templates raise errors of any kind
-            report.note(name, error)
+            given = record.get("id") if isinstance(record, Mapping) else None
+            report.note(name, error, str(number if given is None else given))
             continue
         for sample in samples:
             report.add(sample)
+            copies.add(sample)
             if len(report.shown) < SHOWN:
                 report.shown += (show(sample, tokenizer, vocab_size),)
     report.complete = next(records, None) is None
+    report.copies = copies.share
     return report
 
 
@@ -188,13 +257,15 @@ def print_report(report: DataReport, console: Console) -> None:
     lines += [f"  {name:<18} {value}" for name, value in _rows(report).items() if value]
     lines += [] if report.passed_over is None else ["", report.passed_over]
     lines += ["", *report.broken] if report.broken else []
-    if report.broken_total > len(report.broken):
-        lines.append(f"and {report.broken_total - len(report.broken):,} more")
+    listed = sum(fault.count for fault in report.faults.values())
+    if report.broken_total > listed:
+        lines.append(f"and {report.broken_total - listed:,} more")
     if report.shown:
         lines += ["", f"samples; {OPEN}masked{CLOSE} tokens (label -100) are not trained on:"]
         lines += report.shown
-    problems = [f"error: {each}" for each in report.problems]
-    lines += ["", *(problems or ["no problem found"])]
+    found = [f"error: {each}" for each in report.problems]
+    found += [f"warning: {each}" for each in report.warnings]
+    lines += ["", *(found or ["no problem found"])]
     # escape characters that the console cannot encode
     code = console.encoding
     say(console, *(line.encode(code, "backslashreplace").decode(code) for line in lines))
@@ -214,6 +285,7 @@ def _rows(report: DataReport) -> dict[str, str]:
         heldout = f"{share(report.heldout, counts.samples)} held out"
     ids = "none" if report.id_min is None else f"{report.id_min:,} to {report.id_max:,}"
     return {
+        "tokenizer": report.tokenizer,
         "records": f"{counts.records:,}",
         "faults": f"{report.broken_total:,}",
         "samples": f"{counts.samples:,}, {heldout}",
@@ -221,5 +293,7 @@ def _rows(report: DataReport) -> dict[str, str]:
         "tokens per sample": f"{report.shortest:,} to {report.longest:,}",
         "cut": f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions",
         "skipped": listed(counts.skipped) or "0",
+        "columns not used": unused_columns(counts),
+        "copies": f"{report.copies:.1%} of the samples",
         "ids": f"{ids} in a vocabulary of {report.vocab_size:,}, {report.outside:,} outside",
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import Sample
+from npt.data.first_look import FirstLook
 from npt.data.samples import cut, within
 from npt.data.source import Record
 
@@ -20,17 +21,19 @@ def evaluation_samples(
     count: int,
     vocab_size: int,
     heldout: Iterable[Record] | None = None,
+    look: FirstLook | None = None,
 ) -> tuple[list[Sample], bool]:
     """Return at most `count` samples to evaluate on, and whether they are held out.
 
     They come from `heldout`, the source's own held-out records, else from the one sample in twenty
     that training on `records` leaves out, else from the training samples. Samples with ids outside
-    the vocabulary are skipped.
+    the vocabulary are skipped. `look` notes the records that are searched for held-out samples.
     """
     if heldout is not None:
         samples = spread(within(cut(heldout, tokenizer, config), vocab_size), count)
     else:
-        held = (s for s in cut(records, tokenizer, config) if s.heldout)
+        look = FirstLook() if look is None else look
+        held = (s for s in look.at(cut(records, tokenizer, config, look.counts)) if s.heldout)
         samples = list(itertools.islice(within(held, vocab_size), count))
     if samples:
         return samples, True

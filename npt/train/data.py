@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,7 +23,8 @@ from npt.adapters.converted import attached_config, npt_layers
 from npt.adapters.fit import format_layers
 from npt.config import MAX_STEPS, DataConfig
 from npt.data.batch import Batch, Sample
-from npt.data.encoding import filled, no_sample
+from npt.data.encoding import filled, no_sample, unused_columns
+from npt.data.first_look import FirstLook, data_warnings
 from npt.data.samples import Loader, Position, Samples, Window, windows, within
 from npt.data.source import (
     READERS,
@@ -134,6 +135,7 @@ class RunData:
 
     Attributes:
         heldout: training leaves out all samples of evaluations.
+        look: of the records that were searched for held-out samples.
         counted_from: steps made when the window size last changed, and how many micro-batches of
             the present size those steps equal.
         start: position at which training begins.
@@ -148,6 +150,7 @@ class RunData:
                 setup.say(line)
         evaluated = self._given(eval_data, "eval_data")
         self._check_stream(evaluated)
+        self.look = FirstLook()
         leave_out = self._hold_out(evaluated)
         self.loader = self._make_loader(leave_out)
         if not self.eval_samples:  # there are samples, but every one has ids outside the vocabulary
@@ -194,6 +197,18 @@ class RunData:
             samples = f"{len(self.eval_samples)} TRAINING samples (too little data to hold any out)"
         return f"training layers {layers} for {steps} steps; evaluating on {samples}"
 
+    def warnings(self) -> Iterator[str]:
+        """Yield warnings about the first source."""
+        return data_warnings(self.look.copies.share, self.heldout)
+
+    def columns_not_used(self) -> str:
+        """Return a line about the columns of the first source; empty if all are used."""
+        counts = self.look.counts
+        columns = unused_columns(counts)
+        if not columns:
+            return ""
+        return f"{FIRST}: columns not used: {columns} (of the first {counts.records:,})"
+
     def count_steps(self, begun: int = 0) -> int | None:
         """Return the optimizer steps of a run that skips `begun` samples; None if unknown."""
         config, window = self._setup.config, self._setup.window_size
@@ -232,7 +247,7 @@ class RunData:
         size, vocabulary = setup.config.eval_samples, setup.model.config.vocab_size
         held_out = first.held_out if eval_data is None else eval_data
         self.eval_samples, self.heldout = evaluation_samples(
-            first.records, setup.tokenizer, first.config, size, vocabulary, held_out
+            first.records, setup.tokenizer, first.config, size, vocabulary, held_out, self.look
         )
         if eval_data is not None and not self.heldout:  # it would be training samples
             raise DataError(

@@ -16,7 +16,7 @@ from npt.base.device import card_error
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.data.batch import Batch
-from npt.data.encoding import lost
+from npt.data.encoding import lost, unused_columns
 from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError
 from npt.evaluation.formatting import FIGURES
 from npt.files import write_text
@@ -29,7 +29,7 @@ from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.run_folder import EVENTS, METRICS, REPORT, RUN, RunFolder, writable
 from npt.stored import read_json
-from npt.train.data import RunData
+from npt.train.data import FIRST, RunData
 from npt.train.setup import RunSetup
 
 if TYPE_CHECKING:
@@ -104,6 +104,10 @@ class Run:
         if setup.config.resume is not None:
             self._report_resumed()
         self._warn_of_settings()
+        for warning in self.data.warnings():
+            self.warn(f"data: {warning}")
+        if columns := self.data.columns_not_used():
+            setup.say(columns)
         setup.say(f"run folder {folder.path}")
         if setup.processes.main and setup.config.trace_steps is not None:
             from npt.recorder.recording import Recording
@@ -382,6 +386,9 @@ class Run:
             self.folder.event("data", **told, **counts.as_dict())
             if left_out := lost(counts):
                 self.warn(f"{label}: of {counts.records:,} records read, {left_out}")
+            told_before = data.look.counts.unused if label == FIRST else {}
+            if counts.unused.keys() - told_before:
+                self.setup.say(f"{label}: columns not used: {unused_columns(counts)}")
             if begun_again and self.setup.config.max_steps is not None:
                 self.setup.say(f"{label}: read again from the start (restarts: {begun_again})")
 

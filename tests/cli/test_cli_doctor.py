@@ -54,6 +54,24 @@ def test_broken_data_end_2_with_every_line_column_and_problem(broken: Path, caps
     assert (values["samples"], values["trainable"]) == (2, False)
 
 
+def test_chats_train_on_the_embedded_model_which_is_named(tmp_path, capsys) -> None:
+    path = tmp_path / "chat.jsonl"
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "4"},
+    ]
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    assert main(["doctor", "--data", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "of the embedded model; choose yours with --model_name" in out
+    assert "⟦<s>Be brief.\\n1 + 1?\\n2</s>2 + 2?⟧\\n4</s>" in out
+    assert main(["doctor", "--data", str(path), "--model_name", "tiny"]) == 0
+    assert "tokenizer          tiny\n" in capsys.readouterr().out
+
+
 def test_data_may_be_named_as_in_training_and_the_flags_of_training_hold(sound, capsys) -> None:
     printed = []
     for line in ("--data", "--data --dataset_name", "--dataset_name"):

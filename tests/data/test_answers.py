@@ -119,5 +119,5 @@ class TestNulls:
         assert trained(record, calling) == ["3</s>"]
 
     def test_what_has_only_nulls_is_refused_by_its_name(self, calling) -> None:
-        with pytest.raises(npt.NPTError, match="record 0 has a NoneType as 'text'"):
+        with pytest.raises(npt.NPTError, match="record 0 has null as 'text'"):
             trained({"text": None, "messages": None}, calling)

@@ -306,7 +306,7 @@ class TestColumns:
         [
             ({"text": "x"}, r"record 0 has no column 'q' \(columns: text\); set --prompt_column"),
             ({"q": "x"}, r"record 0 has no column 'a' \(columns: q\); set --completion_column"),
-            ({"q": None, "a": None}, "record 0 has a NoneType as 'q'"),
+            ({"q": None, "a": None}, "record 0 has null as 'q'"),
             # what the readers add is no field of the user's
             (
                 {"id": "f.jsonl:1", "npt:piece": (True, True), "x": "y"},
@@ -314,7 +314,7 @@ class TestColumns:
             ),
             ({"q": 3, "a": "x"}, r"record 0 has an int as 'q'"),
             ({"q": "x", "a": ["y"]}, r"record 0 has a list as 'a'"),
-            ({"q": "x", "a": None}, r"record 0 has a NoneType as 'a'"),
+            ({"q": "x", "a": None}, r"record 0 has null as 'a'"),
             ({"q": b"x", "a": "y"}, r"record 0 has a bytes as 'q'"),
         ],
     )

@@ -10,14 +10,19 @@ from rich.console import Console
 
 from npt.base.load import load_tokenizer
 from npt.config import DataConfig
+from npt.data import templates
 from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import RecordCounts
+from npt.data.first_look import Copies
 from npt.data.samples import cut
 from npt.data.source import open_source
+from npt.data.templates import render_template
 from npt.doctor.data import CLOSE, OPEN, DataReport, examine, print_report, show
+from npt.errors import DataError
 from npt.files import to_json
 
 VOCAB = 2048
+END = "{% endfor %}" * 2
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +104,62 @@ def test_records_that_cannot_be_encoded_are_located(tmp_path, tokenizer):
     assert "error: faults in the data: 5; fix or remove" in printed(report)
 
 
-def test_more_broken_lines_than_are_named_are_counted_in_print(tmp_path, tokenizer):
+def test_faults_of_one_kind_are_one_line_and_hide_no_other(tmp_path, tokenizer):
     path = tmp_path / "data.jsonl"
-    path.write_text('{"text": "fine"}\n' + "{\n" * 30)
-    text = printed(examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB))
-    assert "line 21, column 2: " in text and "line 22" not in text and "and 10 more" in text
+    records = [json.dumps({"input_ids": [5] * (i + 2), "labels": [1]}) for i in range(200)]
+    path.write_text("{\n" * 30 + "\n".join([*records, '{"text": 3}']))
+    report = examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB)
+    assert report.broken_total == 231
+    broken_json, lengths, kind = report.broken
+    assert broken_json.startswith(f"{path}, line 1, column 2: not JSON")
+    assert broken_json.endswith("(30 such faults: line 1, line 2, line 3, line 4, line 5, ...)")
+    assert lengths.startswith(f"{path}: record data.jsonl:31 has 2 input_ids, but labels has")
+    assert "(200 such faults: data.jsonl:31, data.jsonl:32, data.jsonl:33, " in lengths
+    assert kind.endswith(
+        "record data.jsonl:231 has an int as 'text' (columns: text); set --text_column"
+    )
+
+
+def test_kinds_of_faults_beyond_those_named_are_counted(tmp_path, tokenizer):
+    columns = "abcdefghijklmnopqrstuvwxyz"
+    config = write(tmp_path / "data.jsonl", *({column: 1} for column in columns))
+    text = printed(examine(config, tokenizer, VOCAB))
+    assert "(columns: t)" in text and "(columns: u)" not in text and "and 6 more" in text
+
+
+def test_copies_and_columns_not_used_are_said_and_stop_nothing(tmp_path, tokenizer):
+    record = {"prompt": "q", "completion": "a", "weight": 1}
+    report = examine(write(tmp_path / "data.jsonl", *[record] * 40), tokenizer, VOCAB)
+    assert report.copies == 1 - 1 / 40 and not report.problems
+    copies, heldout = report.warnings
+    assert copies.startswith("97.5% of the samples are copies of others; remove them")
+    assert heldout.startswith("no sample is held out")
+    text = printed(report)
+    assert "columns not used   'weight' in 40 records" in text
+    assert "copies             97.5% of the samples" in text
+    assert f"warning: {copies}" in text and "no problem found" not in text
+    distinct = ({"text": f"x = {i}"} for i in range(100))
+    assert not examine(write(tmp_path / "other.jsonl", *distinct), tokenizer, VOCAB).warnings
+
+
+def test_copies_among_more_samples_than_are_kept_are_estimated():
+    copies = Copies(kept=1024)
+    for i in range(20_000):
+        copies.add(Sample("", (i, i)))
+        if i % 4 == 0:
+            copies.add(Sample("", (i, i)))
+    assert copies.share == pytest.approx(0.2, abs=0.05)
+
+
+def test_a_template_that_does_not_end_ends_the_check(tmp_path, monkeypatch):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    config = write(tmp_path / "data.jsonl", *[{"messages": talk}] * 200)
+    endless = load_tokenizer("tiny")
+    render_template("", conversations=[[]])  # the process is there
+    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.3)
+    endless.chat_template = "{% for i in range(99999) %}{% for j in range(99999) %}" + END
+    with pytest.raises(DataError, match=r"record data\.jsonl:1: the chat template did not finish"):
+        examine(config, endless, VOCAB)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,19 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import COMPLETION, PROMPT, Encoder, filled, prompt_column
+from npt.data.encoding import (
+    COMPLETION,
+    OUTPUT,
+    Encoder,
+    answer_column,
+    filled,
+    messages_of,
+    prompt_column,
+)
 from npt.data.samples import Samples
 from npt.data.source import Record, Repeatable, is_sequence
 from npt.errors import DataError
 
-_AS_PROMPT = DataConfig(prompt_column=PROMPT, completion_column=COMPLETION)
 _ANY_ANSWER = "x"
 _UNCUT = 2**31 - 1  # the greatest --max_length
 
@@ -45,16 +52,20 @@ def prompt_record(
 ) -> dict[str, Any]:
     """Return the prompt of a record as {"id", "input_ids"}."""
     record = filled(record) if isinstance(record, Mapping) else record
+    column = None
     if isinstance(record, Mapping) and "input_ids" not in record:
         # fill in a completion, since the encoder needs one
-        column = prompt_column({COMPLETION: _ANY_ANSWER, **record}, config)
-        if column is not None:
-            record, config = _with_any_answer(number, record, column), _AS_PROMPT
+        answers = {COMPLETION: _ANY_ANSWER, OUTPUT: _ANY_ANSWER}
+        column = prompt_column({**answers, **record}, config)
+    if column is not None:
+        as_json = answer_column(column, config) is None
+        record = _with_any_answer(number, record, column, as_json)
+        config = replace(config, prompt_column=column, completion_column=COMPLETION)
     whole = replace(config, max_length=_UNCUT)
     for sample in Encoder(tokenizer, whole).samples(number, record):
         ids, labels = list(sample.input_ids), sample.labels or ()
         masked = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
-        if masked or config is _AS_PROMPT:
+        if masked or column is not None:
             ids = ids[:masked][-length:]
         elif ids[-1] == tokenizer.eos_token_id:
             ids = ids[:-1]
@@ -62,7 +73,9 @@ def prompt_record(
     return {"id": str(number), "input_ids": []}
 
 
-def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dict[str, Any]:
+def _with_any_answer(
+    number: int, record: Mapping[str, Any], column: str, as_json: bool
+) -> dict[str, Any]:
     name = str(number if record.get("id") is None else record["id"])
     if column not in record:
         raise DataError(
@@ -70,11 +83,11 @@ def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dic
             f" {', '.join(sorted(map(str, record)))}); set --prompt_column"
         )
     prompt = record[column]
-    if isinstance(prompt, list):
-        last = prompt[-1] if prompt else None
-        if isinstance(last, Mapping) and last.get("role") == "assistant":
-            prompt = prompt[:-1]
-    return {"id": name, PROMPT: prompt, COMPLETION: _ANY_ANSWER}
+    if (messages := messages_of(prompt, as_json=as_json)) is not None:
+        last = messages[-1] if messages else None
+        answered = isinstance(last, Mapping) and last.get("role") == "assistant"
+        prompt = messages[:-1] if answered else messages
+    return {**record, "id": name, column: prompt, COMPLETION: _ANY_ANSWER}
 
 
 class _Sequence(Sequence[Record]):
