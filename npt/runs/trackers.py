@@ -64,7 +64,7 @@ def _check_environment() -> None:
         try:
             wandb.Settings().update_from_env_vars({name: value})
         except Exception as error:  # pydantic's ends in a link to its documentation
-            errors = getattr(error, "errors", list)()
+            errors: list[Any] = getattr(error, "errors", list)()
             why = errors[0]["msg"] if errors else first_line(error)
             raise ConfigError(f"{name} is {value!r}: {why}; correct or unset it") from error
     if place := os.environ.get("WANDB_DIR"):
