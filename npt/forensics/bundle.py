@@ -181,9 +181,11 @@ def read_postmortem(folder: str | Path) -> Postmortem:
     if (version := record.get("version", record.get("format"))) != VERSION:
         stored = record.get("versions")
         writer = stored.get("npt") if isinstance(stored, dict) else None
+        has = "no format version" if version is None else f"format version {shown(version)}"
+        number = "" if writer is None else f" ({shown(writer)})"  # the first ones do not say
         raise BundleError(
-            f"{path} has format version {shown(version)}, but this npt reads {VERSION}; replay it"
-            f" with the npt that wrote it ({shown(writer)})"
+            f"{path} has {has}, but this npt reads {VERSION}; replay it with the npt that wrote"
+            f" it{number}"
         )
     check_entries(path, "", record, _ENTRIES, BundleError)
     verify_checkpoint(folder)

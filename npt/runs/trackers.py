@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy
@@ -31,17 +32,51 @@ _PAGES = (REPORT, "trace/health.html", "trace/health.png")
 
 
 def check_trackers(config: TrainConfig) -> list[str]:
-    """Return the trackers to use; ConfigError if one is not installed or wandb has no API key."""
+    """Return the trackers to use. ConfigError if one is not installed, if wandb has no API key, or
+    if wandb could not use a variable of the environment.
+    """
     names = [name for name in ("wandb", "tensorboard") if getattr(config, f"use_{name}")]
     for name in names:
         require(name, f"--use_{name}")
     if "wandb" in names:
         import wandb
 
-        online = wandb.setup().settings.mode == "online"
-        if online and not wandb.login(prompt=False, verify=False):
+        _check_environment()
+        try:
+            online = wandb.setup().settings.mode == "online"
+            logged_in = not online or wandb.login(prompt=False, verify=False)
+        except Exception as error:  # wandb has errors of its own
+            raise _not_started(first_line(error)) from error
+        if not logged_in:
             raise _not_started("there is no API key")
     return names
+
+
+def _check_environment() -> None:
+    """Raise ConfigError for the first variable that wandb refuses, or a WANDB_DIR that cannot be
+    written, for which wandb would take a temporary folder.
+    """
+    import wandb
+
+    for name, value in os.environ.items():
+        if not name.startswith("WANDB_"):
+            continue
+        try:
+            wandb.Settings().update_from_env_vars({name: value})
+        except Exception as error:  # pydantic's ends in a link to its documentation
+            errors: list[Any] = getattr(error, "errors", list)()
+            why = errors[0]["msg"] if errors else first_line(error)
+            raise ConfigError(f"{name} is {value!r}: {why}; correct or unset it") from error
+    if place := os.environ.get("WANDB_DIR"):
+        try:
+            os.makedirs(place, exist_ok=True)
+            with TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"WANDB_DIR is {place!r}, which cannot be written: {error.strerror}; name another"
+                " folder or unset it"
+            ) from error
 
 
 def start_trackers(
@@ -182,7 +217,7 @@ def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:
     tracker = WandBTracker(
         None if {"WANDB_PROJECT", "WANDB_SWEEP_ID"} & os.environ.keys() else "npt",
         name=config.run_name or os.environ.get("WANDB_NAME") or folder.name,
-        dir=str(folder),
+        dir=os.environ.get("WANDB_DIR") or str(folder),
         id=continued,
         resume="allow" if continued else None,
     )

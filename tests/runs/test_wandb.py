@@ -16,9 +16,9 @@ from wandb_records import told
 
 import npt
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.errors import TooManyRefusalsError
+from npt.errors import ConfigError, TooManyRefusalsError
 from npt.files import write_json
-from npt.runs.trackers import Trackers, known_run
+from npt.runs.trackers import Trackers, check_trackers, known_run
 from npt.train.trainer import Trainer
 
 
@@ -51,6 +51,59 @@ def test_flags_come_before_the_environment_and_our_own_choices(monkeypatch, tmp_
         monkeypatch.setenv(f"WANDB_{name}", "from-the-environment")
     assert opened(monkeypatch, "a1b2c3d4") == {**ours, "name": "from-the-environment"}
     assert opened(monkeypatch, run_name="trial") == {**ours, "name": "trial"}
+
+
+def test_the_environment_may_name_the_folder(monkeypatch, tmp_path) -> None:
+    place = tmp_path / "missing" / "wandb files"
+    monkeypatch.setenv("WANDB_DIR", str(place))
+    assert opened(monkeypatch)["dir"] == str(place)
+    assert place.is_dir()  # without it wandb would take a temporary folder
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("MODE", "ofline", "WANDB_MODE is 'ofline': Input should be 'online', 'offline', "),
+        ("PROJECT", "a/b", "WANDB_PROJECT is 'a/b': Invalid project name 'a/b': cannot contain "),
+        ("RUN_ID", "a/b", "WANDB_RUN_ID is 'a/b': Run ID cannot contain the characters: "),
+        ("BASE_URL", "nowhere", "WANDB_BASE_URL is 'nowhere': Input should be a valid URL"),
+        ("INIT_TIMEOUT", "soon", "WANDB_INIT_TIMEOUT is 'soon': Input should be a valid number"),
+    ],
+)
+def test_a_variable_that_wandb_refuses_is_named(monkeypatch, name, value, said) -> None:
+    monkeypatch.setenv(f"WANDB_{name}", value)
+    with pytest.raises(ConfigError) as error:
+        check_trackers(TrainConfig(use_wandb=True))
+    line = str(error.value)
+    assert line.startswith(said) and line.endswith("; correct or unset it")
+    assert "\n" not in line
+
+
+def test_a_key_that_wandb_refuses_is_not_shown(monkeypatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_API_KEY", "two words")
+    wandb.teardown()
+    try:
+        with pytest.raises(ConfigError, match=r"^cannot start wandb: WANDB_API_KEY") as error:
+            check_trackers(TrainConfig(use_wandb=True))
+    finally:
+        wandb.teardown()  # it remembers the key
+    assert "two words" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "file"))
+    said = r"^WANDB_DIR is '.*/file', which cannot be written: .*; name another folder or unset it$"
+    with pytest.raises(ConfigError, match=said):
+        check_trackers(TrainConfig(use_wandb=True))
+
+
+def test_without_wandb_its_environment_does_not_matter(monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    assert check_trackers(TrainConfig()) == []
 
 
 @pytest.mark.parametrize(
@@ -141,10 +194,10 @@ def test_wandb_is_told_everything_of_a_run_and_its_resumption(
     assert adapters[-1][3]["rank"] == 4
     assert found.exit == 0 and not found.alerts
 
-    again = tmp_path / "first"
-    (folder / "wandb").rename(again)
+    elsewhere = tmp_path / "elsewhere"
+    monkeypatch.setenv("WANDB_DIR", str(elsewhere))
     trained(folder, use_wandb=True, resume="auto", num_epochs=2)
-    assert told(folder).run.run_id == found.run.run_id
+    assert told(elsewhere).run.run_id == found.run.run_id
 
 
 def test_wandb_is_alerted_when_a_run_gives_up(trained, tmp_path, offline) -> None:
