@@ -20,8 +20,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def default_device() -> torch.device:
-    """Return the device of `NPT_DEVICE`, else the first GPU that torch sees, else the CPU. Warn once
-    of an NVIDIA GPU that torch cannot use.
+    """Return the device of `NPT_DEVICE`, else the first GPU that torch sees, else the CPU. Warn of
+    an NVIDIA GPU that torch cannot use.
     """
     has_gpu = torch.cuda.is_available()
     name = os.environ.get(VARIABLE) or ("cuda" if has_gpu else "cpu")

@@ -291,8 +291,7 @@ def _draws(where: str, value: Any) -> list[dict[str, Any]]:
     written = _mapping(where, value, ("count", "seed", "over"))
     count, seed = written.get("count"), written.get("seed", 0)
     over = _by_flag(f"{where}: over", written.get("over"))
-    countable = type(count) is int and 1 <= count <= TRIALS
-    if not countable or type(seed) is not int or not over:
+    if type(count) is not int or not 1 <= count <= TRIALS or type(seed) is not int or not over:
         raise ConfigError(
             f"{where} needs count (1 to {TRIALS:,}), seed (a whole number) and over (settings to"
             " draw)"
