@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -13,16 +15,36 @@ from npt.errors import ConfigError, first_line
 VARIABLE = "NPT_DEVICE"
 """Environment variable for the default device, `cpu` or `cuda`."""
 
+DRIVER = Path("/proc/driver/nvidia/version")
+"""Exists if an NVIDIA driver is loaded."""
+
 
 def default_device() -> torch.device:
-    """Return the device of `NPT_DEVICE`, else the first GPU that torch sees, else the CPU."""
+    """Return the device of `NPT_DEVICE`, else the first GPU that torch sees, else the CPU. Warn of
+    an NVIDIA GPU that torch cannot use.
+    """
     has_gpu = torch.cuda.is_available()
     name = os.environ.get(VARIABLE) or ("cuda" if has_gpu else "cpu")
     if name not in ("cpu", "cuda"):
         raise ConfigError(f"{VARIABLE} is {name!r}; set it to cpu or cuda, or unset it")
     if name == "cuda" and not has_gpu:
         raise ConfigError(f"{VARIABLE} is cuda, but torch sees no GPU; set it to cpu or unset it")
+    if not has_gpu and VARIABLE not in os.environ:
+        _warn_of_idle_gpu()
     return torch.device(name)
+
+
+@functools.cache
+def _warn_of_idle_gpu() -> None:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if DRIVER.exists() and not hidden:
+        built = "the CPU alone" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+        warnings.warn(
+            f"computing on the CPU: torch {torch.__version__}, built for {built}, cannot use the"
+            " NVIDIA GPU; install a build for the CUDA version that nvidia-smi shows, or set"
+            f" {VARIABLE}=cpu",
+            stacklevel=3,
+        )
 
 
 def check_card(device: torch.device, *, bf16: bool = False, tf32: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -49,7 +50,8 @@ def writable(folder: Path) -> Iterator[None]:
 class RunFolder:
     """The folder of one run: records, logs, checkpoints, the best and the final adapters.
 
-    One process writes it at a time. Log lines that do not fit on the disk are lost and counted.
+    One process writes it at a time. Log lines that do not fit on the disk are lost and counted. A
+    folder that is removed or renamed during the run is made anew.
 
     Args:
         path: folder to make; must be missing or empty unless the run resumes.
@@ -64,6 +66,7 @@ class RunFolder:
         self.lines_lost = 0
         self._fresh = resume_at is None
         self._closed = False
+        self._record: Any = None
         if resume_at is None:
             check_free(self.path)
         with writable(self.path):
@@ -74,12 +77,11 @@ class RunFolder:
                     remove_folder(self.path / ADAPTER)
                 _cut_log(self.path / METRICS, resume_at)
                 _cut_log(self.path / EVENTS, None)
-            self._logs = {
-                name: os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-                for name in (METRICS, EVENTS)
-            }
+            self._logs = _opened_logs(self.path)
 
     def write(self, name: str, value: Any) -> None:
+        if name == RUN:
+            self._record = value
         write_json(self.path / name, value)
 
     def metrics(self, values: dict[str, Any]) -> None:
@@ -93,6 +95,11 @@ class RunFolder:
         """Append a whole line or none; a full disk must not end the run or hide why it ends."""
         if self._closed:
             return
+        try:
+            self._renew_if_gone()
+        except OSError:
+            self.lines_lost += 1
+            return
         handle, line = self._logs[log], f"{to_json(values)}\n".encode()
         size = os.fstat(handle).st_size
         try:
@@ -104,12 +111,35 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 os.ftruncate(handle, size)
 
+    def _renew_if_gone(self) -> None:
+        """Make the folder anew if it was removed or renamed during the run.
+
+        Raises:
+            OSError: it cannot be made, or another run writes a folder of this name by now.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._lock)):
+                return
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(self.path)
+        if lock is None:
+            raise OSError(errno.EBUSY, "another run is writing a folder of this name", self.path)
+        for handle in (*self._logs.values(), self._lock):
+            os.close(handle)
+        self._lock, self._logs = lock, _opened_logs(self.path)
+        if self._record is not None:
+            write_json(self.path / RUN, self._record)
+        gone = "was removed or renamed during the run; what it held before is not here"
+        self.event("warning", message=f"{self.path} {gone}")
+
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
         """Let `write` make a checkpoint, verify it, and remove the oldest ones beyond `keep`.
 
         Raises:
             CheckpointError: verification failed; the checkpoint is set aside.
+            OSError: the folder was replaced by another run's.
         """
+        self._renew_if_gone()
         folder = self.path / CHECKPOINTS / step_name(step)
         write(folder)
         try:
@@ -203,6 +233,12 @@ class NullRunFolder(RunFolder):
 
     def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: Json) -> Path:
         return self.path / ADAPTER
+
+
+def _opened_logs(path: Path) -> dict[str, int]:
+    """Return handles that append to the logs in a run folder."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return {name: os.open(path / name, flags, 0o666) for name in (METRICS, EVENTS)}
 
 
 def _locked(path: Path) -> int:

@@ -1,11 +1,13 @@
 """The default device: a GPU if the machine has one."""
 
 import os
+import warnings
 
 import pytest
 import torch
 
 import npt
+from npt.base import device as module
 from npt.base.device import default_device
 from npt.base.load import read_config
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
@@ -61,3 +63,26 @@ def test_a_gpu_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setenv("NPT_DEVICE", "cuda")
     with pytest.raises(ConfigError, match="NPT_DEVICE is cuda, but "):
         default_device()
+
+
+def test_a_gpu_that_torch_cannot_use_is_warned_of_once(tmp_path, monkeypatch) -> None:
+    """A run would take days on the CPU, and say so in one word of one line."""
+    monkeypatch.delenv("NPT_DEVICE")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr(module, "DRIVER", tmp_path / "version")
+    for hiding in ("0", "-1", ""):  # first without a driver, then with the GPU hidden on purpose
+        module._warn_of_idle_gpu.cache_clear()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hiding)
+        with warnings.catch_warnings(action="error"):
+            assert default_device().type == "cpu"
+        module.DRIVER.touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    module._warn_of_idle_gpu.cache_clear()
+    with pytest.warns(
+        UserWarning, match="on the CPU: torch .* built for CUDA 13.0, cannot"
+    ) as said:
+        default_device()
+        default_device()
+    assert len(said) == 1
+    module._warn_of_idle_gpu.cache_clear()

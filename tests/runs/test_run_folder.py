@@ -96,6 +96,12 @@ def test_the_newest_checkpoints_are_kept(folder, keep, expected) -> None:
     assert [p.name for p in folder.checkpoints()] == names(folder)
 
 
+def test_a_checkpoint_that_was_just_written_is_never_rotated_away(folder) -> None:
+    folder.save_checkpoint(400, filled(), None)
+    folder.save_checkpoint(250, filled(), 1)  # 400 could not be set aside on resuming
+    assert "step-00000250" in names(folder)
+
+
 def test_nothing_is_rotated_away_before_the_new_one_has_verified(folder, monkeypatch) -> None:
     folder.save_checkpoint(1, filled(), 1)
 
@@ -249,6 +255,37 @@ def test_only_a_folder_made_for_nothing_is_removed(folder) -> None:
     other.discard()
     other.close()  # again, as a `finally` does
     assert not other.path.exists()
+
+
+@pytest.mark.parametrize("way", ["removed", "renamed"])
+def test_a_folder_that_goes_away_is_made_anew(folder, way) -> None:
+    folder.write("run.json", {"seed": 3})
+    folder.metrics({"step": 1})
+    old = folder.path.with_name("old")
+    folder.path.rename(old)
+    if way == "removed":
+        shutil.rmtree(old)
+    folder.metrics({"step": 2})
+    folder.save_checkpoint(2, filled(), None)
+    assert strict(folder.path / "run.json") == {"seed": 3} and names(folder) == ["step-00000002"]
+    assert lines(folder.path, "metrics") == [{"step": 2}] and folder.lines_lost == 0
+    assert "was removed or renamed during the run" in lines(folder.path, "events")[0]["message"]
+    with pytest.raises(ConfigError, match="another process"):
+        tidy(folder.path)
+    if way == "renamed":
+        assert lines(old, "metrics") == [{"step": 1}]
+
+
+def test_a_run_leaves_another_runs_folder_of_its_name_alone(folder) -> None:
+    """Its folder was removed, and the command was given once more while it still ran."""
+    shutil.rmtree(folder.path)
+    again = RunFolder(folder.path)
+    folder.metrics({"step": 7})
+    with pytest.raises(OSError, match="another run is writing"):
+        folder.save_checkpoint(7, filled(), None)
+    assert folder.lines_lost == 1
+    assert lines(again.path, "metrics") == [] and again.checkpoints() == []
+    again.close()
 
 
 @pytest.mark.parametrize(

@@ -652,6 +652,14 @@ def test_a_stream_lasts_as_long_as_it_can_and_says_how_it_ends(
     assert message is None or message in said(trainer)
 
 
+def test_the_learning_rate_follows_the_schedule_from_its_first_step(build) -> None:
+    schedule = {"warmup_steps": 2, "scheduler_type": "linear", "learning_rate": 1e-3}
+    result = build(texts(10), batch_size=1, **schedule).train()
+    rates = [line["lr"] for line in lines(result.folder, "metrics")]
+    expected = [0.5, 1.0, 1.0, *(1 - i / 8 for i in range(1, 8))]
+    assert rates == pytest.approx([1e-3 * scale for scale in expected])
+
+
 def test_a_list_and_a_stream_of_it_hold_out_the_same_samples(build) -> None:
     for data, streaming in ((texts(80), False), (Stream(texts(80)), True)):
         trainer = build(data, streaming=streaming, eval_data=None, folder=f"run-{streaming}")

@@ -143,6 +143,7 @@ settings: {seed: 1}, parts: {a: {}} => write seeds: [0, 1] instead
 seeds: 3, parts: {a: {}} => seeds is 3
 seeds: [2147483648], parts: {a: {}} => seeds is
 parts: {a: {random: {count: 3}}} => needs count
+parts: {a: {random: {count: 1000000000000, over: {lr: [1]}}}} => needs count (1 to 100,000)
 parts: {a: {random: {count: 3, over: {learning_rate: {low: 1, high: 0.1}}}}} => low and high
 parts: {a: {random: {count: 1, over: {lr: {low: 0, high: 1, log: true}}}}} => both above 0
 parts: {a: {settings: {adapter_rank: .inf}}} => adapter_rank is inf; expected int
@@ -164,6 +165,12 @@ def test_what_cannot_work_is_refused_in_one_line_that_names_it(written: str) -> 
     with pytest.raises(ConfigError) as caught:
         design_of(content, "study.yaml")
     assert ROWS[written] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_slip_in_a_grid_is_no_million_trials() -> None:
+    many = list(range(1, 500))
+    with pytest.raises(ConfigError, match="part a has 249,001 trials, more than 100,000: shorten"):
+        design(a={"grid": {"adapter_rank": many, "learning_rate": [i * 1e-6 for i in many]}})
 
 
 def test_a_name_is_not_endless() -> None:
