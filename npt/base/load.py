@@ -38,6 +38,7 @@ from npt.base.precision import audit_precision, enforce_policy, quantization_of
 from npt.base.recipe import STORED, note_dtype
 from npt.config import COMPUTE_DTYPES, QUANT_TYPES, check_attention
 from npt.errors import ConfigError, ModelError
+from npt.stored import RESTORE
 
 EMBEDDED = "tiny"
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
@@ -276,9 +277,12 @@ def _find(name: str) -> Any:
     if not name.strip():
         raise ModelError("the model's name is empty: pass --model_name tiny, a folder or a Hub id")
     path = Path(name).expanduser()
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    pipes = [file for file in files if file.is_fifo()]
+    if pipes:  # transformers would wait for it
+        raise ModelError(f"{pipes[0]} is a pipe, not a file: {RESTORE}")
     if (path / "config.json").is_file():
         return str(path)
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
     files = [file for file in files if is_gguf(file)]
     if len(files) > 1:
         raise ModelError(
