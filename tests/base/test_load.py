@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -173,6 +174,7 @@ class TestRefused:
             ),
             (lambda f: (f / "tokenizer.json").unlink(), r"cannot load the tokenizer of"),
             (lambda f: (f / "model.safetensors").unlink(), r"load the weights of .*\.safetensors"),
+            (lambda f: os.mkfifo(f / "vocab.json"), r"vocab\.json is a pipe, not a file"),
             (truncate, r"cannot load the weights of"),
             (
                 in_weights(lambda t: (t.pop(SOME_WEIGHT), t.pop("lm_head.weight"))),

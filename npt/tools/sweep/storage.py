@@ -119,7 +119,8 @@ class Storage:
                 "--storage is an in-memory SQLite database, which other workers cannot join; use a"
                 " file, like sqlite:///study.db"
             )
-        failures = (OSError, ImportError, LookupError, TypeError, ValueError)
+        # Optuna raises RuntimeError for tables of another version
+        failures = (OSError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
         try:
             if file is not None:
                 Path(file).parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +174,7 @@ class Storage:
         """Raise ConfigError if what the database holds proves to be damaged within the context."""
         try:
             yield
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"the study's database {self._shown} is damaged ({type(error).__name__}:"
                 f" {_reason(error)}): restore it, or choose another --study folder"
