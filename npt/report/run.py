@@ -184,10 +184,7 @@ class RunRecord:
                 columns[key] = [math.nan] * len(steps)
         steps.append(step)
         for key, column in columns.items():
-            try:
-                column.append(as_number(line, key))
-            except (TypeError, ValueError, OverflowError):
-                column.append(math.nan)
+            column.append(as_number(line, key))
 
     def _add_event(self, line: Mapping[str, Any]) -> None:
         """Add a line that names its event. A resume removes the step events after the save that it

@@ -177,6 +177,7 @@ def test_a_figure_has_its_standard_error() -> None:
     assert figure(figures(0.02), "kl") == "0.0200 ± 0.0010"
     assert figure({"agreed": 31.5, "agreed_se": 4.0}, "agreed") == "31.5 ± 4"
     assert figure({"kl": None}, "kl") == "not finite" and figure({}, "kl") == "–"
+    assert all(math.isnan(as_number({"kl": odd}, "kl")) for odd in ({}, "x", [1], 10**400))
     assert math.isnan(as_number({}, "kl")) and math.isinf(as_number({"kl": math.nan}, "kl"))
 
 
