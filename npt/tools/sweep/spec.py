@@ -52,6 +52,7 @@ _PART = ("note", "settings", "seeds", "arms", "grid", "random", "bisect")
 _FLAGS = [flag_of(f) for cls in SETTINGS for f in fields(cls)]
 _EXTRA = {"safe_mode": bool}
 
+MOST_TRIALS = 100_000  # of a part; more would fill the memory before the first one runs
 NAME = 200  # longest name of a study, since it names a folder too
 
 
@@ -205,6 +206,9 @@ def _trials_of(
     }
     draws = _draws(f"{where}: random", entries["random"]) if entries.get("random") else [{}]
     bisect = _bisection(f"{where}: bisect", entries["bisect"]) if entries.get("bisect") else None
+    number = len(arms) * math.prod(map(len, grid.values())) * len(draws) * len(seeds)
+    if number > MOST_TRIALS:
+        raise ConfigError(f"{where} has {number:,} trials; a part can have {MOST_TRIALS:,} at most")
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     for (arm, bundle), point, draw, seed in itertools.product(arms.items(), points, draws, seeds):
         origin = TrialOrigin(part, arm, {**point, **draw})
@@ -284,9 +288,10 @@ def _draws(where: str, value: Any) -> list[dict[str, Any]]:
     written = _mapping(where, value, ("count", "seed", "over"))
     count, seed = written.get("count"), written.get("seed", 0)
     over = _by_flag(f"{where}: over", written.get("over"))
-    if type(count) is not int or count < 1 or type(seed) is not int or not over:
+    if type(count) is not int or type(seed) is not int or not over or not 0 < count <= MOST_TRIALS:
         raise ConfigError(
-            f"{where} needs count (1 or more), seed (a whole number) and over (settings to draw)"
+            f"{where} needs count (1 to {MOST_TRIALS:,}), seed (a whole number) and over (settings"
+            " to draw)"
         )
     source = random.Random(seed)
     ranges = {name: _range(where, name, entry) for name, entry in over.items()}

@@ -143,6 +143,7 @@ settings: {seed: 1}, parts: {a: {}} => write seeds: [0, 1] instead
 seeds: 3, parts: {a: {}} => seeds is 3
 seeds: [2147483648], parts: {a: {}} => seeds is
 parts: {a: {random: {count: 3}}} => needs count
+parts: {a: {random: {count: 1000000000, over: {lr: {low: 0.1, high: 1}}}}} => needs count (1 to 100,
 parts: {a: {random: {count: 3, over: {learning_rate: {low: 1, high: 0.1}}}}} => low and high
 parts: {a: {random: {count: 1, over: {lr: {low: 0, high: 1, log: true}}}}} => both above 0
 parts: {a: {settings: {adapter_rank: .inf}}} => adapter_rank is inf; expected int
@@ -164,6 +165,13 @@ def test_what_cannot_work_is_refused_in_one_line_that_names_it(written: str) -> 
     with pytest.raises(ConfigError) as caught:
         design_of(content, "study.yaml")
     assert ROWS[written] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_part_of_more_trials_than_memory_holds_is_refused_at_once() -> None:
+    values = [value / 1000 for value in range(1, 400)]
+    grid = dict.fromkeys(("learning_rate", "additive_scale", "hidden_weight"), values)
+    with pytest.raises(ConfigError, match="part a has 63,521,199 trials; a part can have 100,000"):
+        design(a={"grid": grid})
 
 
 def test_a_name_is_not_endless() -> None:
