@@ -102,7 +102,7 @@ def _bounded_reader() -> Any:
     """
     from gguf import GGUFReader
 
-    class Reader(GGUFReader):
+    class BoundedReader(GGUFReader):
         reads = 0
 
         def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **named: Any) -> Any:
@@ -114,4 +114,4 @@ def _bounded_reader() -> Any:
                 raise ValueError(f"its metadata have more than {_MOST_READS:,} entries")
             return super()._get(offset, dtype, count, *rest, **named)
 
-    return Reader
+    return BoundedReader
