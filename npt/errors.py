@@ -140,10 +140,11 @@ _NO_MEMORY = (
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error."""
-    return next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
+    """Return the first line of another library's error, with the next one if it ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
@@ -15,6 +16,13 @@ import yaml
 from npt.config import GROUPS, flag_of, kinds_of
 from npt.errors import ConfigError, first_line, kind_of, printable
 from npt.presets import presets, settings_file
+from npt.stored import read_bytes, shown
+
+YAML_BYTES = 1 << 20
+"""Size limit of YAML files. PyYAML takes seconds for a megabyte."""
+
+_TAGS = "tag:yaml.org,2002:"
+_NOT_AS_WRITTEN = re.compile(r"[-+]?(0[0-9_bx]|[0-9].*:|[0-9_]{20})")
 
 ALIASES = {
     "model_name_or_path": "model_name",
@@ -214,30 +222,60 @@ def read_yaml(
 
 
 def yaml_content(path: str, where: str) -> Any:
-    """Return the content of a YAML file; ConfigError, by the name `where`, if it is not YAML."""
+    """Return the content of a YAML file; ConfigError, by the name `where`, if it is not YAML, or
+    has an alias, a tag or a key that is not text.
+    """
     try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
-    # PyYAML raises errors of Python's for impossible dates, huge numbers and deep nesting
-    except (yaml.YAMLError, OSError, ValueError, OverflowError, RecursionError) as error:
+        # PyYAML decodes the bytes: PowerShell writes UTF-16
+        return yaml.load(read_bytes(Path(path), YAML_BYTES), _StrictLoader)
+    # PyYAML raises errors of Python's for huge numbers and deep nesting
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         mark, problem = (getattr(error, key, None) for key in ("problem_mark", "problem"))
         problem = problem or getattr(error, "strerror", None) or first_line(error)
+        if isinstance(error, yaml.reader.ReaderError):
+            problem += "; save it as UTF-8"
         line = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         fault = "cannot be read" if isinstance(error, OSError) else "is not valid YAML"
         raise ConfigError(f"{where} {fault}: {line}{problem}") from error
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuse duplicate keys; YAML would keep the last one and lose a setting."""
+    """Refuse what loses or multiplies settings, and read a scalar as its flag would."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse aliases, since ten lines of them make a list of a billion entries, and tags."""
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise _fault(event, f"*{event.anchor} is an alias: write out the value")
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            raise _fault(event, f"{tag.replace(_TAGS, '!!')} is a tag: write the value without it")
+        return super().compose_node(parent, index)
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        """Leave as text dates, numbers that YAML 1.1 would read otherwise (`3:5` as 185, `010` as
+        8), and numbers too long for Python.
+        """
+        tag = super().resolve(kind, value, implicit)
+        plain = kind is yaml.ScalarNode and implicit[0]
+        if plain and (tag == f"{_TAGS}timestamp" or _NOT_AS_WRITTEN.match(value)):
+            return self.DEFAULT_SCALAR_TAG
+        return tag
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value} is given twice: remove one of them", key.start_mark
-                )
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        return super().construct_mapping(node, deep)
+        """Refuse duplicate keys, of which YAML would keep the last, and read all keys as text."""
+        mapping = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _fault(key, "a key is a list or a mapping: write a name")
+            if key.value in mapping:
+                raise _fault(key, f"{key.value} is given twice: remove one of them")
+            mapping[key.value] = self.construct_object(value, deep=deep)
+        return mapping
+
+
+def _fault(at: Any, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
 def checked_settings(
@@ -278,13 +316,17 @@ def _typed(where: str, name: str, value: Any, kind: type) -> Any:
         return None
     parts = value if isinstance(value, list) and kind in (str, tuple) else [value]
     whole = kind is int and isinstance(value, float) and value.is_integer()
-    if not any(isinstance(part, list | dict) for part in parts):
+    # a bare `no` is not text in YAML
+    odd = (list, dict) if kind is bool else (list, dict, bool)
+    if not any(isinstance(part, odd) for part in parts):
         try:
             return _reader(kind)(str(int(value)) if whole else ",".join(map(str, parts)))
         except (ValueError, argparse.ArgumentTypeError):
             pass
     expected = "a list" if kind is tuple else kind.__name__
-    raise ConfigError(f"{where}: {name} is {value!r}; expected {expected}")
+    if kind is str and isinstance(value, bool):
+        expected += ": leave the line out, or put text in quotes"
+    raise ConfigError(f"{where}: {name} is {shown(value)}; expected {expected}")
 
 
 def _reader(kind: type) -> Callable[[str], Any]:

@@ -4,18 +4,20 @@ and names in the files are never used as paths.
 
 from __future__ import annotations
 
+import errno
 import json
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from npt.errors import NPTError, kind_of, printable
+
+if TYPE_CHECKING:  # command lines are read before torch is loaded
+    from torch import Tensor
 
 JSON_BYTES = 64 << 20
 """Size limit of JSON files. The record of a large model takes a few megabytes."""
@@ -24,6 +26,19 @@ RESTORE = "restore it from the original"
 
 Header = tuple[str, tuple[int, ...]]
 """Dtype, by its name in safetensors, and shape."""
+
+
+def read_bytes(path: Path, most: int = JSON_BYTES) -> bytes:
+    """Return the content of a file, never waiting for a pipe; OSError if it cannot be read, is not
+    a regular file, or has more than `most` bytes.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if status.st_size > most:
+        large = f"it has {status.st_size} bytes, more than the limit of {most}"
+        raise OSError(errno.EFBIG, large, str(path))
+    return path.read_bytes()
 
 
 def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
@@ -42,14 +57,11 @@ def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
         return int(digits)
 
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("not a regular file")
-        if status.st_size > JSON_BYTES:
-            raise ValueError(f"it has {status.st_size} bytes, more than the limit of {JSON_BYTES}")
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse, parse_int=whole)
+        text = read_bytes(path).decode()
+        value = json.loads(text, parse_constant=refuse, parse_int=whole)
     except (OSError, ValueError, RecursionError) as problem:
-        raise error(f"{path} is damaged or unreadable: {problem}; {RESTORE}") from problem
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"{path} is damaged or unreadable: {reason}; {RESTORE}") from problem
     if not isinstance(value, dict):
         raise error(f"{path} holds {kind_of(value)}, not an object; {RESTORE}")
     return value
@@ -128,7 +140,7 @@ def check_tensors(
 
 def non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the name of the first tensor with a non-finite value, or None."""
-    return next((n for n, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
+    return next((n for n, tensor in tensors.items() if not tensor.isfinite().all()), None)
 
 
 def described(header: Header) -> str:

@@ -1,5 +1,6 @@
 """Flags and YAML entries: from the settings' fields, under their own and other names."""
 
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -164,9 +165,18 @@ def test_yaml_gives_what_flags_would(tmp_path: Path) -> None:
         ("a: [1\nb: 2\n", "is not valid YAML: line 2"),
         ("max_steps: 1\nmax_steps: 2\n", "line 2, column 1: max_steps is given twice"),
         ("batch_size: 1\nper_device_train_batch_size: 2\n", "batch_size is given twice, once as"),
-        ("max_steps: 2001-99-99\n", "is not valid YAML: month must be"),
-        ("max_steps: !!int abc\n", "is not valid YAML: invalid literal"),
-        (f"max_steps: {'9' * 6000}\n", "is not valid YAML: Exceeds the limit"),
+        ("max_steps: 2001-99-99\n", "max_steps is '2001-99-99'; expected int"),
+        ("max_steps: !!int abc\n", "line 1, column 12: !!int is a tag: write the value without it"),
+        ("max_steps: !!timestamp abc\n", "!!timestamp is a tag"),
+        ("smoke_test: !!bool abc\n", "!!bool is a tag"),
+        ("layers: !!set {3, 5}\n", "!!set is a tag"),
+        ("? [a, b]\n: 1\n", "line 1, column 3: a key is a list or a mapping: write a name"),
+        ("run_name: &a [x]\nlayers: [*a, *a]\n", "line 2, column 10: *a is an alias"),
+        ("resume: false\n", "resume is False; expected str: leave the line out, or put text in"),
+        ("layers: [no, 3]\n", "layers is [False, 3]; expected str"),
+        ("seed: 0x10\n", "seed is '0x10'; expected int"),
+        ("run_name: \x00\n", "is not valid YAML: unacceptable character #x0000"),
+        (f"max_steps: {'9' * 6000}\n", "9...; expected int"),
         (f"layers: {'[' * 2000}{']' * 2000}\n", "is not valid YAML: maximum recursion depth"),
     ],
 )
@@ -175,6 +185,30 @@ def test_a_wrong_yaml_file_is_refused_by_name(tmp_path: Path, text: str, words: 
         read_yaml(write(tmp_path, text), CLASSES)
     assert words in str(refused.value) and "run.yaml" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_yaml_reads_text_and_numbers_as_a_flag_does(tmp_path: Path) -> None:
+    """YAML 1.1 reads 3:5 as 185, 010 as 8 and `12:30` as 750."""
+    text = "layers: 3:5\nseed: 010\nrun_name: 2001-01-01\noutput_dir: 12:30\n"
+    expected = {"layers": "3:5", "seed": 10, "run_name": "2001-01-01", "output_dir": "12:30"}
+    assert read_yaml(write(tmp_path, text), CLASSES) == expected
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_yaml_with_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("run_name: é\n", encoding=encoding)
+    assert read_yaml(str(path), CLASSES) == {"run_name": "é"}
+
+
+def test_a_pipe_or_a_file_of_weights_is_no_yaml(tmp_path: Path) -> None:
+    """A pipe without a writer would be waited for, and weights be read as a whole."""
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as stream:
+        stream.truncate(10 << 30)
+    for name, words in (("pipe", "not a regular file"), ("large", "more than the limit of")):
+        with pytest.raises(ConfigError, match=f"{name} cannot be read: .*{words}"):
+            read_yaml(str(tmp_path / name), CLASSES)
 
 
 def test_a_missing_yaml_file_is_refused(tmp_path: Path) -> None:

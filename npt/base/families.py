@@ -7,9 +7,10 @@ parts elsewhere. So families are listed by hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -20,6 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
 from npt.errors import ModelError, kind_of
+from npt.stored import RESTORE, shown
 
 Sight = Literal["full", "window", "by layer"]
 """Reach of attention: all earlier tokens, a window if configured, or either by `layer_types`."""
@@ -121,6 +123,77 @@ def check_family(name: str, config: PreTrainedConfig) -> None:
         raise ModelError(
             f"{name} uses LongRoPE, which NPT does not support: a text's states would depend on its"
             " batch"
+        )
+
+
+MOST_LAYERS = 2_000
+"""Ten times as many layers as the deepest models have. transformers lists and builds them all."""
+
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_POSITIVE = ("rms_norm_eps", "rope_theta", "factor")
+_DERIVED = ("num_key_value_heads", "head_dim")
+"""Sizes that follow from the others if they are null."""
+
+
+def check_entries(name: str, entries: Mapping[str, Any]) -> None:
+    """Check the entries of a configuration, nested ones too, before transformers reads them.
+
+    Raises:
+        ModelError: a size is not a whole number from 1 up, layers or experts are too many, or a
+            number is not finite or not above 0.
+    """
+    for key, value in entries.items():
+        fault = None
+        is_size = type(value) is int and value >= 1
+        follows = value is None and key in _DERIVED
+        if isinstance(value, Mapping):
+            check_entries(name, value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            fault = "expected a finite number"
+        elif key in _POSITIVE and not (isinstance(value, int | float) and value > 0):
+            fault = "expected a number above 0"
+        elif key in _SIZES and not is_size and not follows:
+            fault = "expected a whole number from 1 up"
+        many = key.endswith(("layers", "experts")) and isinstance(value, int | float)
+        if many and value > MOST_LAYERS:
+            fault = f"NPT supports at most {MOST_LAYERS:,}"
+        if fault is not None:
+            raise ModelError(f"{name} has {key} {shown(value)}: {fault}; {RESTORE}")
+
+
+def check_shape(name: str, config: PreTrainedConfig, stored: int = 0) -> None:
+    """Check that the sizes in a configuration fit one another and the files.
+
+    Args:
+        name: of the base, for messages.
+        config: of a supported family.
+        stored: bytes of the weight files, or 0 if unknown.
+
+    Raises:
+        ModelError: they do not. transformers would allocate weights that no file holds.
+    """
+    heads, key_heads, width = head_sizes(config)
+    if heads % key_heads or width % 2:
+        raise ModelError(
+            f"{name} has {heads} query heads, {key_heads} key heads and heads of width {width}:"
+            f" key heads must divide query heads, and the width be even; {RESTORE}"
+        )
+    attention = 2 * (heads + key_heads) * width
+    layer = (attention + 3 * config.intermediate_size) * config.hidden_size
+    weights = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+    if stored and weights > 2 * stored:  # in 4 bits
+        raise ModelError(
+            f"{name} has {weights:,} weights by its config.json, but its files have only"
+            f" {stored:,} bytes; {RESTORE}"
         )
 
 

@@ -8,8 +8,9 @@ are read. Each layer equals, bit for bit, that of a base loaded as a whole.
 from __future__ import annotations
 
 import json
+import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,13 @@ LAYERS = "model.layers"
 PARTS = ("model.embed_tokens", "model.norm", "lm_head")
 """The modules with weights besides the decoder layers."""
 
+LATER = "later."
+"""Prefix under which transformers passes over 4-bit layers, which are read later."""
+
 _LATER = "_npt_layers_later"
+
+_UNUSED = re.compile(r".*\.rotary_emb\.inv_freq")
+"""Tensors that a checkpoint may have though the model does not: buffers of older transformers."""
 
 
 class LayersLater:
@@ -51,6 +58,10 @@ class LayersLater:
             if not folder.is_dir():
                 folder = Path(snapshot_download(source, local_files_only=True))
             self._files = _file_of_each_tensor(folder)
+        names = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+        names |= {key.removeprefix("model.") for key in names}
+        # transformers does not compare the names of layers that are read later
+        refuse_extra(name, {_owner(key) for key in self._files} - names)
         # transformers leaves a weight stored in 4 bits as a tensor of bytes
         stored: Any = getattr(model.config, "quantization_config", None)
         for _, module in quantized_linears(model):
@@ -162,6 +173,12 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     return files
 
 
+def _owner(key: str) -> str:
+    """Return the weight that a stored tensor belongs to: itself, or that of a statistic."""
+    weight, mark, _ = key.partition(".weight.")
+    return f"{weight}.weight" if mark else key
+
+
 def _made(
     owner: Any, empty: Tensor, value: Tensor, statistics: dict[str, Tensor], device: torch.device
 ) -> nn.Parameter:
@@ -210,12 +227,24 @@ def refuse_faults(name: str, faults: list[str]) -> None:
         )
 
 
+def refuse_extra(name: str, keys: Iterable[str]) -> None:
+    """Raise ModelError if weights of a base are none of the model's, such as biases, more layers
+    than `config.json` has, or a LoRA that was not merged: the model would compute without them.
+    """
+    extra = [key for key in keys if not key.startswith(LATER) and not _UNUSED.fullmatch(key)]
+    if extra:
+        raise ModelError(
+            f"{name} has the weight {min(extra)} ({len(extra)} in all), which the model of its"
+            " config.json does not have: correct config.json, or merge or remove the weight"
+        )
+
+
 @contextmanager
 def reading(what: str, name: str) -> Iterator[None]:
     """Turn any error from the files of a base into a ModelError of one line."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, ModelError):
         raise
     # several libraries read the files, each with its own error classes
     except Exception as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from bitsandbytes.nn import Params4bit
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,13 +23,22 @@ from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
 from npt.base.device import check_card, default_device
-from npt.base.families import check_family
-from npt.base.layers import LAYERS, LayersLater, reading, refuse_faults, shape_faults
+from npt.base.families import check_entries, check_family, check_shape
+from npt.base.layers import (
+    LATER,
+    LAYERS,
+    LayersLater,
+    reading,
+    refuse_extra,
+    refuse_faults,
+    shape_faults,
+)
 from npt.base.linear import quantized_linears
 from npt.base.precision import audit_precision, enforce_policy, quantization_of
 from npt.base.recipe import STORED, note_dtype
 from npt.config import COMPUTE_DTYPES, QUANT_TYPES, check_attention
 from npt.errors import ConfigError, ModelError
+from npt.stored import RESTORE
 
 EMBEDDED = "tiny"
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
@@ -108,24 +118,26 @@ def load_base(
         if layers_later:
             source = scratch.enter_context(_located(name))
             if stored_packed:  # headers do not hold the statistics of 4-bit weights
-                how["key_mapping"] = {rf"^{LAYERS}\.": "later."}
+                how["key_mapping"] = {rf"^{LAYERS}\.": LATER}
             model = _read_weights(
                 name, torch.device("meta"), attn_implementation, source=source, **how
             )
             later = LayersLater(model, name, source, scratch.pop_all())
         else:
             model = _read_weights(name, device, attn_implementation, **how)
+    if packed:
+        linears = [module for _, module in quantized_linears(model)]
+        if not linears or not all(isinstance(linear.weight, Params4bit) for linear in linears):
+            raise ModelError(
+                f"{name} is quantised, but not to bitsandbytes' 4 bits: load its unquantised"
+                " original"
+            )
     if quantization is not None and quantization_of(model) != quantization:
         raise ModelError(
             f"{name} is stored as {quantization_of(model)}, not {quantization}: pass a matching"
             " --quant_type, or load its unquantised original"
         )
     if packed:
-        if not quantized_linears(model):
-            raise ModelError(
-                f"{name} is quantised, but not to bitsandbytes' 4 bits: load its unquantised"
-                " original"
-            )
         enforce_policy(model, COMPUTE[compute_dtype])
         note_dtype(model, dtype)
     # recorded in saved adapters, instead of a folder of this installation
@@ -196,8 +208,12 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
 
         return configuration_of(source)
     with reading("configuration", name):
+        entries, _ = PreTrainedConfig.get_config_dict(source, **_NO_CODE)
+        check_entries(name, entries)
         config = AutoConfig.from_pretrained(source, **_NO_CODE)
     check_family(name, config)
+    files = Path(source).glob("*.safetensors")
+    check_shape(name, config, stored=sum(file.stat().st_size for file in files))
     return config
 
 
@@ -225,7 +241,7 @@ def packing_config(quantization: str, double_quant: bool = True) -> BitsAndBytes
 def _read_weights(
     name: str, device: torch.device, attention: str, *, source: str | None = None, **how: Any
 ) -> PreTrainedModel:
-    """Read a model from safetensors; refuse missing or misshapen weights; run no code.
+    """Read a model from safetensors; refuse missing, misshapen or extra weights; run no code.
 
     Args:
         name, attention: as for `load_base`.
@@ -250,6 +266,7 @@ def _read_weights(
     faults = [f"lacks the weight {key}" for key in sorted(report["missing_keys"])]
     shapes = {key: (stored, wanted) for key, stored, wanted in report["mismatched_keys"]}
     refuse_faults(name, faults + shape_faults(model, shapes))
+    refuse_extra(name, report["unexpected_keys"])
     return model
 
 
@@ -260,15 +277,19 @@ def _find(name: str) -> Any:
     if not name.strip():
         raise ModelError("the model's name is empty: pass --model_name tiny, a folder or a Hub id")
     path = Path(name).expanduser()
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    pipes = [file for file in files if file.is_fifo()]
+    if pipes:  # transformers would wait for it
+        raise ModelError(f"{pipes[0]} is a pipe, not a file: {RESTORE}")
     if (path / "config.json").is_file():
         return str(path)
-    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    files = [file for file in files if is_gguf(file)]
     if len(files) > 1:
         raise ModelError(
             f"{name} holds {len(files)} GGUF files, among them {files[0].name} and {files[1].name}:"
             " pass one of the files"
         )
-    if files and files[0].suffix == ".gguf":
+    if files:
         from npt.base.gguf.file import GGUFFile
 
         return GGUFFile(files[0])
@@ -281,6 +302,17 @@ def _find(name: str) -> Any:
             f"there is no model folder {name!r}: check --model_name ('tiny' is the embedded model)"
         )
     return name
+
+
+def is_gguf(file: Path) -> bool:
+    """Return whether a file is GGUF by its suffix or first bytes: Ollama's have no suffix."""
+    if file.suffix.lower() == ".gguf":
+        return True
+    with suppress(OSError):
+        if file.is_file():
+            with file.open("rb") as stream:
+                return stream.read(4) == b"GGUF"
+    return False
 
 
 @contextmanager

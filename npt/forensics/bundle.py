@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from npt.errors import BundleError, ConfigError
+from npt.errors import BundleError, ConfigError, NPTError, is_out_of_memory
 from npt.files import new_folder, write_json
 from npt.guard.forensics import StoredMicroBatch
 from npt.guard.outcome import Outcome, Refusal
@@ -61,8 +61,8 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
 
 _TENSOR = "tensor"
 _MALFORMED = (
-    *(ArithmeticError, AttributeError, ConfigError, LookupError),
-    *(RecursionError, TypeError, ValueError),
+    *(ArithmeticError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
 )
 
 
@@ -206,10 +206,13 @@ def read_postmortem(folder: str | Path) -> Postmortem:
 
 @contextmanager
 def well_formed(path: Path) -> Iterator[None]:
-    """Raise BundleError if the record at `path` turns out to be malformed."""
+    """Raise BundleError if the record at `path`, or a tensor beside it, proves to be malformed."""
     try:
         yield
     except _MALFORMED as error:
+        said = isinstance(error, NPTError) and not isinstance(error, ConfigError)
+        if said or is_out_of_memory(error):
+            raise
         raise BundleError(
             f"{path} is damaged: {type(error).__name__}: {shown(str(error))}; restore it from the"
             " original"

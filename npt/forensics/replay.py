@@ -267,7 +267,8 @@ class StoredState:
     def compute(self, micro_batch: StoredMicroBatch) -> Any:
         """Return the loss, or the model's outputs, from the stored random state."""
         with autocast(micro_batch.autocast):
-            set_random_state(micro_batch.random)
+            with well_formed(self.postmortem.folder / POSTMORTEM):
+                set_random_state(micro_batch.random)
             inputs = tree_map_only(Tensor, lambda t: t.to(self.device), micro_batch.inputs)
             if self.loss is not None:
                 return self.loss(self.model, inputs)
@@ -314,8 +315,13 @@ class StoredState:
             places |= {name: len(places) + index for index, name in enumerate(names)}
             groups.append({**group, "params": [places[name] for name in names]})
         state: dict[int, dict[str, Any]] = {}
+        fused = any(group.get("fused") for group in groups)
         for name, value in self.postmortem.moments.items():
             key, _, parameter = name.partition(" of ")
+            shape = torch.Size([]) if key == "step" else self.weights[plain_name(parameter)].shape
+            # a fused kernel reads and writes beyond the end of one that is too small
+            if fused and getattr(value, "shape", None) != shape:
+                raise ValueError(f"{name} does not have the shape {list(shape)}")
             value = value.clone() if isinstance(value, Tensor) else value
             state.setdefault(places[plain_name(parameter)], {})[key] = value
         optimizer: torch.optim.Optimizer = made(parameters)  # type: ignore[call-arg]

@@ -186,7 +186,8 @@ def replay_student(folder: str | Path, *, model_name: str | None = None) -> Repl
         CheckpointError: a file is damaged.
     """
     student = read_student(folder)
-    with kept_random_state(), fp32_products(student.entry["matmul_precision"]):
+    path = student.postmortem.folder / POSTMORTEM
+    with well_formed(path), kept_random_state(), fp32_products(student.entry["matmul_precision"]):
         model, teacher = student.load(model_name)
         return replayed(student.postmortem, model, loss_of(student, teacher))
 

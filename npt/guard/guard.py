@@ -15,12 +15,14 @@ step, the old state is restored if the new one is not finite (`update.py`). The 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Buffers, Draws, Seeded
 from npt.guard.update import GuardedUpdate, Holdings
 from npt.guard.window import GradientWindow
+from npt.stored import RESTORE, check_entries, shown
 
 REMEMBERED = 256
 """The number of refusals, and of micro-batches with their figures, kept for a post-mortem."""
@@ -347,7 +350,8 @@ class Guard:
         return {"counts": asdict(self.counts), "spikes": spikes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned; ConfigError for anything else, changing nothing."""
+        check_state(state)
         self.counts = RunCounts(**state["counts"])
         self.window.committed = self.counts.windows
         self.window.resume_at(self.counts.steps)
@@ -481,6 +485,32 @@ class Guard:
         except Exception as error:  # must not hide why the run stopped
             written = f"could not be written: {type(error).__name__}: {error}"
         return f"{reason}; post-mortem: {written}"
+
+
+def check_state(state: Any) -> None:
+    """Raise ConfigError if this is not what `Guard.state_dict` returns: it may come from a file."""
+    where = Path("guard.load_state_dict(state)")
+    counts, spikes = (dict,), (list, tuple, type(None))
+    if not isinstance(state, dict):
+        raise ConfigError(f"{where}: state is {shown(state)}; pass what state_dict() returned")
+    check_entries(where, "", state, {"counts": counts, "spikes": spikes}, ConfigError)
+    names = [f.name for f in fields(RunCounts)]
+    check_entries(where, "counts.", state["counts"], dict.fromkeys(names, (int,)), ConfigError)
+    for name, count in state["counts"].items():
+        if not 0 <= count < 2**53:
+            raise ConfigError(f"{where}: counts.{name} is {count}, expected a count; {RESTORE}")
+    history = state["spikes"]
+    if history is None:
+        return
+    sound = len(history) == 2 and all(isinstance(part, list | tuple) for part in history)
+    if not sound or not all(_is_finite(number) for part in history for number in part):
+        raise ConfigError(
+            f"{where}: spikes is {shown(history)}, expected two lists of finite numbers; {RESTORE}"
+        )
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, int | float) and math.isfinite(number)
 
 
 def _scalar(loss: Any) -> Tensor:

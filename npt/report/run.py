@@ -147,9 +147,12 @@ class RunRecord:
         """Yield the objects in a .jsonl file and note damaged lines, except an unfinished last
         one, which may still be being written.
         """
-        damaged = 0
+        damaged, path = 0, self.folder / name
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            self.notes[name] = "not a regular file"
+            return
         try:
-            with (self.folder / name).open("rb") as stream:
+            with path.open("rb") as stream:
                 while line := stream.readline(LINE_BYTES):
                     value = None
                     with contextlib.suppress(ValueError, RecursionError):
@@ -181,10 +184,7 @@ class RunRecord:
                 columns[key] = [math.nan] * len(steps)
         steps.append(step)
         for key, column in columns.items():
-            try:
-                column.append(as_number(line, key))
-            except (TypeError, ValueError, OverflowError):
-                column.append(math.nan)
+            column.append(as_number(line, key))
 
     def _add_event(self, line: Mapping[str, Any]) -> None:
         """Add a line that names its event. A resume removes the step events after the save that it

@@ -67,12 +67,15 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def as_number(values: Mapping[str, Any], key: str) -> float:
-    """Return a number from a JSON object: NaN if the key is missing, and infinity for null, which
+    """Return a number from a JSON object: NaN if it is missing or not one; infinity for null, which
     stands for a value that was not finite.
     """
-    if key not in values:
+    if key in values and values[key] is None:
+        return math.inf
+    try:
+        value = float(values[key])
+    except (LookupError, OverflowError, TypeError, ValueError):
         return math.nan
-    value = math.inf if values[key] is None else float(values[key])
     return value if math.isfinite(value) else math.inf
 
 

@@ -253,8 +253,10 @@ def _locked(path: Path) -> int:
 
 
 def _cut_log(path: Path, last_step: int | None) -> None:
-    if not path.is_file():
+    if not path.exists():
         return
+    if not path.is_file():  # opening a pipe would wait
+        raise ConfigError(f"{path} is not a regular file: remove it")
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         # drop damaged lines

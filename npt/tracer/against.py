@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from npt.base.linear import dense_weight, quantized_linears
-from npt.errors import ConfigError
+from npt.errors import ConfigError, printable
 from npt.files import write_bytes
-from npt.stored import opened
+from npt.stored import opened, shown
 from npt.tracer.operations import BLANK, Observer, TorchCall, names
 from npt.tracer.passes import default_run, ready, sinks_of, untouched
 from npt.tracer.source_location import Place, Tokens, layer_of, read_stack
@@ -49,6 +49,12 @@ _ROW = 32
 # Copies and casts, which differ between dtypes, devices and versions.
 _UNSEEN = BLANK | names("_to_copy copy_ clone detach alias lift_fresh _unsafe_view")
 _NONE: Mapping[Any, Any] = MappingProxyType({})
+# Results of these can be compared.
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 _FORMATS = {2.0**-11: "float16 or TF32", 2.0**-8: "bfloat16"}
 
 
@@ -142,16 +148,38 @@ class PassRecord:
 
     @staticmethod
     def load(path: Path) -> PassRecord:
+        """Return the record in a file, which may come from anybody, or raise ConfigError."""
         with opened(path, ConfigError) as stored:
             metadata = stored.metadata() or {}
             if "npt_trace" not in metadata:
                 raise ConfigError(f"{path} was not written by against=; pass another file")
-            record = PassRecord(end=metadata["end"])
-            for i, (*kind, shape, nth) in enumerate(json.loads(metadata["npt_trace"])):
-                step = Step._make((*kind, tuple(shape), nth))
-                record.values[step] = stored.get_tensor(str(i))
-                record.dtypes[step] = record.values[step].dtype
+            try:
+                record = PassRecord(end=printable(metadata["end"], one_line=True))
+                for i, entry in enumerate(json.loads(metadata["npt_trace"])):
+                    step, value = _step_of(entry), stored.get_tensor(str(i))
+                    if value.dtype not in _DTYPES or value.shape != step.shape:
+                        kept = f"{dtype_name(value.dtype)} {[*value.shape]}"
+                        raise ValueError(f"tensor {i} is {kept}, but its step {[*step.shape]}")
+                    record.values[step] = value
+                    record.dtypes[step] = value.dtype
+            except (LookupError, RecursionError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{path} is damaged ({type(error).__name__}: {shown(str(error))}): remove it,"
+                    " and write the reference again"
+                ) from error
         return record
+
+
+def _step_of(entry: Any) -> Step:
+    """Return a step read from JSON; ValueError or TypeError if it is none."""
+    module, phase, operation, result, shape, nth = entry
+    words = (module, phase, operation)
+    numbers = (result, *shape, nth)
+    if not all(isinstance(word, str) for word in words):
+        raise TypeError(f"{words} are not all text")
+    if not all(type(number) is int for number in numbers):
+        raise TypeError(f"{numbers} are not all whole numbers")
+    return Step(module, phase, operation, result, tuple(shape), nth)
 
 
 class HeldPass(Observer):
@@ -230,7 +258,7 @@ class HeldPass(Observer):
         return "backward", self._places.get(self.sequence(call.node, stack.nested), stack.place)
 
     def _take(self, operation: Any, result: Tensor, source: str = "", unit: float = 0.0) -> None:
-        if result.layout != torch.strided or result.is_complex() or not result.numel():
+        if result.layout != torch.strided or result.dtype not in _DTYPES or not result.numel():
             return
         kind = *operation, tuple(result.shape)
         self._counts[kind] += 1

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -14,8 +15,11 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.load import read_config
 from npt.errors import ConfigError, ModelError
 
+IN_4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", None])
 SOME_WEIGHT = "model.layers.1.mlp.up_proj.weight"
+SOME_BIAS = "model.layers.1.self_attn.q_proj.bias"
+SOME_LORA = "model.layers.1.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.fixture
@@ -155,8 +159,22 @@ class TestRefused:
                 r"is of type 'granite'; NPT supports only llama, mistral",
             ),
             (in_config(hidden_size="wide"), r"hidden_size"),
+            (
+                in_config(hidden_size=65, head_dim=None),
+                r"cannot load the configuration of .*65\) is not a multiple of the number of att",
+            ),
+            (in_config(num_key_value_heads=3), r"key heads must divide query heads"),
+            (
+                in_config(intermediate_size=10**9),
+                r"weights by its config\.json, but its files have",
+            ),
+            (
+                in_config(quantization_config={**IN_4_BITS, "bnb_4bit_quant_type": "x"}),
+                r"is quantised, but not to bitsandbytes' 4 bits",
+            ),
             (lambda f: (f / "tokenizer.json").unlink(), r"cannot load the tokenizer of"),
             (lambda f: (f / "model.safetensors").unlink(), r"load the weights of .*\.safetensors"),
+            (lambda f: os.mkfifo(f / "vocab.json"), r"vocab\.json is a pipe, not a file"),
             (truncate, r"cannot load the weights of"),
             (
                 in_weights(lambda t: (t.pop(SOME_WEIGHT), t.pop("lm_head.weight"))),
@@ -179,6 +197,71 @@ class TestRefused:
             npt.load_base(str(copy), quantization=quantization, device="cpu")
         assert str(copy) in str(refusal.value)
         assert "\n" not in str(refusal.value)
+
+    @pytest.mark.parametrize("value", [0, -1, 10**7, "4", 2.5, True, None])
+    def test_a_number_of_layers_that_no_model_has(self, copy, value):
+        """transformers lists and builds them all, or raises from within."""
+        in_config(num_hidden_layers=value)(copy)
+        with pytest.raises(ModelError, match=rf"has num_hidden_layers '?{value}'?: "):
+            read_config(str(copy))
+
+    @pytest.mark.parametrize(
+        "entries",
+        [
+            {"vocab_size": 0},
+            {"intermediate_size": 0},
+            {"num_attention_heads": 0},
+            {"head_dim": -8},
+            {"rms_norm_eps": float("nan")},
+            {"rope_parameters": {"rope_theta": 0}},
+            {"model_type": "qwen2", "num_hidden_layers": 10**12},
+            {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**12}},
+            {"model_type": "mixtral", "num_local_experts": 10**12},
+        ],
+    )
+    def test_a_size_that_no_model_has(self, copy, entries):
+        in_config(**entries)(copy)
+        with pytest.raises(
+            ModelError, match=r": (expected a|NPT supports at most 2,000)"
+        ) as caught:
+            read_config(str(copy))
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("later", [False, True])
+    @pytest.mark.parametrize(
+        ("damage", "name"),
+        [
+            (
+                in_config(num_hidden_layers=3),
+                r"model\.layers\.3\.input_layernorm\.weight \(9 in all",
+            ),
+            (in_weights(lambda t: t.update({SOME_BIAS: torch.zeros(64)})), SOME_BIAS),
+            (in_weights(lambda t: t.update({SOME_LORA: torch.zeros(4, 64)})), SOME_LORA),
+        ],
+    )
+    def test_weights_that_the_model_would_ignore(self, copy, damage, name, later):
+        damage(copy)
+        with pytest.raises(ModelError, match=f"has the weight {name}.* config.json does not have"):
+            npt.load_base(str(copy), device="cpu", layers_later=later)
+
+    @pytest.mark.parametrize("later", [False, True])
+    def test_layers_in_4_bits_that_the_model_would_ignore(self, load_model, copy, later):
+        load_model("nf4").save_pretrained(copy)
+        in_config(num_hidden_layers=3)(copy)
+        with pytest.raises(ModelError, match=r"has the weight model\.layers\.3\..* \(9 in all\)"):
+            npt.load_base(str(copy), device="cpu", layers_later=later)
+
+
+def test_buffers_and_tied_heads_of_older_checkpoints_are_no_extra_weights(copy):
+    def add(tensors):
+        for name in ("model", "model.layers.1.self_attn"):
+            tensors[f"{name}.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    in_weights(add)(copy)
+    in_config(tie_word_embeddings=True)(copy)
+    for later in (False, True):
+        npt.load_base(str(copy), device="cpu", layers_later=later)
 
 
 class TestBaseHash:

@@ -184,6 +184,30 @@ def test_counts_continue_after_a_resume() -> None:
     assert second.state_dict() == first.state_dict()
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: [state], "state is [{'counts'"),
+        (lambda state: {}, "the entry 'counts' is missing (2 in all)"),
+        (lambda state: {**state, "more": 1}, "the entry 'more' is unknown"),
+        (lambda state: {**state, "counts": {}}, "counts.'in_a_row' is missing (4 in all)"),
+        (lambda state: {**state, "counts": {**state["counts"], "steps": "x"}}, "steps is 'x'"),
+        (lambda state: {**state, "counts": {**state["counts"], "steps": -1}}, "steps is -1"),
+        (lambda state: {**state, "spikes": [[1.0]]}, "spikes is [[1.0]], expected two lists"),
+        (lambda state: {**state, "spikes": [[1.0], [float("nan")]]}, "lists of finite numbers"),
+        (lambda state: {**state, "spikes": 3}, "spikes is 3, expected list or tuple or null"),
+    ],
+)
+def test_a_state_that_is_none_is_refused_and_changes_nothing(change, words) -> None:
+    world = World()
+    guard = Guard(world.model, world.optimizer, spike_sigmas=6.0)
+    before = guard.state_dict()
+    with pytest.raises(ConfigError) as refused:
+        guard.load_state_dict(change(guard.state_dict()))
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    assert guard.state_dict() == before
+
+
 def sharded(model: nn.Linear) -> nn.Linear:
     """Mark a weight as FSDP marks its own."""
     model.weight._is_flat_param = True  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """Reading the files of a run: half lines, repeated steps, what was undone; and values as words."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -176,4 +177,13 @@ def test_a_figure_has_its_standard_error() -> None:
     assert figure(figures(0.02), "kl") == "0.0200 ± 0.0010"
     assert figure({"agreed": 31.5, "agreed_se": 4.0}, "agreed") == "31.5 ± 4"
     assert figure({"kl": None}, "kl") == "not finite" and figure({}, "kl") == "–"
+    assert all(math.isnan(as_number({"kl": odd}, "kl")) for odd in ({}, "x", [1], 10**400))
     assert math.isnan(as_number({}, "kl")) and math.isinf(as_number({"kl": math.nan}, "kl"))
+
+
+def test_pipes_in_place_of_files_are_noted_and_not_waited_for(tmp_path: Path) -> None:
+    names = ("run.json", "fidelity.json", "metrics.jsonl", "events.jsonl")
+    for name in names:
+        os.mkfifo(tmp_path / name)
+    record = RunRecord(tmp_path)
+    assert all("not a regular file" in record.notes[name] for name in names)

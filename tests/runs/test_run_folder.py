@@ -3,6 +3,7 @@ exists, and folders in use.
 """
 
 import math
+import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -46,6 +47,15 @@ def test_non_finite_values_are_written_as_null_at_any_depth(folder) -> None:
     assert event["event"] == "refusal" and event["value"] is None
     assert event["time"] > 1.7e9  # seconds since 1970, not since the start of the process
     assert strict(folder.path / "fidelity.json") == {"student": {"kl": None}}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_pipe_in_place_of_a_log_is_refused_and_not_waited_for(folder, name) -> None:
+    folder.close()
+    (folder.path / name).unlink()
+    os.mkfifo(folder.path / name)
+    with pytest.raises(ConfigError, match=rf"{name} is not a regular file: remove it"):
+        RunFolder(folder.path, resume_at=0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """`trace(against=)`: planted partings are found at their operation, and rounding is none."""
 
 import copy
+import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
+from mutations import mutated, mutated_bytes, mutated_tensors
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,6 +22,7 @@ from npt.data.samples import Samples
 from npt.distill.step import forward_backward
 from npt.distill.strategies import drive
 from npt.errors import ConfigError
+from npt.tracer.against import PassRecord
 
 LAYERS = 3
 BATCH = {"input_ids": torch.randint(5, 500, (2, 20), generator=torch.Generator().manual_seed(0))}
@@ -332,3 +337,54 @@ def test_what_cannot_be_compared_is_refused(model, run, words, tmp_path) -> None
     with pytest.raises(ConfigError, match=words):
         for compared in (model or nn.Linear(4, 4), nn.Linear(4, 4)):
             npt.trace(compared, torch.zeros(2, 4), run=run, against=file)
+
+
+DAMAGED = {
+    "no JSON": ("not json", "JSONDecodeError"),
+    "nested too deeply": ("[" * 100_000, "RecursionError"),
+    "no list": ("3", "TypeError"),
+    "a step that is none": ("[[1, 2]]", "ValueError"),
+    "a step of numbers": ('[[1, 2, "a", 0, [1], 1]]', "are not all text"),
+    "another shape": ('[["", "forward", "a", 0, [7], 1]]', "but its step [7]"),
+    "a tensor too few": (
+        '[["", "forward", "a", 0, [1], 1], ["", "f", "b", 0, [1], 1]]',
+        "tensor 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
+    steps, words = DAMAGED[case]
+    file = tmp_path / "file.safetensors"
+    metadata = {"npt_trace": steps, "end": ""}
+    safetensors.torch.save_file({"0": torch.zeros(1)}, file, metadata)
+    with pytest.raises(ConfigError, match=r"is damaged (or unreadable: |\()") as refused:
+        PassRecord.load(file)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.slow
+def test_a_changed_file_is_compared_with_or_refused_in_one_line(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 40), nn.LayerNorm(40), nn.Linear(40, 2))
+    file, source = tmp_path / "file.safetensors", random.Random(0)
+    npt.trace(model, torch.ones(2, 4), against=file)
+    whole, tensors = file.read_bytes(), safetensors.torch.load_file(file)
+    with safetensors.safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    ended = Counter[str]()
+    for number in range(300):
+        if number % 3 == 0:
+            file.write_bytes(mutated_bytes(whole, source))
+        elif number % 3 == 1:
+            safetensors.torch.save_file(mutated_tensors(tensors, source), file, metadata)
+        else:
+            steps = json.dumps(mutated(json.loads(metadata["npt_trace"]), source))
+            safetensors.torch.save_file(tensors, file, {**metadata, "npt_trace": steps})
+        try:
+            npt.trace(model, torch.ones(2, 4), against=file)
+            ended["compared"] += 1
+        except ConfigError as error:
+            assert "\n" not in str(error)
+            ended["refused"] += 1
+    assert min(ended["compared"], ended["refused"]) > 30, ended

@@ -14,8 +14,9 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from npt.base.families import FAMILIES
+from npt.base.families import FAMILIES, MOST_LAYERS, check_entries, check_shape
 from npt.base.gguf.file import PLAIN, GGUFFile
+from npt.errors import first_line
 from npt.stored import shown
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
@@ -77,23 +78,34 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
             raise file.refusal(f"has {key} {value}; NPT supports only {wanted}")
     if EMBEDDING not in file.tensors:
         raise file.refusal(f"lacks the tensor {EMBEDDING}; download it again")
-    config: PreTrainedConfig = AutoConfig.for_model(
-        name,
-        vocab_size=int(file.tensors[EMBEDDING].shape[-1]),
-        hidden_size=width,
-        intermediate_size=_count(file, "feed_forward_length"),
-        num_hidden_layers=_count(file, "block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=_count(file, "attention.head_count_kv", heads),
-        head_dim=head,
-        max_position_embeddings=_count(file, "context_length"),
-        rms_norm_eps=_decimal(file.get(f"{name}.attention.layer_norm_rms_epsilon", float)),
-        rope_parameters=_rope(file),
-        tie_word_embeddings=HEAD not in file.tensors,
+    layers = _count(file, "block_count")
+    if layers > min(len(file.tensors), MOST_LAYERS):
+        raise file.refusal(
+            f"has block_count {layers:,}, but {len(file.tensors):,} tensors; NPT supports at most"
+            f" {MOST_LAYERS:,} layers; download it again"
+        )
+    settings: dict[str, Any] = {
+        "vocab_size": int(file.tensors[EMBEDDING].shape[-1]),
+        "hidden_size": width,
+        "intermediate_size": _count(file, "feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": _count(file, "attention.head_count_kv", heads),
+        "head_dim": head,
+        "max_position_embeddings": _count(file, "context_length"),
+        "rms_norm_eps": _decimal(file.get(f"{name}.attention.layer_norm_rms_epsilon", float)),
+        "rope_parameters": _rope(file),
+        "tie_word_embeddings": HEAD not in file.tensors,
         **_biases(file),
         # None, not the class's default, for a token that the file lacks
         **{f"{token}_token_id": file.token_id(token) for token in ("bos", "eos", "pad")},
-    )
+    }
+    check_entries(str(file.path), settings)
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(name, **settings)
+    except Exception as error:  # transformers raises several kinds
+        raise file.refusal(f"is damaged ({first_line(error)[:200]}); download it again") from error
+    check_shape(str(file.path), config)
     if ROPE_FACTORS in file.tensors:
         _check_rope(file, config)
     config.architectures = [f"{FAMILIES[name].prefix}ForCausalLM"]

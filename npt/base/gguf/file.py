@@ -7,11 +7,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from npt.errors import ModelError, first_line, kind_of
 from npt.extras import require
 
 PLAIN = ("F32", "F16", "BF16")
 """Tensor types that are not quantised."""
+
+_MOST_READS = 10_000_000
+"""Several times the entries of the largest vocabularies, with two reads for each."""
 
 _TOKENS = {"unk": "unknown", "pad": "padding"}
 
@@ -28,11 +33,10 @@ class GGUFFile:
         if not path.is_file():
             raise ModelError(f"there is no file {str(path)!r}; pass a GGUF file")
         require("gguf", f"{path}, a GGUF file,")
-        from gguf import GGUFReader
 
         self.path = path
         try:
-            self._reader = GGUFReader(path)
+            self._reader = _bounded_reader()(path)
         except Exception as error:  # numpy and gguf raise many errors at the end of a file
             raise self.refusal(
                 f"is damaged, not a GGUF file, or too new for this gguf"
@@ -55,7 +59,10 @@ class GGUFFile:
             if default is None:
                 raise self.refusal(f"lacks the entry {key}; convert the model again")
             return default
-        value = field.contents()
+        try:
+            value = field.contents()
+        except ValueError as error:
+            raise self.refusal(f"has {key} that is not UTF-8; download it again") from error
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
@@ -87,3 +94,24 @@ class GGUFFile:
         for tensor in self.tensors.values():
             counts[tensor.tensor_type.name] += int(tensor.n_elements)
         return counts.most_common(1)[0][0]
+
+
+def _bounded_reader() -> Any:
+    """Return gguf's reader, ending where the file does: its own goes on reading nothing, for as
+    many entries as a damaged file claims.
+    """
+    from gguf import GGUFReader
+
+    class BoundedReader(GGUFReader):
+        reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **named: Any) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
+                raise ValueError(f"it claims {end:,} bytes and has {len(self.data):,}")
+            self.reads += 1
+            if self.reads > _MOST_READS:
+                raise ValueError(f"its metadata have more than {_MOST_READS:,} entries")
+            return super()._get(offset, dtype, count, *rest, **named)
+
+    return BoundedReader

@@ -33,6 +33,7 @@ from typing import Any
 from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.errors import ConfigError, kind_of
 from npt.flags import canonical, checked_settings, yaml_content
+from npt.stored import shown
 from npt.train.resolve import SETTINGS, resolve
 
 _OF_FOLDER = (
@@ -280,7 +281,7 @@ def _by_flag(where: str, value: Any) -> dict[str, Any]:
 
 def _values(where: str, name: str, value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{where}: {name} is {value!r}; write a list of values")
+        raise ConfigError(f"{where}: {name} is {shown(value)}; write a list of values")
     values = [_settings(where, {name: entry})[name] for entry in value]
     if len({repr(entry) for entry in values}) < len(values):
         raise ConfigError(f"{where}: {name} lists a value twice; remove one")
@@ -311,8 +312,8 @@ def _range(where: str, name: str, value: Any) -> tuple[Any, ...]:
     numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high))
     if not numbers or not low < high or (log and low <= 0):
         raise ConfigError(
-            f"{where}: {name} is {value!r}; write a list of values, or low and high (both above 0"
-            " with log: true)"
+            f"{where}: {name} is {shown(value)}; write a list of values, or low and high (both"
+            " above 0 with log: true)"
         )
     return low, high, log
 
@@ -331,7 +332,7 @@ def _seeds(where: str, value: Any) -> list[int]:
     seeds = value if isinstance(value, list) else []
     if not seeds or not all(type(seed) is int and 0 <= seed <= SEED_MAX for seed in seeds):
         raise ConfigError(
-            f"{where}: seeds is {value!r}; write a list of whole numbers like [0, 1, 2]"
+            f"{where}: seeds is {shown(value)}; write a list of whole numbers like [0, 1, 2]"
         )
     return list(dict.fromkeys(seeds))
 
@@ -344,7 +345,7 @@ def _bisection(where: str, value: Any) -> Bisection:
     numbers = isinstance(low, float) and isinstance(high, float) and 0 < low < high
     if not numbers or type(rounds) is not int or not 1 <= rounds <= 20:
         raise ConfigError(
-            f"{where} is {value!r}; write a setting that is a number, 0 < low < high, and 1 to 20"
-            " rounds"
+            f"{where} is {shown(value)}; write a setting that is a number, 0 < low < high, and 1"
+            " to 20 rounds"
         )
     return Bisection(name, low, high, rounds)

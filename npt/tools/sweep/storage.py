@@ -27,8 +27,9 @@ import sqlalchemy
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from npt.errors import ConfigError, first_line
+from npt.errors import ConfigError, first_line, printable
 from npt.files import finite_or_null
+from npt.stored import shown
 from npt.tools.sweep.spec import Trial
 
 BEAT_SECONDS = 5
@@ -64,6 +65,17 @@ class Progress(NamedTuple):
     @property
     def open(self) -> int:
         return self.running + self.waiting
+
+
+def _checked(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the figures of a trial; TypeError or ValueError if they are none."""
+    for name, value in row.items():
+        if value is not None and not isinstance(value, str | int | float):
+            raise TypeError(f"{name} is {shown(value)}")
+        str(value).encode()  # for the table
+    if not isinstance(row.get("outcome"), str):
+        raise TypeError(f"outcome is {shown(row.get('outcome'))}")
+    return row
 
 
 def _reason(error: BaseException) -> str:
@@ -107,7 +119,8 @@ class Storage:
                 "--storage is an in-memory SQLite database, which other workers cannot join; use a"
                 " file, like sqlite:///study.db"
             )
-        failures = (OSError, ImportError, TypeError, ValueError, sqlalchemy.exc.SQLAlchemyError)
+        # Optuna raises RuntimeError for tables of another version
+        failures = (OSError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
         try:
             if file is not None:
                 Path(file).parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +128,7 @@ class Storage:
             self._study = optuna.create_study(
                 storage=self._storage, study_name=name, load_if_exists=True, direction="minimize"
             )
-        except (*failures, *_UNREACHED) as error:
+        except (*failures, sqlalchemy.exc.SQLAlchemyError, *_UNREACHED) as error:
             raise ConfigError(
                 f"cannot open the study's database {self._shown}: {_reason(error)}; check --study"
                 " and --storage"
@@ -156,6 +169,17 @@ class Storage:
                 " back, run npt sweep again: finished trials are kept"
             ) from error
 
+    @contextlib.contextmanager
+    def _sound(self) -> Iterator[None]:
+        """Raise ConfigError if what the database holds proves to be damaged within the context."""
+        try:
+            yield
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the study's database {self._shown} is damaged ({type(error).__name__}:"
+                f" {_reason(error)}): restore it, or choose another --study folder"
+            ) from error
+
     def enqueue(self, trials: Iterable[Trial]) -> int:
         """Add the trials that are not waiting, running or finished; return their number."""
         attempts = self._attempts()
@@ -167,7 +191,8 @@ class Storage:
 
     def claim(self, trials: Mapping[str, Trial]) -> Claim | None:
         """Put abandoned trials back to waiting, then take the first of these that waits, if any."""
-        optuna.storages.fail_stale_trials(self._study)
+        with self._sound():
+            optuna.storages.fail_stale_trials(self._study)
         attempts = self._attempts()
         for key in trials:
             attempt = attempts.get(key)
@@ -241,13 +266,15 @@ class Storage:
         silent = f"its worker sent no heartbeat for {self._grace:.0f} s"
         for key, attempt in self._attempts().items():
             attributes = attempt.user_attrs
-            row = {"trial": attempt.number, "worker": attributes.get("worker")}
+            row = {"trial": attempt.number, "worker": str(attributes.get("worker", ""))}
             moments = {"started": attempt.datetime_start, "ended": attempt.datetime_complete}
             row |= {name: at and at.isoformat(timespec="seconds") for name, at in moments.items()}
             if attempt.state == TrialState.COMPLETE:
-                rows[key] = {**row, **attributes["row"]}
+                with self._sound():
+                    rows[key] = {**row, **_checked(attributes["row"])}
             elif attempt.state == TrialState.FAIL:
-                rows[key] = {**row, "outcome": "failed", "reason": attributes.get("error", silent)}
+                reason = printable(str(attributes.get("error", silent)))
+                rows[key] = {**row, "outcome": "failed", "reason": reason}
         return rows
 
     def _attempts(self) -> dict[str, FrozenTrial]:
@@ -261,9 +288,10 @@ class Storage:
             return order, -attempt.number if last_first else attempt.number
 
         attempts: dict[str, FrozenTrial] = {}
-        for attempt in sorted(self._study.get_trials(deepcopy=False), key=rank):
-            if "key" in attempt.user_attrs:
-                attempts.setdefault(attempt.user_attrs["key"], attempt)
+        with self._sound():
+            for attempt in sorted(self._study.get_trials(deepcopy=False), key=rank):
+                if "key" in attempt.user_attrs:
+                    attempts.setdefault(attempt.user_attrs["key"], attempt)
         return attempts
 
     def _wait(self, trial: Trial) -> None:

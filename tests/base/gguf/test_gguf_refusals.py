@@ -3,6 +3,7 @@ left.
 """
 
 import errno
+import struct
 import sys
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from gguf_files import Type, made_model, write_gguf
 
 import npt
+from npt.base.gguf import file as reading
 from npt.base.load import load_tokenizer, read_config
 from npt.errors import ConfigError, ModelError
 
@@ -49,11 +51,64 @@ def refused(name, words: str, kind: type[Exception] = ModelError) -> None:
         ({"metadata": {"tokenizer.ggml.merges": ["qq zz"]}}, "a damaged tokenizer ("),
         ({"metadata": {"tokenizer.ggml.bos_token_id": 9999}}, "a damaged tokenizer (list index"),
         ({"metadata": {"tokenizer.ggml.tokens": ["a"] * 5}}, "has duplicate tokens"),
+        (
+            {"metadata": {"llama.block_count": 10**8}},
+            "block_count 100,000,000, but 20 tensors; NPT",
+        ),
+        ({"metadata": {"llama.attention.head_count": 3}}, "is damaged (Class validation error for"),
+        ({"metadata": {"llama.attention.head_count_kv": 3}}, "key heads must divide query heads"),
+        (
+            {"metadata": {"llama.attention.layer_norm_rms_epsilon": np.nan}},
+            "rms_norm_eps nan: expected a finite number",
+        ),
+        ({"metadata": {"llama.rope.freq_base": 0.0}}, "rope_theta 0.0: expected a number above 0"),
         ({"pre": "poro-chat"}, "by the unknown pattern 'poro-chat'; NPT supports gpt-2"),
     ],
 )
 def test_a_file_that_cannot_be_a_base_is_refused(how, words, tmp_path) -> None:
     refused(write_gguf(tmp_path / "a.gguf", **how), words)
+
+
+def claiming(count: int, kind: int = 0) -> bytes:
+    """Return a file of one entry, an array of so many elements of this kind, and nothing in it."""
+    entry = struct.pack("<QcIIQ", 1, b"a", 9, kind, count)
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        claiming(2**60),  # of bytes
+        claiming(2**60, kind=8),  # of texts
+        claiming(2**60, kind=9),  # of arrays
+        b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0),  # tensors
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60),  # entries
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**60),  # letters
+    ],
+)
+def test_a_count_beyond_the_end_of_the_file_is_refused_at_once(tmp_path, content) -> None:
+    (tmp_path / "a.gguf").write_bytes(content)
+    refused(tmp_path / "a.gguf", f"bytes and has {len(content)}); download it again")
+
+
+def test_a_file_of_more_entries_than_any_vocabulary_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(reading, "_MOST_READS", 1000)
+    (tmp_path / "a.gguf").write_bytes(claiming(2000) + bytes(2000))
+    refused(tmp_path / "a.gguf", "its metadata have more than 1,000 entries")
+
+
+def test_metadata_that_are_not_utf8_are_refused(tmp_path) -> None:
+    content = write_gguf(tmp_path / "a.gguf").read_bytes()
+    (tmp_path / "a.gguf").write_bytes(content.replace(b"gpt2", b"\xff\xff\xff2"))
+    refused(tmp_path / "a.gguf", "has tokenizer.ggml.model that is not UTF-8")
+
+
+@pytest.mark.parametrize("name", ["sha256-0123", "A.GGUF"])
+def test_a_file_without_the_suffix_is_known_by_its_first_bytes(tmp_path, name) -> None:
+    """Ollama stores models as blobs named after their hash."""
+    write_gguf(tmp_path / "a.gguf").rename(tmp_path / name)
+    assert read_config(str(tmp_path / name)).num_hidden_layers == 2
+    assert read_config(str(tmp_path)).num_hidden_layers == 2
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path) -> None:

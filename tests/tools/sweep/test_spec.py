@@ -179,7 +179,14 @@ def test_a_name_is_not_endless() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("[1, 2]", "is a list"), ("a: [", "is not valid YAML"), ("", "has no parts")]
+    ("text", "said"),
+    [
+        ("[1, 2]", "is a list"),
+        ("a: [", "is not valid YAML"),
+        ("", "has no parts"),
+        ("parts: {a: &a {}, b: *a}", r"\*a is an alias"),
+        ("parts: {[a, b]: {}}", "a key is a list or a mapping"),
+    ],
 )
 def test_a_file_that_is_no_specification_is_refused(tmp_path, text: str, said: str) -> None:
     path = tmp_path / "study.yaml"

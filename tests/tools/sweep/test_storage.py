@@ -160,6 +160,30 @@ def test_a_failed_trial_has_its_reason_until_it_is_started_anew(file: str) -> No
     assert storage.enqueue(design.trials) == 1 and not storage.rows()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "update trial_user_attributes set value_json = '3' where key = 'row'",
+        "update trial_user_attributes set value_json = '{}' where key = 'row'",
+        "update trial_user_attributes set value_json = '[1' where key = 'row'",
+        """update trial_user_attributes set value_json = '{"outcome": []}' where key = 'row'""",
+        """update trial_user_attributes set value_json = '{"kl": {}}' where key = 'row'""",
+        "update trial_user_attributes set value_json = '[]' where key = 'key'",
+        "delete from trial_user_attributes where key = 'row'",
+        "update trials set state = 'PRUNED'",
+        "update trials set datetime_start = 'x'",
+    ],
+)
+def test_odd_contents_of_the_database_are_refused_in_one_line(file: str, damage: str) -> None:
+    storage, _, claim = claimed(file)
+    storage.finish(claim, {"kl": 0.5, "outcome": "stable"})
+    with storage._storage.engine.begin() as connection:
+        connection.execute(sqlalchemy.text(damage.replace(": ", r"\: ")))
+    with pytest.raises(ConfigError, match=r"database .* is damaged .*: restore it") as refused:
+        Storage(file, "work").rows()
+    assert "\n" not in str(refused.value)
+
+
 def fall_silent(storage: Storage) -> None:
     """Set every heartbeat back to long ago."""
     with storage._storage.engine.begin() as connection:
