@@ -64,8 +64,10 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` in UTF-8, atomically."""
-    write_bytes(path, text.encode("utf-8"))
+    """Replace `path` by `text` in UTF-8, atomically. What UTF-8 cannot hold, as in the name of a
+    folder that is not UTF-8, is escaped.
+    """
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -112,6 +112,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
+        for word in words:
+            self._check_text(word)
         end = words.index("--") if "--" in words else len(words)
         parsed, left = super().parse_known_args(
             [*map(self._spelled, words[:end]), *words[end:]], namespace
@@ -122,6 +124,19 @@ class OneLineParser(argparse.ArgumentParser):
                 self.error(f"{left[0]!r} does not belong to any flag")
             self.error(f"there is no flag {flag}{_hint(flag.lstrip('-'), self._flags())}")
         return parsed, left
+
+    def _check_text(self, word: str) -> None:
+        """Refuse an argument that is not text: libraries cannot open such a path, or split it into
+        tokens, and a run would find that out at its end.
+        """
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            encoding = sys.getfilesystemencoding()
+            remedy = "rename the file, or type the text as UTF-8"
+            if encoding != "utf-8":
+                remedy = "set PYTHONUTF8=1"
+            self.error(f"the argument {word!r} is not {encoding.upper()} text: {remedy}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
@@ -279,8 +294,10 @@ def _typed(where: str, name: str, value: Any, kind: type) -> Any:
     parts = value if isinstance(value, list) and kind in (str, tuple) else [value]
     whole = kind is int and isinstance(value, float) and value.is_integer()
     if not any(isinstance(part, list | dict) for part in parts):
+        text = str(int(value)) if whole else ",".join(map(str, parts))
         try:
-            return _reader(kind)(str(int(value)) if whole else ",".join(map(str, parts)))
+            text.encode()  # an escape of YAML's can write half a character
+            return _reader(kind)(text)
         except (ValueError, argparse.ArgumentTypeError):
             pass
     expected = "a list" if kind is tuple else kind.__name__

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import Student, add_number, add_student, add_switch, begin, print_json
 from npt.console import make_console, put
-from npt.errors import ConfigError, printable
+from npt.errors import ConfigError
 
 MODES = ("teacher", "student", "floor")
 """Models that can write a text, in the order in which a page shows them."""
@@ -56,8 +55,7 @@ def generate(flags: dict[str, Any]) -> int:
             console.print(Panel(prompt + text.text, title=mode, title_align="left"))
         console.say(_parting_line(figures))
     else:
-        words = prompt + texts[modes[0]].text
-        put(printable(words) if sys.stdout.isatty() else words)
+        put(prompt + texts[modes[0]].text)
     for mode, text in texts.items():
         speed = len(text.ids) / max(text.seconds, 1e-9)
         ending = "reached its end" if text.ended else "stopped at --max_new_tokens"

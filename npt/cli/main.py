@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import locale
 import os
 import sys
 import warnings
@@ -66,12 +67,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     except StoppedError as stop:
         complain(f"{speaker}: {stop}")
         return stop.exit_status
-    except (NPTError, OSError, RuntimeError, MemoryError) as error:
+    except (NPTError, OSError, RuntimeError, MemoryError, UnicodeDecodeError) as error:
         message, status = str(error), getattr(error, "exit_status", None)
         if status is None:  # not an error of npt's: a disk, permissions or memory
             status = 2
             if isinstance(error, OSError) and error.strerror is not None:
                 message = ": ".join(filter(None, (str(error.filename or ""), error.strerror)))
+            elif isinstance(error, UnicodeDecodeError) and _locale().lower() != "utf-8":
+                message = (
+                    f"Python reads files as {_locale()} in this locale, and a library's own file is"
+                    " not: set PYTHONUTF8=1"
+                )
             elif is_out_of_memory(error):
                 reason = next(iter(message.split(". ")[0].splitlines()), "") or "MemoryError"
                 message = f"out of memory: {reason}; lower --batch_size or --max_length"
@@ -125,6 +131,11 @@ class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
         for title, names in GROUPS.items():
             lines += [f"{title}:", *(f"  {name:<12} {helps[name]}" for name in names), ""]
         return "\n".join(lines)
+
+
+def _locale() -> str:
+    """Return the encoding in which Python opens a text file by default."""
+    return locale.getpreferredencoding(False)
 
 
 def _share_cores() -> None:
