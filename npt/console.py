@@ -13,6 +13,9 @@ from rich.segment import Segment
 
 from npt.errors import printable
 
+STDOUT = "standard output"
+"""The name of the file in an error of `put`."""
+
 
 def put(text: str, end: str = "\n") -> None:
     """Write a result to standard output and flush it. A closed pipe, as in `npt ... | head`, is
@@ -23,7 +26,7 @@ def put(text: str, end: str = "\n") -> None:
     except OSError as error:
         _abandon(sys.stdout)
         if not isinstance(error, BrokenPipeError):
-            raise OSError(error.errno, error.strerror, "standard output") from error
+            raise OSError(error.errno, error.strerror, STDOUT) from error
 
 
 def complain(line: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -225,3 +226,19 @@ def test_a_locale_in_which_a_library_cannot_read_its_files_is_one_line(monkeypat
     monkeypatch.setattr("locale.getpreferredencoding", lambda _: "UTF-8")
     with pytest.raises(UnicodeDecodeError):  # a bug
         command.main(["report", "run"])
+
+
+def test_a_librarys_thread_that_the_disk_refuses_is_one_line(monkeypatch, capsys) -> None:
+    def write(given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "events")
+
+    def work(*_: object) -> int:
+        thread = threading.Thread(target=write, args=[None])
+        thread.start()
+        thread.join()
+        return 0
+
+    monkeypatch.setattr("npt.cli.report.report", work)
+    before = threading.excepthook
+    assert command.main(["report", "run"]) == 0 and threading.excepthook is before
+    assert capsys.readouterr().err == "warning: [Errno 28] No space left on device: 'events'\n"

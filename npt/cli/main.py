@@ -9,12 +9,15 @@ import inspect
 import locale
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
-from npt.console import complain
+from npt.console import STDOUT, complain
 from npt.errors import NPTError, StoppedError, is_out_of_memory, printable
+from npt.files import FULL
 from npt.flags import OneLineParser
 from npt.version import __version__
 
@@ -58,7 +61,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     if os.environ.get("WORLD_SIZE", "1") != "1":  # several processes share the terminal
         speaker += f": process {os.environ.get('RANK')}"
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _failing_threads():
             warnings.showwarning = _show_warning
             return verb(flags)
     except KeyboardInterrupt:
@@ -73,6 +76,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
             status = 2
             if isinstance(error, OSError) and error.strerror is not None:
                 message = ": ".join(filter(None, (str(error.filename or ""), error.strerror)))
+                if error.errno in FULL and error.filename != STDOUT:
+                    message += "; free disk space or choose another place"
             elif isinstance(error, UnicodeDecodeError) and _locale().lower() != "utf-8":
                 message = (
                     f"Python reads files as {_locale()} in this locale, and a library's own file is"
@@ -144,6 +149,24 @@ def _share_cores() -> None:
     """
     if os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@contextmanager
+def _failing_threads() -> Iterator[None]:
+    """Print the disk errors of libraries' threads, as TensorBoard's, as one line."""
+
+    def show(failure: threading.ExceptHookArgs) -> None:
+        if isinstance(failure.exc_value, OSError):
+            complain(f"warning: {printable(str(failure.exc_value), one_line=True)}")
+        else:
+            before(failure)
+
+    before = threading.excepthook
+    threading.excepthook = show
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

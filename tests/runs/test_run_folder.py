@@ -54,7 +54,7 @@ def test_non_finite_values_are_written_as_null_at_any_depth(folder) -> None:
         ("run.json", "a run already; continue it with --resume auto"),
         ("checkpoints", "a run already; continue it with --resume auto"),
         ("notes.txt", "other files; choose another folder"),
-        (None, "is not a folder"),
+        (None, "is a file: name a folder"),
     ],
 )
 def test_a_folder_in_use_is_refused_and_left_alone(tmp_path, name, what) -> None:

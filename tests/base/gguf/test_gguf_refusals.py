@@ -122,7 +122,7 @@ def test_without_gguf_the_extra_is_named(tmp_path, monkeypatch) -> None:
 
 def test_a_folder_that_holds_something_is_not_written_to(tmp_path) -> None:
     file = write_gguf(tmp_path / "a.gguf")
-    with pytest.raises(ConfigError, match="is not an empty folder; choose another"):
+    with pytest.raises(ConfigError, match="exists and is not empty; choose another"):
         npt.import_base(file, tmp_path)
     with pytest.raises(ModelError, match="there is no file"):
         npt.import_base(tmp_path / "b.gguf", tmp_path / "out")
