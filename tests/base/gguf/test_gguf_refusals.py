@@ -116,7 +116,9 @@ def test_without_gguf_the_extra_is_named(tmp_path, monkeypatch) -> None:
     file = write_gguf(tmp_path / "a.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     for act in (npt.load_base, read_config, load_tokenizer):
-        with pytest.raises(ConfigError, match=r"needs gguf, .*pip install 'npt-distill\[gguf\]'$"):
+        with pytest.raises(
+            ConfigError, match=r"needs gguf, .*pip install '\.\[gguf\]' in a clone of NPT$"
+        ):
             act(str(file))
 
 
