@@ -31,9 +31,10 @@ GROUPS = {
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 
 ABOUT = """\
-NPT distils a frozen language model into a student in which attention acts only
-by adjusting each token's MLP. A guard keeps NaN and Inf out of its weights. To
-try it on a CPU, run `npt pretrain --config tiny`. See also `npt VERB --help`."""
+NPT (Neuro-Plastic Transformer) distils a frozen language model into a student
+in which attention acts only by adjusting each token's MLP. A guard keeps NaN
+and Inf out of its weights. To try it on a CPU, run `npt pretrain --config
+tiny`. See also `npt VERB --help`."""
 
 STATUSES = """\
 Exit status of every npt command: 0 done, 1 fault found (npt trace), 2 wrong
