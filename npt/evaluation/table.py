@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from npt.console import make_console
+from npt.errors import printable
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, NO_ERROR, change_line
 from npt.evaluation.greedy import Divergence
@@ -24,6 +25,7 @@ def print_fidelity(
 ) -> None:
     """Print everything that was measured; `text` describes the tokens evaluated on."""
     console = console or make_console()
+    text = printable(text, one_line=True)  # it may name a file
     models = {
         "floor": fidelity.floor,
         "before": fidelity.initial,
