@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 
 from npt.adapters import kernels
 from npt.adapters.kernels import SMALL, TILES
+from npt.console import put
 
 ARCHITECTURES = {75: "T4", 80: "A100", 90: "H100", 100: "B200", 120: "RTX 50"}
 TF32 = 80
@@ -78,7 +79,7 @@ def main() -> None:
         for kernel, rank in cases(architecture)
     ]
     cards = {str(number): card for number, card in ARCHITECTURES.items()}
-    print(json.dumps({"triton": triton.__version__, "cards": cards, "kernels": rows}, indent=1))
+    put(json.dumps({"triton": triton.__version__, "cards": cards, "kernels": rows}, indent=1))
 
 
 if __name__ == "__main__":

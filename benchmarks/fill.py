@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 import tables  # noqa: E402
+from npt.console import put  # noqa: E402
 from npt.files import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -168,10 +169,10 @@ def main(argv: list[str] | None = None) -> int:
         new, problems = filled(text)
         if not check and new != text:
             write_text(page, new)
-            print(f"filled {page.relative_to(ROOT)}")
+            put(f"filled {page.relative_to(ROOT)}")
             _, problems = filled(new)
         for problem in problems:
-            print(f"{page.relative_to(ROOT)}:{problem}; run python benchmarks/fill.py")
+            put(f"{page.relative_to(ROOT)}:{problem}; run python benchmarks/fill.py")
         stale = stale or bool(problems)
     return 1 if stale else 0
 

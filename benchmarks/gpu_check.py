@@ -39,6 +39,7 @@ from transformers.utils.logging import disable_progress_bar  # noqa: E402
 from gpu_sections import SECTIONS  # noqa: E402
 from gpu_sections.numbers import machine  # noqa: E402
 from gpu_sections.runner import Bench, Report, Section, run_sections  # noqa: E402
+from npt.console import make_console  # noqa: E402
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Section]]:
@@ -108,9 +109,7 @@ def run(args: argparse.Namespace, sections: list[Section], program: str) -> int:
         bench = Bench(device, args.small, Path(folder) / "work")
         bench.folder.mkdir()
         report = Report(args.output, machine(device), args.small, program)
-        return run_sections(
-            sections, bench, report, args.minutes, lambda line: print(line, flush=True)
-        )
+        return run_sections(sections, bench, report, args.minutes, make_console().say)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,6 +30,7 @@ import npt
 from host_waits import count_waits
 from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
+from npt.console import put
 from npt.data.batch import Batch, batch_from_tensors, batches, find_fault
 from npt.data.samples import Samples
 from npt.data.source import open_source
@@ -218,7 +219,7 @@ def main() -> None:
     sizes = args.batch_size, args.max_length, args.gradient_accumulation_steps
     bench = LoraBench(*sizes) if args.lora else builtin_bench(args.model_name, *sizes)
     figures = measure(bench, args.pairs)
-    print(json.dumps(figures, indent=None if args.json else 2))
+    put(json.dumps(figures, indent=None if args.json else 2))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.fit import format_layers
 from npt.base.device import wait_for
 from npt.base.load import load_teacher, read_config
-from npt.console import make_console, silent_console
+from npt.console import complain, make_console, put, silent_console
 from npt.data.batch import Sample
 from npt.errors import ConfigError, NPTError
 from npt.evaluation.evaluate import Fidelity, reference_outputs
@@ -363,15 +363,15 @@ def main(argv: list[str] | None = None) -> int:
             row = ROWS[name]
             if args.steps is not None and row.training is not None:
                 row = Row(**{**vars(row), "training": {**row.training, "max_steps": args.steps}})
-            print(f"{name}: {row.about}", file=sys.stderr, flush=True)
+            complain(f"{name}: {row.about}")
             ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             made = {"name": name, "about": row.about, "code": code_hash(), "ended": ended}
             rows[name] = {**made, **bench.make(row, name)}
             figures = write(args.out, about, rows)
     except (NPTError, OSError) as error:
-        print(error, file=sys.stderr)
+        complain(str(error))
         return getattr(error, "exit_status", 2)
-    print(to_json(figures) if args.json else markdown(figures))
+    put(to_json(figures) if args.json else markdown(figures))
     return 0
 
 

@@ -43,6 +43,7 @@ from flop_count import count_flops, matmul_roofline
 from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device, wait_for
 from npt.base.load import COMPUTE
+from npt.console import complain, put
 from npt.data.batch import Batch
 from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 from npt.errors import ConfigError, NPTError
@@ -213,18 +214,18 @@ def main(argv: list[str] | None = None) -> int:
         if unknown:
             raise ConfigError(f"--runs has no run {unknown[0]!r}: choose from {', '.join(RUNS)}")
     except (NPTError, OSError) as error:
-        print(error, file=sys.stderr)
+        complain(str(error))
         return getattr(error, "exit_status", 2)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision(args.matmul_precision)
 
     def note(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        complain(line)
 
     figures = measure(setting, names, args.repeats, note)
     # printed first, so that a later failure does not lose them
-    print(json.dumps(figures) if args.json else markdown(figures), flush=True)
+    put(json.dumps(figures) if args.json else markdown(figures))
     if args.output is not None:
         write_text(args.output / f"{args.shape}.json", json.dumps(figures, indent=1) + "\n")
     return 0

@@ -53,6 +53,7 @@ from npt.base.attention import implementation_of
 from npt.base.linear import quantized_linears
 from npt.base.load import packing_config
 from npt.base.precision import enforce_policy, fp32_products
+from npt.console import put
 from npt.distill.strategies import STRATEGIES
 from npt.doctor.shape import SHAPES, llama_config
 from npt.files import write_json
@@ -298,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     counts = {"name": args.name, **{name: figures(name) for name in NAMES}}
-    print(json.dumps(counts, indent=2))
+    put(json.dumps(counts, indent=2))
     if args.json is not None:
         found = json.loads(args.json.read_text(encoding="utf-8")) if args.json.is_file() else []
         found = [step for step in found if step["name"] != args.name] + [counts]

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from clean_runs import EXAMPLES
 from clean_runs.watched import compared
-from npt.console import make_console
+from npt.console import make_console, put
 from npt.files import to_json
 from npt.flags import OneLineParser
 
@@ -62,7 +62,7 @@ def main() -> int:
         figures.append({"id": example.id, "of": example.group, "differences": differences})
     equal = sum(not figure["differences"] for figure in figures)
     if args.json:
-        print(to_json({"examples": figures, "equal": equal, "total": len(figures)}, indent=2))
+        put(to_json({"examples": figures, "equal": equal, "total": len(figures)}, indent=2))
     else:
         console.print(table)
         console.print(f"{equal} of {len(figures)} guarded runs are equal to the plain run")

@@ -18,7 +18,7 @@ import torch
 from faults.tracer_cases import all_cases
 from faults.tracer_demo import false_alarms, find_fault, print_lines, summary
 from npt.cli.main import main as npt
-from npt.console import make_console
+from npt.console import make_console, put
 from npt.files import to_json
 from npt.flags import OneLineParser
 
@@ -58,9 +58,9 @@ def main() -> int:
     alarms = false_alarms() if args.case is None else 0
     figures = summary(lines, alarms)
     if args.json:
-        print(to_json(figures, indent=2))
+        put(to_json(figures, indent=2))
     elif args.case is not None:
-        print(
+        put(
             f"planted: {lines[0].case.name}\n "
             f" {lines[0].truth}\nfound:\n{lines[0].verdict or lines[0].error or 'nothing'}"
         )

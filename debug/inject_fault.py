@@ -25,7 +25,7 @@ from faults.row_cases import RowCase, cases_of
 from faults.row_pairs import judged_by_processes
 from faults.row_trainers import TRAINERS
 from faults.verdict import Line
-from npt.console import make_console
+from npt.console import make_console, put
 from npt.files import to_json
 
 
@@ -57,7 +57,7 @@ def main() -> int:
         if not cases:
             parser.error(f"there is no case {args.case!r}: choose one that --list prints")
     if args.list and args.json:
-        print(to_json([{"id": c.id, "name": c.name, "truth": c.truth} for c in cases], indent=2))
+        put(to_json([{"id": c.id, "name": c.name, "truth": c.truth} for c in cases], indent=2))
         return 0
     if args.list:
         for c in cases:
@@ -66,7 +66,7 @@ def main() -> int:
     lines = [*(of_ours(cases) if ours else of_rows(cases, args.trainer))]
     figures = summary(lines)
     if args.json:
-        print(to_json(figures, indent=2))
+        put(to_json(figures, indent=2))
     elif ours:
         print_scorecard(console, lines)
     else:

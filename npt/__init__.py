@@ -1,5 +1,5 @@
-"""NPT: distil Neuro-Plastic adapters into quantised language models, with a guard that keeps NaN
-and Inf out of the weights.
+"""NPT (Neuro-Plastic Transformer): distil adapters into quantised language models, with a guard
+that keeps NaN and Inf out of the weights.
 
 `__init__.pyi` lists the public names. They are imported on first use, so that `npt --help` and a
 wrong flag do not wait for torch.

@@ -18,9 +18,6 @@ EXTRAS = {
 }
 """The extra that installs each importable package."""
 
-DISTRIBUTION = "npt-distill"
-"""The name on package indexes, where `npt` is another project."""
-
 
 def installed(package: str) -> bool:
     """Return whether a package is installed, without importing it."""
@@ -28,8 +25,10 @@ def installed(package: str) -> bool:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this distribution."""
-    return f"pip install '{DISTRIBUTION}[{extra}]'"
+    """Return the command that installs an extra, and where to run it: NPT is on no package index,
+    where `npt` is another project.
+    """
+    return f"pip install '.[{extra}]' in a clone of NPT"
 
 
 def lacking(package: str) -> str:

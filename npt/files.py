@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from npt.errors import ConfigError
+
 PARTIAL, OLD = ".partial", ".old"
 """Suffixes of temporary names: of what is written, and of what it replaces."""
 
@@ -22,8 +24,90 @@ _LEFT_OVER = re.compile(
     rf"\.(?P<name>.+)\.[a-z0-9_]{{8}}(?P<kind>{re.escape(PARTIAL)}|{re.escape(OLD)})", re.DOTALL
 )
 
+_PROBE = b" " * 4096
+"""Written and removed again to see whether a disk has room; a file system counts in such blocks."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk or a limit on what one may write."""
+
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
 """Errors of a file system without locks."""
+
+
+def check_file(path: Path, flag: str, *, parents: bool = False) -> None:
+    """Raise ConfigError unless `write_bytes` can write a file at `path`, the value of a flag. Call
+    it before the work whose result the file will hold.
+
+    Args:
+        parents: missing folders above the file will be made.
+    """
+    with about_output(path, flag):
+        if path.is_dir():
+            raise ConfigError("is a folder: name a file")
+        if path.exists() and not path.is_file():
+            raise ConfigError("is not a regular file: name another file")
+        if not (parents or path.parent.exists()):
+            raise ConfigError(f"cannot be written: the folder {path.parent} does not exist")
+        _probe(path)
+
+
+def check_folder(
+    path: Path, flag: str, *, empty: bool = False, in_place: bool = False, size: int = 0
+) -> None:
+    """Raise ConfigError unless `new_folder` can write a folder at `path`, the value of a flag. Call
+    it before the work whose result the folder will hold.
+
+    Args:
+        empty: the folder must be new or empty.
+        in_place: files will be written into the folder, which may exist, and not by `new_folder`.
+        size: bytes that it will hold, at least.
+    """
+    with about_output(path, flag):
+        if path.exists() and not path.is_dir():
+            raise ConfigError("is a file: name a folder")
+        if empty and path.exists() and any(path.iterdir()):
+            raise ConfigError("exists and is not empty; choose another folder")
+        if not in_place and (path.name in ("", "..") or path.is_mount()):
+            raise ConfigError("cannot be replaced as a whole: name a folder in it")
+        _probe(path / PARTIAL if in_place else path, size)
+
+
+@contextmanager
+def about_output(path: Path, flag: str) -> Iterator[None]:
+    """Raise every problem with an output as a ConfigError that names the flag and the path."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {path} {error}".strip()) from error
+    except (OSError, ValueError) as error:  # ValueError: the path holds a null character
+        why = getattr(error, "strerror", None) or str(error)
+        remedy = "choose another place"
+        if getattr(error, "errno", None) in FULL:
+            remedy = f"free disk space or {remedy}"
+        raise ConfigError(f"{flag} {path} cannot be written: {why}; {remedy}".strip()) from error
+
+
+def _probe(path: Path, size: int = 0) -> None:
+    """Write a file beside `path`, or beside the first missing folder above it, and remove it again:
+    only writing finds a disk that is full or read-only, or a name that is too long.
+
+    Raises:
+        ConfigError: `path` lies below a file.
+        OSError: the file cannot be written, or `size` bytes are not free.
+    """
+    missing = path.absolute()
+    while not missing.parent.exists():
+        missing = missing.parent
+    if not missing.parent.is_dir():
+        raise ConfigError(f"cannot be written: {missing.parent} is not a folder")
+    probe = _hidden(missing, PARTIAL)
+    try:
+        with probe.open("xb") as stream:
+            stream.write(_PROBE)
+    finally:
+        probe.unlink(missing_ok=True)
+    if shutil.disk_usage(missing.parent).free < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def finite_or_null(value: Any) -> Any:
@@ -58,14 +142,17 @@ def write_bytes(path: Path, content: bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except OSError as error:  # of a full disk it names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` in UTF-8, atomically."""
-    write_bytes(path, text.encode("utf-8"))
+    """Replace `path` by `text` in UTF-8, atomically. What UTF-8 cannot hold, as in the name of a
+    folder that is not UTF-8, is escaped.
+    """
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -76,6 +76,10 @@ fidelity message: remove it; npt push uploads the model card saved with the adap
 attribution: call npt.evaluate(..., unquantized=base) for the cost of quantisation
 temperature top_p: npt generate writes the most likely tokens; sample with npt.student_view
 undo: call npt.unconsolidate(model), then npt.save_adapter
+calibration_inputs calibration_rounds: remove it; the closed-form start reads its text once
+no_trial: remove it; npt doctor --plan runs the model only with --measure
+products: remove it; npt doctor --plan --measure times whole windows
+gpu: use npt doctor --plan --device cuda, and compare the total with the memory of your GPU
 device_map: use --shard_base to share a base larger than one GPU among processes
 help_all: use --help, which shows every flag
 sample_steps: use npt generate --compare for texts, npt report for multipliers
@@ -86,6 +90,23 @@ RETIRED = {
     for name in names.split()
 }
 """Flags that do not exist, and what to use instead."""
+
+_OF_OTHER_VERBS = {
+    "seed": "remove it; this verb draws no random numbers",
+    "device": "set NPT_DEVICE=cpu or NPT_DEVICE=cuda",
+}
+"""Flags of some verbs, and what to use with the others."""
+_INSTEAD = RETIRED | _OF_OTHER_VERBS
+
+RETIRED_VALUES = {
+    "loss": {
+        "mse": "nmse is the same error as a share of the target's square",
+        "smooth_l1": "register one of your own with npt.register_loss",
+        "cosine": "direction measures the angle too",
+    },
+    "logit_loss": {"jsd": "kl and reverse_kl are its two sides"},
+}
+"""Values that a flag no longer takes, and what to use instead."""
 
 
 def canonical(name: str, known: Collection[str]) -> str:
@@ -103,10 +124,16 @@ def canonical(name: str, known: Collection[str]) -> str:
 def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
     """Return what replaced an unknown name, or a similar name, as the end of a message, or ""."""
     plain = name.replace("-", "_")
-    if plain in RETIRED:
-        return f": {RETIRED[plain]}"
+    if plain in _INSTEAD:
+        return f": {_INSTEAD[plain]}"
     near = difflib.get_close_matches(plain, [*known, *ALIASES], n=1)
     return f": did you mean {mark}{near[0]}?" if near else ""
+
+
+def _retired_value(name: str, value: Any) -> str | None:
+    """Return the end of a message about a value that a flag no longer takes, else None."""
+    instead = RETIRED_VALUES.get(name, {}).get(str(value))
+    return None if instead is None else f"{value} does not exist any more: {instead}"
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -120,16 +147,39 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
+        for word in words:
+            self._check_text(word)
         end = words.index("--") if "--" in words else len(words)
-        parsed, left = super().parse_known_args(
-            [*map(self._spelled, words[:end]), *words[end:]], namespace
-        )
-        if left and self._subparsers is None and not self._takes_others:
+        words = [*map(self._spelled, words[:end]), *words[end:]]
+        refusing = self._subparsers is None and not self._takes_others
+        for word in words[:end] if refusing else ():
+            # first: what argparse misses, as a required flag, is of no use beside it
+            name = word[2:].partition("=")[0] if word.startswith("--") else ""
+            if name not in self._flags() and name.replace("-", "_") in _INSTEAD:
+                self._refuse(f"--{name}")
+        parsed, left = super().parse_known_args(words, namespace)
+        if left and refusing:
             flag = left[0].partition("=")[0]
             if not flag.startswith("-"):
                 self.error(f"{left[0]!r} does not belong to any flag")
-            self.error(f"there is no flag {flag}{_hint(flag.lstrip('-'), self._flags())}")
+            self._refuse(flag)
         return parsed, left
+
+    def _refuse(self, flag: str) -> NoReturn:
+        self.error(f"there is no flag {flag}{_hint(flag.lstrip('-'), self._flags())}")
+
+    def _check_text(self, word: str) -> None:
+        """Refuse an argument that is not text: libraries cannot open such a path, or split it into
+        tokens, and a run would find that out at its end.
+        """
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            encoding = sys.getfilesystemencoding()
+            remedy = "rename the file, or type the text as UTF-8"
+            if encoding != "utf-8":
+                remedy = "set PYTHONUTF8=1"
+            self.error(f"the argument {word!r} is not {encoding.upper()} text: {remedy}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
@@ -138,6 +188,8 @@ class OneLineParser(argparse.ArgumentParser):
                 f"did you mean {near[0]}?" if near else f"choose from {', '.join(action.choices)}"
             )
             self.error(f"there is no verb {value}: {hint}")
+        if (instead := _retired_value(action.dest, value)) is not None:
+            self.error(f"--{action.dest} {instead}")
         super()._check_value(action, value)
 
     def _flags(self) -> list[str]:
@@ -301,6 +353,8 @@ def checked_settings(
             raise ConfigError(
                 f"{where}: {name} is given twice, once as {written}: remove one of them"
             )
+        if (instead := _retired_value(name, value)) is not None:
+            raise ConfigError(f"{where}: {name} {instead}")
         settings[name] = _typed(where, name, value, kinds[name])
     return settings
 
@@ -319,8 +373,10 @@ def _typed(where: str, name: str, value: Any, kind: type) -> Any:
     # a bare `no` is not text in YAML
     odd = (list, dict) if kind is bool else (list, dict, bool)
     if not any(isinstance(part, odd) for part in parts):
+        text = str(int(value)) if whole else ",".join(map(str, parts))
         try:
-            return _reader(kind)(str(int(value)) if whole else ",".join(map(str, parts)))
+            text.encode()  # an escape of YAML's can write half a character
+            return _reader(kind)(text)
         except (ValueError, argparse.ArgumentTypeError):
             pass
     expected = "a list" if kind is tuple else kind.__name__

@@ -80,7 +80,7 @@ def test_a_run_and_its_report_need_no_optional_package(tmp_path) -> None:
     said = ran.stderr.splitlines()
     assert [line for line in said if "error" in line] == [
         f"npt: error: --use_{name} needs {name}, which is not installed: pip install"
-        f" 'npt-distill[{name}]'"
+        f" '.[{name}]' in a clone of NPT"
         for name in ("wandb", "tensorboard")
     ]
 
@@ -93,7 +93,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tracker, monkeypatch, tmp_pa
         ConfigError,
         match=(
             rf"^--use_{tracker} needs {tracker}, which is not installed: pip install"
-            rf" 'npt-distill\[{tracker}\]'$"
+            rf" '\.\[{tracker}\]' in a clone of NPT$"
         ),
     ):
         Trackers(TrainConfig(**{f"use_{tracker}": True}), tmp_path)
@@ -109,7 +109,7 @@ def test_hub_data_sets_and_parquet_need_datasets(monkeypatch, tmp_path) -> None:
     ):
         with pytest.raises(
             ConfigError,
-            match=rf"^{re.escape(what)} needs datasets, .*: pip install 'npt-distill\[hub\]'$",
+            match=rf"^{re.escape(what)} needs datasets, .*: pip install '\.\[hub\]' in a clone",
         ):
             check_source(DataConfig(dataset_name=name))
 
@@ -149,7 +149,7 @@ def test_a_feature_without_its_package_is_refused_and_names_the_extra(
     monkeypatch, tmp_path, feature, package, named
 ) -> None:
     absent(monkeypatch, package)
-    extra = re.escape(f"pip install 'npt-distill[{EXTRAS[package]}]'")
+    extra = re.escape(f"pip install '.[{EXTRAS[package]}]' in a clone of NPT")
     with pytest.raises(ConfigError, match=f"{named}, which is not installed: {extra}$"):
         feature(tmp_path)
 

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npt import files
+from npt.errors import ConfigError
 from npt.files import (
+    check_file,
+    check_folder,
     clean,
     finite_or_null,
     new_folder,
@@ -301,3 +304,25 @@ def test_what_is_no_regular_file_is_never_replaced(tmp_path) -> None:
         pass
     assert stat.S_ISFIFO(pipe.stat().st_mode) and link.is_symlink() and file.read_text() == "kept"
     assert sorted(tmp_path.iterdir()) == [file, link, pipe]
+
+
+def test_a_place_for_an_output_is_checked_and_left_as_it_was(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").write_text("content")
+    check_file(Path("old"), "--output")
+    check_file(Path("a/b/new"), "--output", parents=True)
+    check_folder(Path("a/b/new"), "--output", empty=True)
+    check_folder(Path("."), "--output_dir", in_place=True)
+    for path, problem in {
+        "/dev/null": "is not a regular file: name another file",
+        "/proc/new": "cannot be written: No such file or directory; choose another place",
+        "null\0": "cannot be written: embedded null byte; choose another place",
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            check_file(Path(path), "--output")
+    for path in (".", "..", "/"):  # new_folder would rename them
+        with pytest.raises(ConfigError, match="cannot be replaced as a whole: name a folder in it"):
+            check_folder(Path(path), "--output")
+    with pytest.raises(ConfigError, match=r"--output new cannot be written: No space left .*free"):
+        check_folder(Path("new"), "--output", size=2**62)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]

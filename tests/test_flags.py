@@ -6,10 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from npt.cli.main import main
+from npt.cli.main import main, make_parser
 from npt.config import GROUPS, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.errors import ConfigError
-from npt.flags import ALIASES, RETIRED, OneLineParser, add_settings, build, canonical, read_yaml
+from npt.flags import (
+    ALIASES,
+    RETIRED,
+    OneLineParser,
+    add_settings,
+    build,
+    canonical,
+    read_yaml,
+    with_safe_mode,
+)
+from npt.train.resolve import _with_config
 
 CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 FLAGS = [flag_of(f) for cls in CLASSES for f in fields(cls)]
@@ -214,3 +224,22 @@ def test_a_pipe_or_a_file_of_weights_is_no_yaml(tmp_path: Path) -> None:
 def test_a_missing_yaml_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is neither a file nor a preset: name"):
         read_yaml(str(tmp_path / "none.yaml"), CLASSES)
+
+
+def test_a_value_that_went_is_named_in_a_file_too(tmp_path) -> None:
+    (tmp_path / "c.yaml").write_text("loss: mse\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml: loss mse does not exist any more: nmse"):
+        read_yaml(str(tmp_path / "c.yaml"), CLASSES)
+
+
+@pytest.mark.parametrize(
+    "given", ["--no_safe_mode", "--no-safe-mode", "--safe_mode --no_safe_mode"]
+)
+def test_no_safe_mode_overrides_the_safe_mode_of_a_file(given: str) -> None:
+    def modulation(line: str) -> object:
+        flags = vars(make_parser().parse_args(["pretrain", "--config", "seed", *line.split()]))
+        return with_safe_mode(_with_config(flags, ())).get("modulation")
+
+    assert modulation("") == "additive"
+    assert modulation(given) is None
+    assert modulation(f"{given} --modulation both") == "both"

@@ -80,8 +80,11 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     unset, names = argparse.SUPPRESS, ", ".join(presets())
     text = f"YAML file of settings, or a preset: {names}; other flags take precedence"
     parser.add_argument("--config", metavar="FILE.yaml", default=unset, help=text)
-    text = "same as --modulation additive"
+    text = "same as --modulation additive; --no_safe_mode overrides a file's"
     add_switch(parser, "safe_mode", text, unset)
+    parser.add_argument(
+        "--no_safe_mode", dest="safe_mode", action="store_false", help=unset, default=unset
+    )
 
 
 def add_run_settings(parser: argparse.ArgumentParser) -> None:

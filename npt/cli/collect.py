@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import add_number, add_student, begin, natural, tell
 from npt.errors import DataError
+from npt.files import check_file
 
 
 def collect(flags: dict[str, Any]) -> int:
@@ -25,6 +27,7 @@ def collect(flags: dict[str, Any]) -> int:
             f"--dataset_split {data.dataset_split} of the built-in text is reserved for evaluation:"
             " use --dataset_split train"
         )
+    check_file(Path(flags["output"]), "--output", parents=True)
     student = task.load()
     names = ("max_new_tokens", "num_prompts", "batch_size", "seed")
     with task.console.status("collecting") as status:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import add_number, add_student, begin, limit, tell
-from npt.errors import ConfigError, DataError
+from npt.errors import ConfigError, DataError, first_line
+from npt.files import check_folder
 
 LEAST_GAIN = 0.1
 """Nats by which an update must raise the fact's log-probability: less changes no answer."""
@@ -20,15 +21,20 @@ def consolidate(flags: dict[str, Any]) -> int:
     Turn one token's modulation into an update of the weights; report its effects.
     """
     task = begin(flags)
+    from safetensors import SafetensorError
+
     import npt
     from npt.adapters.consolidate import update_from
-    from npt.adapters.files.adapter_files import adapter_hash, check_replaceable
+    from npt.adapters.files.adapter_files import WEIGHTS_NAME, adapter_hash, check_replaceable
     from npt.adapters.token_modulation import modulation_of
     from npt.tools.editing.edit_metrics import Baseline, encode_fact, largest_alpha, print_retention
 
-    student = task.load()
-    model, tokenizer, output = student.model, student.tokenizer, Path(flags["output"])
+    output = Path(flags["output"])
+    size = (task.flags["adapter"].folder / WEIGHTS_NAME).stat().st_size
+    check_folder(output, "--output", size=size)
     check_replaceable(output)
+    student = task.load()
+    model, tokenizer = student.model, student.tokenizer
     fact = encode_fact(tokenizer, flags["text"], flags["context"])
     ids = fact.in_context if flags["context"] else fact.alone
     config = task.flags["adapter"].config
@@ -65,7 +71,14 @@ def consolidate(flags: dict[str, Any]) -> int:
         )
     if not flags["json"]:
         print_retention(retention, task.console, str(heldout))
-    npt.save_adapter(model, output, base=student.identity)
+    try:
+        npt.save_adapter(model, output, base=student.identity)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise ConfigError(
+            f"--output {output} cannot be written: {why}; free disk space or choose"
+            f" another place, and add --alpha {alpha:.9g} --max_kl inf to skip the search"
+        ) from error
     updates = len(npt.consolidated(model))
     choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
     bounded = f" (lowered from {max_alpha:g} by --max_kl {max_kl:g})" if alpha < max_alpha else ""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import Student, add_number, add_student, add_switch, begin, print_json
 from npt.console import make_console, put
-from npt.errors import ConfigError, printable
+from npt.files import check_file, write_text
 
 MODES = ("teacher", "student", "floor")
 """Models that can write a text, in the order in which a page shows them."""
@@ -22,11 +21,8 @@ def generate(flags: dict[str, Any]) -> int:
     from npt.evaluation.generate import Written, first_difference, prompt_ids, write
 
     page = None if flags["html"] is None else Path(flags["html"])
-    if page is not None and (page.is_dir() or not page.parent.is_dir()):
-        fault = (
-            " is a folder: name a file" if page.is_dir() else f": there is no folder {page.parent}"
-        )
-        raise ConfigError(f"--html {page}{fault}")
+    if page is not None:
+        check_file(page, "--html")
     prompt, limit, compare = flags["prompt"], flags["max_new_tokens"], flags["compare"]
     task = begin(flags, stderr=True)  # stdout holds only the text or the JSON
     notes, student = task.console, task.load()
@@ -56,8 +52,7 @@ def generate(flags: dict[str, Any]) -> int:
             console.print(Panel(prompt + text.text, title=mode, title_align="left"))
         console.say(_parting_line(figures))
     else:
-        words = prompt + texts[modes[0]].text
-        put(printable(words) if sys.stdout.isatty() else words)
+        put(prompt + texts[modes[0]].text)
     for mode, text in texts.items():
         speed = len(text.ids) / max(text.seconds, 1e-9)
         ending = "reached its end" if text.ended else "stopped at --max_new_tokens"
@@ -85,7 +80,6 @@ def _write_page(
 ) -> None:
     from npt.evaluation.formatting import FIGURES
     from npt.evaluation.modulation_map import modulation_map
-    from npt.files import write_text
     from npt.report.generated import page as generated_page
 
     texts = {mode: figures[mode] for mode in MODES if mode in figures}

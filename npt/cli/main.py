@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import locale
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
-from npt.console import complain
+from npt.console import STDOUT, complain
 from npt.errors import NPTError, StoppedError, is_out_of_memory, printable
+from npt.files import FULL
 from npt.flags import OneLineParser
 from npt.version import __version__
 
@@ -27,9 +31,10 @@ GROUPS = {
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 
 ABOUT = """\
-NPT distils a frozen language model into a student in which attention acts only
-by adjusting each token's MLP. A guard keeps NaN and Inf out of its weights. To
-try it on a CPU, run `npt pretrain --config tiny`. See also `npt VERB --help`."""
+NPT (Neuro-Plastic Transformer) distils a frozen language model into a student
+in which attention acts only by adjusting each token's MLP. A guard keeps NaN
+and Inf out of its weights. To try it on a CPU, run `npt pretrain --config
+tiny`. See also `npt VERB --help`."""
 
 STATUSES = """\
 Exit status of every npt command: 0 done, 1 fault found (npt trace), 2 wrong
@@ -57,7 +62,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     if os.environ.get("WORLD_SIZE", "1") != "1":  # several processes share the terminal
         speaker += f": process {os.environ.get('RANK')}"
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _failing_threads():
             warnings.showwarning = _show_warning
             return verb(flags)
     except KeyboardInterrupt:
@@ -66,12 +71,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     except StoppedError as stop:
         complain(f"{speaker}: {stop}")
         return stop.exit_status
-    except (NPTError, OSError, RuntimeError, MemoryError) as error:
+    except (NPTError, OSError, RuntimeError, MemoryError, UnicodeDecodeError) as error:
         message, status = str(error), getattr(error, "exit_status", None)
         if status is None:  # not an error of npt's: a disk, permissions or memory
             status = 2
             if isinstance(error, OSError) and error.strerror is not None:
                 message = ": ".join(filter(None, (str(error.filename or ""), error.strerror)))
+                if error.errno in FULL and error.filename != STDOUT:
+                    message += "; free disk space or choose another place"
+            elif isinstance(error, UnicodeDecodeError) and _locale().lower() != "utf-8":
+                message = (
+                    f"Python reads files as {_locale()} in this locale, and a library's own file is"
+                    " not: set PYTHONUTF8=1"
+                )
             elif is_out_of_memory(error):
                 reason = next(iter(message.split(". ")[0].splitlines()), "") or "MemoryError"
                 message = f"out of memory: {reason}; lower --batch_size or --max_length"
@@ -127,12 +139,35 @@ class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
         return "\n".join(lines)
 
 
+def _locale() -> str:
+    """Return the encoding in which Python opens a text file by default."""
+    return locale.getpreferredencoding(False)
+
+
 def _share_cores() -> None:
     """Let idle OpenMP threads sleep if other programs compute here: spinning ones would take their
     cores (docs/results/speed.md). torch reads the variable when it is loaded.
     """
     if os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@contextmanager
+def _failing_threads() -> Iterator[None]:
+    """Print the disk errors of libraries' threads, as TensorBoard's, as one line."""
+
+    def show(failure: threading.ExceptHookArgs) -> None:
+        if isinstance(failure.exc_value, OSError):
+            complain(f"warning: {printable(str(failure.exc_value), one_line=True)}")
+        else:
+            before(failure)
+
+    before = threading.excepthook
+    threading.excepthook = show
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from npt.cli.arguments import tell
 from npt.errors import ConfigError
+from npt.files import check_file
 
 
 def report(flags: dict[str, Any]) -> int:
@@ -21,12 +22,11 @@ def report(flags: dict[str, Any]) -> int:
 
     folder = Path(flags["folder"])
     output = Path(flags["output"] or folder / REPORT)
-    if output.is_dir():
-        raise ConfigError(f"--output {output} is a folder: name a file")
     if not is_run(folder):
         raise ConfigError(
             f"{folder} has no run: name a folder with run.json, metrics.jsonl or checkpoints"
         )
+    check_file(output, "--output")
     figures = {"report": str(output), **summary(write_report(folder, output))}
     lines = [f"{figures['status']}; refusals: {figures['refused']:,}"]
     lines += [f"{name}: {why}" for name, why in figures["missing"].items()]

@@ -12,6 +12,7 @@ from typing import Any
 from npt.cli.arguments import add_number, add_student, begin, check_partners, limit, tell
 from npt.config import STRATEGIES
 from npt.errors import ConfigError
+from npt.files import check_file
 
 
 def trace(flags: dict[str, Any]) -> int:
@@ -24,6 +25,9 @@ def trace(flags: dict[str, Any]) -> int:
     task, against = begin(flags), flags["against"]
     if against is not None and (flags["batches"] > 1 or math.isfinite(flags["limit"])):
         raise ConfigError("--against compares a single batch: remove --batches and --limit")
+    written = against not in (None, "cpu", "cuda") and not Path(against).exists()
+    if written:
+        check_file(Path(against), "--against")
     import torch
 
     import npt
@@ -40,12 +44,10 @@ def trace(flags: dict[str, Any]) -> int:
         training = task.look.training
         traced = f"training step, {training.strategy}"
     # copied, since quantising on the other device would change a few 4-bit codes
-    reference, written = against, False
+    reference = against
     if against in ("cpu", "cuda"):
         check_card(torch.device(against))
         reference = copy.deepcopy(student.model).to(against)
-    elif against is not None:
-        written = not Path(against).exists()
     data = open_source(task.data)
     samples = Samples(data, student.tokenizer, task.data, seed=0, hold_out=False)
     verdict, count = None, 0

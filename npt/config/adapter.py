@@ -36,6 +36,8 @@ STREAM = "stream"
 """The residual stream that the MLP reads and adds to. The adapter's shift replaces the attention
 output; the stream is never multiplied."""
 TARGETS = {STREAM: Target("self_attn.o_proj", "hidden", STREAM), **PRODUCTS}
+DEFAULT_TARGETS = (STREAM, "gate", "up", "down")
+"""Named one by one: a target that is added changes no run that does not name it."""
 
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
@@ -70,7 +72,7 @@ class NPTConfig(SettingsGroup):
         "upper_half", "layers to convert: upper_half, all, 8-15, or 3,5,7", read=as_text
     )
     targets: tuple[str, ...] = _adapter(
-        tuple(TARGETS),
+        DEFAULT_TARGETS,
         "comma-separated list of what to modulate: stream, gate, up, down",
         choices=tuple(TARGETS),
         read=words,

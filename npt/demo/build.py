@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from npt.console import put
 from npt.data.readers import builtin_files
 
 VOCAB = 2048
@@ -143,10 +144,7 @@ def train(
         running = loss.item() if running is None else 0.98 * running + 0.02 * loss.item()
         if step % 25 == 0 or step + 1 == steps:
             rate = (step + 1) * batch * CONTEXT / (time.perf_counter() - started)
-            print(
-                f"step {step + 1}/{steps}  loss {running:.4f} nats/token  {rate:,.0f} tokens/s",
-                flush=True,
-            )
+            put(f"step {step + 1}/{steps}  loss {running:.4f} nats/token  {rate:,.0f} tokens/s")
 
 
 @torch.no_grad()
@@ -215,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
     stream = token_stream(tokenizer, "train")
     model = LlamaForCausalLM(model_config(tokenizer))
     parameters = sum(p.numel() for p in model.parameters())
-    print(
+    put(
         f"{parameters:,} parameters, {len(stream):,} training tokens,"
         f" training on {args.steps * args.batch * CONTEXT:,}"
     )
@@ -241,7 +239,7 @@ def main(argv: list[str] | None = None) -> None:
         "transformers": transformers.__version__,
     }
     (args.output / "build.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(record, indent=2))
+    put(json.dumps(record, indent=2))
 
 
 if __name__ == "__main__":

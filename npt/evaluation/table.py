@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from npt.console import make_console
+from npt.errors import printable
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, NO_ERROR, change_line
 from npt.evaluation.greedy import Divergence
@@ -22,7 +24,8 @@ def print_fidelity(
     fidelity: Fidelity, console: Console | None = None, text: str = "held-out tokens"
 ) -> None:
     """Print everything that was measured; `text` describes the tokens evaluated on."""
-    console = console if console is not None else Console()
+    console = console or make_console()
+    text = printable(text, one_line=True)  # it may name a file
     models = {
         "floor": fidelity.floor,
         "before": fidelity.initial,

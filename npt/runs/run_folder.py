@@ -18,7 +18,17 @@ from npt.adapters.files.adapter_files import save_adapter
 from npt.adapters.files.run_layout import ADAPTER, BEST, CHECKPOINTS, checkpoints, step_name
 from npt.base.identity import BaseIdentity
 from npt.errors import CheckpointError, ConfigError
-from npt.files import clean, lock_folder, new_folder, remove_folder, to_json, write_json, write_text
+from npt.files import (
+    about_output,
+    check_folder,
+    clean,
+    lock_folder,
+    new_folder,
+    remove_folder,
+    to_json,
+    write_json,
+    write_text,
+)
 from npt.manifest import verify_checkpoint
 
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
@@ -291,22 +301,12 @@ def tidy(path: Path) -> None:
 
 def check_free(path: Path) -> None:
     """Raise ConfigError if the folder is not empty or not writable."""
-    try:
+    with about_output(path, "--output_dir"):
         if path.is_dir() and any(item.name not in TRACKED for item in path.iterdir()):
-            what, remedy = "other files", "choose another folder or remove it"
             if is_run(path):
-                what = "a run already"
-                remedy = "continue it with --resume auto, choose another folder or remove it"
-            raise ConfigError(f"--output_dir {path} holds {what}; {remedy}")
-        above = next(
-            folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"cannot use --output_dir {path}: {error.strerror}; choose another folder"
-        ) from error
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"cannot make --output_dir {path}: {above} is not a folder that you can write to;"
-            " choose another folder"
-        )
+                raise ConfigError(
+                    "holds a run already; continue it with --resume auto, choose another folder or"
+                    " remove it"
+                )
+            raise ConfigError("holds other files; choose another folder or remove it")
+    check_folder(path, "--output_dir", in_place=True)

@@ -24,6 +24,7 @@ from npt.config import TrainConfig
 from npt.distributed.processes import ProcessGroup
 from npt.errors import CheckpointError, ConfigError, first_line
 from npt.extras import require
+from npt.files import check_folder
 from npt.random_state import kept_random_state
 from npt.runs.run_folder import REPORT, RUN
 from npt.stored import read_json
@@ -128,6 +129,7 @@ class Trackers:
         if "wandb" in names:
             self._trackers["wandb"] = _started_wandb(config, folder, run)
         if "tensorboard" in names:
+            check_folder(folder / "npt", "--use_tensorboard:", in_place=True)
             options = {} if resume_at is None else {"purge_step": resume_at + 1}
             self._trackers["tensorboard"] = TensorBoardTracker("npt", str(folder), **options)
             self._trackers["tensorboard"].start()

@@ -102,7 +102,7 @@ def test_without_peft_its_rows_are_missing_with_a_reason(monkeypatch, capsys):
     assert speed.main([*ARGUMENTS, "--runs", "local,peft_lora_ce"]) == 0
     shown = capsys.readouterr()
     assert "| `local` |" in shown.out and "Square products" in shown.out
-    assert "Not measured: `peft_lora_ce`" in shown.out and "npt-distill[peft]" in shown.out
+    assert "Not measured: `peft_lora_ce`" in shown.out and "'.[peft]' in a clone" in shown.out
     assert "peft_lora_ce is not measured" in shown.err
 
 

@@ -158,4 +158,6 @@ def test_a_disk_that_fills_later_is_one_line_after_the_figures(call, monkeypatch
     monkeypatch.setattr(npt, "save_adapter", full)
     status, out, said = call("--text", "a fact")
     assert status == 2 and "held-out tokens of" in " ".join(out.split())
-    assert said == "npt: error: out: No space left on device\n"
+    (line,) = said.splitlines()
+    assert "/out cannot be written: No space left on device; free disk space or choose" in line
+    assert "and add --alpha 0.1" in line and line.endswith(" --max_kl inf to skip the search")

@@ -26,7 +26,7 @@ def test_the_verb_says_what_it_wrote(file, tmp_path, capsys) -> None:
     assert wrote.startswith(f"wrote {folder}: 94,528 parameters in fp16, 0.2 MB")
     assert origin == f"{file} is quantised to Q8_0, so the folder holds these rounded weights"
     assert main(flags("import", file, folder)) == 2
-    assert "is not an empty folder" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
     assert main(flags("import --json", file, tmp_path / "json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["quantization"], found["dtype"], found["size"]) == ("Q8_0", "fp16", 189056)

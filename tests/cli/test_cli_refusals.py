@@ -30,6 +30,16 @@ pretrain --replay_ratio 0.3 => replay_ratio | 0.3 | replay_dataset
 pretrain --replay_dataset none.txt => none.txt
 pretrain --shard_base => shard_base | torchrun
 pretrain --device_map auto => --device_map: use --shard_base
+pretrain --calibration_inputs x => --calibration_inputs: remove it | reads its text once
+pretrain --calibration-rounds 2 => --calibration-rounds: remove it | reads its text once
+pretrain --loss mse => --loss mse | nmse
+pretrain --logit_loss jsd => --logit_loss jsd | reverse_kl
+doctor --no_trial => --no_trial | --measure
+doctor --products => --products | --measure
+doctor --gpu 24 => --gpu | --device cuda
+generate @ --prompt x --seed 1 => --seed | no random numbers
+replay x --device cpu => --device | NPT_DEVICE=cpu
+consolidate --undo => --undo | npt.unconsolidate
 pretrain --completion_column a => completion_column | prompt_column
 pretrain --prompt_column q --completion_column a => 'q' | prompt_column
 pretrain --residual keep => residual | keep | --teacher_precision

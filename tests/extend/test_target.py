@@ -51,6 +51,7 @@ def train_in(folder: Path) -> None:
         npt.attach(model, npt.NPTConfig(rank=2, layers="all", targets=("activation", "down")))
         return model
 
+    assert npt.NPTConfig().targets == ("stream", "gate", "up", "down")  # as without the page
     model = student()
     ids = torch.arange(3, 27).view(2, 12)
     batch = batch_from_tensors(ids, torch.ones_like(ids))

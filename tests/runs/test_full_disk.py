@@ -216,7 +216,7 @@ def test_a_read_only_place_is_refused_before_computing(here, open_place) -> None
     (open_place / "closed").mkdir(mode=0o555)
 
     def act() -> int:
-        message = r"cannot make .*closed is not a folder that you can write to"
+        message = r"--output_dir .*closed/run cannot be written: Permission denied; choose another"
         with pytest.raises(ConfigError, match=message):
             here.trainer("closed/run")
         return 0

@@ -64,7 +64,7 @@ def test_a_pipe_in_place_of_a_log_is_refused_and_not_waited_for(folder, name) ->
         ("run.json", "a run already; continue it with --resume auto"),
         ("checkpoints", "a run already; continue it with --resume auto"),
         ("notes.txt", "other files; choose another folder"),
-        (None, "is not a folder"),
+        (None, "is a file: name a folder"),
     ],
 )
 def test_a_folder_in_use_is_refused_and_left_alone(tmp_path, name, what) -> None:

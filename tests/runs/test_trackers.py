@@ -5,6 +5,7 @@ the run.
 import math
 import random
 import re
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,18 @@ class TestTensorBoard:
                 path.rename(path.with_name(f"{name}tfevents.{int(written) - 60}.{rest}"))
         found = self.events(tmp_path / "npt").Scalars("loss")
         assert [(e.step, e.value) for e in found] == [(3, 0.5), (4, 0.75), (5, 0.0625)]
+
+
+def test_tensorboard_on_a_disk_that_is_full_is_refused_in_a_line(tmp_path) -> None:
+    (tmp_path / "npt").write_text("in the folder's place")
+    config = TrainConfig(use_tensorboard=True)
+    with pytest.raises(ConfigError, match=r"--use_tensorboard: .*/npt is a file: name a folder"):
+        Trackers(config, tmp_path)
+    (tmp_path / "npt").unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"/npt cannot be written: .*; free disk space or"):
+            Trackers(config, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -21,7 +21,7 @@ from npt.base.linear import quantized_linears
 from npt.base.precision import declared_dtype
 from npt.base.shards import write_shards
 from npt.errors import ConfigError, ModelError, first_line
-from npt.files import new_folder, write_json, write_text
+from npt.files import check_folder, new_folder, write_json, write_text
 
 CODE = Path(__file__).parent / "exported"
 CODE_FILES = ("configuration_npt.py", "modeling_npt.py")
@@ -72,8 +72,7 @@ def export(
         AdapterFileError, HubError: as `npt.from_pretrained`.
     """
     folder = Path(folder)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise ConfigError(f"--output {folder} exists and is not empty; choose another folder")
+    check_folder(folder, "--output", empty=True)
     model, tokenizer = from_pretrained(
         adapter, base_name=base_name, device=device, revision=revision
     )

@@ -19,8 +19,8 @@ from npt.base.gguf.file import PLAIN, GGUFFile
 from npt.base.gguf.tokenizer import end_ids, tokenizer_of
 from npt.base.recipe import STORED
 from npt.base.shards import write_shards
-from npt.errors import ConfigError, ModelError, first_line
-from npt.files import new_folder
+from npt.errors import ModelError, first_line
+from npt.files import check_folder, new_folder
 
 _ROTATED = ("llama", "smollm3")
 """Architectures for which llama.cpp interleaves the rows of q and k within each head."""
@@ -60,14 +60,14 @@ def import_base(path: str | Path, folder: str | Path) -> Conversion:
         folder: a new or empty one, written completely or not at all.
 
     Raises:
-        ConfigError: the folder is not empty, or the package `gguf` is not installed.
+        ConfigError: the folder is not empty or cannot be written, or the package `gguf` is not
+            installed.
         ModelError: the file is missing, damaged, not finite or of an unsupported architecture, or
             the disk is full.
     """
-    path, folder = Path(path).expanduser(), Path(folder).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not an empty folder; choose another")
-    return convert(GGUFFile(path), folder)
+    folder = Path(folder).expanduser()
+    check_folder(folder, "FOLDER", empty=True)
+    return convert(GGUFFile(Path(path).expanduser()), folder)
 
 
 def convert(file: GGUFFile, folder: Path) -> Conversion:

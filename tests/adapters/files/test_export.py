@@ -313,7 +313,7 @@ class TestCommand:
             (updated, "out", 2, "has consolidated updates"),
             (tmp_path / "none", "out", 5, "there is no folder"),
             (small, "full", 2, "exists and is not empty; choose another"),
-            (small, "full/file", 2, "exists and is not empty; choose another"),
+            (small, "full/file", 2, "is a file: name a folder"),
             (old, "out", 5, "does not record how its base was loaded"),
         ):
             message = self.refused(capsys, tmp_path / output, "--adapter", adapter, status=status)

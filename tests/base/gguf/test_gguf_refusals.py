@@ -171,13 +171,15 @@ def test_without_gguf_the_extra_is_named(tmp_path, monkeypatch) -> None:
     file = write_gguf(tmp_path / "a.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     for act in (npt.load_base, read_config, load_tokenizer):
-        with pytest.raises(ConfigError, match=r"needs gguf, .*pip install 'npt-distill\[gguf\]'$"):
+        with pytest.raises(
+            ConfigError, match=r"needs gguf, .*pip install '\.\[gguf\]' in a clone of NPT$"
+        ):
             act(str(file))
 
 
 def test_a_folder_that_holds_something_is_not_written_to(tmp_path) -> None:
     file = write_gguf(tmp_path / "a.gguf")
-    with pytest.raises(ConfigError, match="is not an empty folder; choose another"):
+    with pytest.raises(ConfigError, match="exists and is not empty; choose another"):
         npt.import_base(file, tmp_path)
     with pytest.raises(ModelError, match="there is no file"):
         npt.import_base(tmp_path / "b.gguf", tmp_path / "out")
