@@ -95,7 +95,7 @@ def read_conversation(
     elif isinstance(record.get(answer_column), str):
         answer = [{"role": "assistant", "content": record[answer_column]}]
     else:
-        answer = messages_of(record.get(answer_column))
+        answer = messages_of(name, record.get(answer_column))
     for where, messages in ((column, prompt), (answer_column or column, answer)):
         if messages is None or not all(map(_is_message, messages)):
             wanted = '{"role": "user", "content": ...}'
@@ -141,7 +141,7 @@ def _tools(name: str, record: Record) -> list[Any] | None:
     """Return a record's tools, as JSON schemas, for the template."""
     if record.get(TOOLS) is None:
         return None
-    tools = _without_any_nulls(messages_of(record[TOOLS], as_json=True))
+    tools = _without_any_nulls(messages_of(name, record[TOOLS], as_json=True))
     if tools is None or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(
             f"record {name}: {TOOLS!r} is not a list of JSON schemas; correct it or remove the"

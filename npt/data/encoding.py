@@ -157,14 +157,20 @@ class Encoder:
             ids = [*self._opening, *ids] if opened else ids
             return self._windows(name, self._ended(ids) if closed else ids)
         answer = answer_column(column, config)
-        if (messages := messages_of(columns.get(column), as_json=answer is None)) is not None:
+        if (messages := messages_of(name, columns.get(column), as_json=answer is None)) is not None:
             from npt.data.chat import columns_read, read_conversation
+            from npt.data.sharegpt import SYSTEM, with_system
 
+            system = None
+            if column == CONVERSATIONS:
+                system = SYSTEM
+                messages = with_system(messages, columns.get(SYSTEM))
             conversation = {**columns, column: messages}
             prompt, completion, undated = read_conversation(
                 name, self.tokenizer, conversation, column, answer
             )
-            self._note_unused(columns, column, answer, *columns_read(self.tokenizer, columns))
+            others = columns_read(self.tokenizer, columns)
+            self._note_unused(columns, column, answer, system, *others)
             answered = self._completion(prompt, completion)
             return [self._fitted(name, self._tokens(prompt), answered, undated)]
         prompt = text_of(name, record, column, "--prompt_column")
@@ -255,16 +261,9 @@ class Encoder:
 
 
 def filled(record: Record) -> Record:
-    """Return a record without the nulls of merged tables, unless only its id would be left, and
-    with ShareGPT's conversations as messages."""
+    """Return a record without the nulls of merged tables, unless only its id would be left."""
     columns = {column: value for column, value in record.items() if value is not None}
-    if not columns.keys() - {"id", PIECE}:
-        return record
-    if any(isinstance(value, list | tuple) for value in columns.values()):
-        from npt.data.sharegpt import with_messages
-
-        return with_messages(columns)
-    return columns
+    return columns if columns.keys() - {"id", PIECE} else record
 
 
 def prompt_column(record: Record, config: DataConfig) -> str | None:
@@ -287,13 +286,18 @@ def answer_column(column: str, config: DataConfig) -> str | None:
     return {PROMPT: COMPLETION, INSTRUCTION: OUTPUT}.get(column)
 
 
-def messages_of(value: Any, *, as_json: bool = False) -> list[Any] | None:
+def messages_of(name: str, value: Any, *, as_json: bool = False) -> list[Any] | None:
     """Return a list of messages from a list, a tuple, an array or, with `as_json`, JSON text; None
-    if the value is none of these."""
+    if the value is none of these. Turns of ShareGPT become messages; DataError for a speaker that
+    is unknown."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if as_json:
         value = from_json(value)
-    return list(value) if isinstance(value, list | tuple) else None
+    if not isinstance(value, list | tuple):
+        return None
+    from npt.data.sharegpt import as_message
+
+    return [as_message(name, entry) for entry in value]
 
 
 def from_json(value: Any) -> Any:

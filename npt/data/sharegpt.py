@@ -1,16 +1,14 @@
-"""ShareGPT's conversations, `{"from": "human", "value": ...}`, and its names of roles."""
+"""ShareGPT's turns, `{"from": "human", "value": ...}`, and its names of roles."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from npt.data.encoding import CONVERSATIONS
-from npt.data.source import Record
 from npt.errors import DataError
 
 SYSTEM = "system"
-"""The column of a text that stands before a conversation."""
+"""The column of the text that stands before a conversation."""
 
 ROLES = {
     "human": "user",
@@ -23,25 +21,11 @@ ROLES = {
 _KNOWN = {*ROLES, *ROLES.values(), "system"}
 
 
-def with_messages(record: Record) -> Record:
-    """Return a record whose conversations are messages with the roles of chat templates."""
-    changed: dict[str, Any] = {}
-    for column, entries in record.items():
-        is_list = isinstance(entries, list | tuple) and len(entries) > 0
-        if is_list and all(isinstance(entry, Mapping) for entry in entries):
-            messages = [_message(record, entry) for entry in entries]
-            if messages != list(entries):
-                changed[column] = messages
-    system = record.get(SYSTEM)
-    if CONVERSATIONS in changed and isinstance(system, str):
-        record = {column: value for column, value in record.items() if column != SYSTEM}
-        if system.strip() and changed[CONVERSATIONS][0].get("role") != "system":
-            changed[CONVERSATIONS].insert(0, {"role": "system", "content": system})
-    return {**record, **changed} if changed else record
-
-
-def _message(record: Record, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a turn as a message, and a message with the usual name of its role; else the entry."""
+def as_message(name: str, entry: Any) -> Any:
+    """Return a turn as a message, and a message with the usual name of its role; any other entry as
+    it is. DataError, which names the record `name`, for an unknown speaker."""
+    if not isinstance(entry, Mapping):
+        return entry
     role = entry.get("role")
     if isinstance(role, str) and role in ROLES:
         return {**entry, "role": ROLES[role]}
@@ -51,7 +35,16 @@ def _message(record: Record, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     speaker = str(entry["from"]).lower()
     if speaker not in _KNOWN:
         raise DataError(
-            f"record {record.get('id', '')}: a turn is from {speaker[:40]!r}; rename it to one of"
+            f"record {name}: a turn is from {speaker[:40]!r}; rename it to one of"
             f" {', '.join(sorted(_KNOWN))}"
         )
     return {"role": ROLES.get(speaker, speaker), "content": entry["value"], **others}
+
+
+def with_system(messages: list[Any], text: Any) -> list[Any]:
+    """Return messages after a system text, unless it is empty or they begin with one."""
+    first = messages[0] if messages else None
+    begun = isinstance(first, Mapping) and first.get("role") == "system"
+    if begun or not isinstance(text, str) or not text.strip():
+        return messages
+    return [{"role": "system", "content": text}, *messages]

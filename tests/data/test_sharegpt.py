@@ -1,5 +1,6 @@
 """ShareGPT's conversations are the samples of the same conversation as messages."""
 
+import json
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ def tokenizer() -> Any:
         {"conversations": [{"from": "system", "value": "Be brief."}, *TURNS]},
         {"conversations": TURNS, "system": "Be brief."},
         {"conversations": MESSAGES},
+        {"conversations": tuple(TURNS), "system": "Be brief."},
+        {"conversations": json.dumps(TURNS)},
         {"messages": [MESSAGES[0], *TURNS]},
         {"messages": [m | {"role": {"user": "human"}.get(m["role"], "gpt")} for m in MESSAGES[1:]]},
         {"prompt": [MESSAGES[0], TURNS[0]], "completion": [TURNS[1]]},

@@ -83,7 +83,7 @@ def _with_any_answer(
             f" {', '.join(sorted(map(str, record)))}); set --prompt_column"
         )
     prompt = record[column]
-    if (messages := messages_of(prompt, as_json=as_json)) is not None:
+    if (messages := messages_of(name, prompt, as_json=as_json)) is not None:
         last = messages[-1] if messages else None
         answered = isinstance(last, Mapping) and last.get("role") == "assistant"
         prompt = messages[:-1] if answered else messages
