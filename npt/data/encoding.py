@@ -40,6 +40,11 @@ from npt.errors import DataError, kind_of
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
 CONVERSATIONS = "conversations"
 IDS = ("input_ids", "labels", "attention_mask")
+COLLECTED = (
+    "prompt", "completion", "student", "position", "teacher_token", "student_token", "kl", "kl_at",
+    "acceptance", "acceptance_at", "tokens", "base_hash", "adapter_hash",
+)  # fmt: skip
+"""Columns of a record of npt collect that describe it, beside the ids and labels to train on."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.chat import has_template
 from npt.data.encoding import COMPLETION, PROMPT, Encoder, filled, prompt_column
 from npt.data.samples import Samples
 from npt.data.source import Record, Repeatable, is_sequence
@@ -75,6 +76,15 @@ def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dic
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             prompt = prompt[:-1]
     return {"id": name, PROMPT: prompt, COMPLETION: _ANY_ANSWER}
+
+
+def written_prompts(texts: Iterable[str], tokenizer: Any) -> list[Record]:
+    """Return texts as records; for a model with a chat template each is the user's message."""
+    chat = has_template(tokenizer)
+    return [
+        {"id": f"prompt {number}", PROMPT: [{"role": "user", "content": text}] if chat else text}
+        for number, text in enumerate(texts, start=1)
+    ]
 
 
 class _Sequence(Sequence[Record]):
