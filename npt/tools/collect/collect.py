@@ -31,7 +31,7 @@ from npt.errors import ConfigError, DataError
 from npt.evaluation.greedy import Comparison, compare_prompts, continue_greedily, end_ids
 from npt.evaluation.metrics import COLUMNS
 from npt.runs.signals import StopOnSignal
-from npt.tools.collect.output import Figures, Output, check_output, read_progress
+from npt.tools.collect.output import Compared, Output, check_output, read_progress
 from npt.tools.collect.prompts import read_prompts
 
 _DATE = "the chat template's date"
@@ -169,13 +169,13 @@ def collect(
     )
 
 
-def _added(figures: Figures, comparisons: Sequence[Comparison]) -> Figures:
+def _added(figures: Compared, comparisons: Sequence[Comparison]) -> Compared:
     """Return the figures with those of further prompts."""
     sums = torch.cat([c.figures for c in comparisons]).sum(dim=0).tolist()
     digest = figures.prompts_sha256
     for comparison in comparisons:
         digest = _digest_after(digest, comparison.prompt)
-    return Figures(
+    return Compared(
         prompts=figures.prompts + len(comparisons),
         disagreements=figures.disagreements + len(_differing(comparisons)),
         tokens=figures.tokens + sum(len(c.completion) for c in comparisons),
@@ -186,7 +186,7 @@ def _added(figures: Figures, comparisons: Sequence[Comparison]) -> Figures:
     )
 
 
-def _skip(prompts: Iterator[Sample], figures: Figures, output: Path) -> None:
+def _skip(prompts: Iterator[Sample], figures: Compared, output: Path) -> None:
     """Pass over the prompts of earlier calls; raise ConfigError if they are not the same."""
     digest = ""
     for prompt in itertools.islice(prompts, figures.prompts):

@@ -29,8 +29,8 @@ _ENTRIES = {"settings": (dict,), "bytes": (int,), "figures": (dict,)}
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Figures of the prompts that were compared, and sums over the teacher's tokens.
+class Compared:
+    """The prompts that were compared: figures, and sums over the teacher's tokens.
 
     Attributes:
         prompts: number of prompts compared.
@@ -48,7 +48,7 @@ class Figures:
     prompts_sha256: str = ""
 
 
-_FIGURES = {name: (type(value),) for name, value in asdict(Figures()).items()}
+_FIGURES = {name: (type(value),) for name, value in asdict(Compared()).items()}
 
 
 class Output:
@@ -84,7 +84,7 @@ class Output:
             self._close()
             raise
 
-    def commit(self, records: Iterable[Mapping[str, Any]], figures: Figures) -> None:
+    def commit(self, records: Iterable[Mapping[str, Any]], figures: Compared) -> None:
         """Append the records of a batch. If that fails, the file ends with the batch before.
 
         Raises:
@@ -122,10 +122,10 @@ class Output:
         if self._lock is not None:
             os.close(self._lock)
 
-    def _begun(self) -> tuple[Figures, int]:
+    def _begun(self) -> tuple[Compared, int]:
         """Return the figures and the size of an earlier call's file, and check its settings."""
         begun = read_progress(self.path)
-        figures = Figures(**begun.get("figures", {}))
+        figures = Compared(**begun.get("figures", {}))
         if not figures.prompts:
             return figures, 0
         for name, value in self._settings.items():

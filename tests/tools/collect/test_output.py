@@ -16,7 +16,7 @@ import pytest
 
 from npt.errors import ConfigError
 from npt.tools.collect import output
-from npt.tools.collect.output import Figures, Output
+from npt.tools.collect.output import Compared, Output
 
 SETTINGS = {"base_hash": "a" * 64, "--max_new_tokens": 8, "--prompt_column": None}
 SIZES = [2, 0, 3, 1]
@@ -30,7 +30,7 @@ def work(path: Path, batches: int = len(SIZES), settings: Any = SETTINGS) -> Non
     """Do the batches from the last whole one on; all of them complete the file."""
     with Output(path, settings) as file:
         for number in range(file.figures.prompts, batches):
-            file.commit(batch(number), Figures(prompts=number + 1))
+            file.commit(batch(number), Compared(prompts=number + 1))
         if batches == len(SIZES):
             file.finish()
 
@@ -114,7 +114,7 @@ def test_a_disk_without_room_for_the_progress_takes_the_batch_back(
     with Output(path, SETTINGS) as file:
         monkeypatch.setattr(output, "write_json", lambda *_: os.write(-1, b""))
         with pytest.raises(ConfigError, match="free disk space"):
-            file.commit(batch(2), Figures(prompts=3))
+            file.commit(batch(2), Compared(prompts=3))
         monkeypatch.undo()
     assert path.read_bytes() == before
     work(path)
