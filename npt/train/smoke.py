@@ -47,8 +47,9 @@ STEADY = 0.5
 """How far the mean of the gradients at both ends may be from the one in the middle, as a share of
 it. Curvature cancels in the mean."""
 
-LEAST_RATIO = 0.25
-"""Lowest ratio of the loss's change to the gradient's prediction for a right gradient."""
+LEAST_RATIO = 0.1
+"""Lowest ratio of the loss's change to the gradient's prediction for a right gradient. For a random
+one the models tried give at most 0.02."""
 
 
 @kept_random_state()
@@ -184,6 +185,8 @@ class _Start:
         Raises:
             SmokeTestError: at two neighbouring distances the loss does not follow the gradient.
         """
+        if not self._everywhere(self.loss != 0):  # no share of 0 is a distance
+            return False
         right, wrong = False, list[float]()
         for share in SHARES:
             distance = share * abs(self.loss) / self.norm

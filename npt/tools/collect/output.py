@@ -19,11 +19,10 @@ from typing import Any
 
 from npt.errors import ConfigError
 from npt.files import lock_folder, to_json, write_json
-from npt.stored import check_entries, read_json
+from npt.stored import RESTORE, check_entries, read_json
 
 SUFFIX = ".progress"
 """Not a suffix of data, so that a folder of outputs can be trained on."""
-
 
 _ENTRIES = {"settings": (dict,), "bytes": (int,), "figures": (dict,)}
 
@@ -101,7 +100,7 @@ class Output:
                 size = self._bytes + len(lines)
                 progress = {"settings": self._settings, "bytes": size, "figures": asdict(figures)}
                 write_json(progress_of(self.path), progress)
-            except BaseException:
+            except OSError:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._handle, self._bytes)
                 raise
@@ -169,6 +168,8 @@ def read_progress(path: Path) -> dict[str, Any]:
     begun = read_json(progress, ConfigError)
     check_entries(progress, "", begun, _ENTRIES, ConfigError)
     check_entries(progress, "figures.", begun["figures"], _FIGURES, ConfigError)
+    if min(begun["bytes"], begun["figures"]["prompts"]) < 0:
+        raise ConfigError(f"{progress} has a count below 0; {RESTORE}")
     return begun
 
 

@@ -152,6 +152,14 @@ def test_a_damaged_progress_is_one_line(path, content) -> None:
         work(path)
 
 
+def test_counts_below_0_are_one_line(path) -> None:
+    work(path, 1)
+    progress = output.progress_of(path)
+    progress.write_text(progress.read_text().replace('"prompts": 1', '"prompts": -1'))
+    with pytest.raises(ConfigError, match="below 0"):
+        work(path)
+
+
 def test_what_is_not_a_collection_of_this_command_stays(path, tmp_path) -> None:
     work(path, 1)
     path.write_text("")
