@@ -159,8 +159,9 @@ def test_a_gradient_that_does_not_belong_to_the_loss_is_stopped(load_model, batc
     model = attached(load_model)
     uphill = wrong(model, name, negate)
     before = {key: p.detach().clone() for key, p in adapter_parameters(model).items()}
-    with pytest.raises(SmokeTestError, match="gradient does not match"):
+    with pytest.raises(SmokeTestError, match="gradient does not match") as caught:
         smoke_test(model, batch, uphill, TrainConfig(strategy=name))
+    assert caught.value.exit_status == 4
     assert all(
         torch.equal(p, before[key]) and p.grad is None
         for key, p in adapter_parameters(model).items()
