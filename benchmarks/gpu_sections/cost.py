@@ -277,9 +277,9 @@ def measure_generation(bench: Bench, findings: Findings) -> None:
     )
     prompts = ids[:4]
     names = [str(i) for i in range(len(prompts))]
-    continue_greedily(model, prompts, 2, (), names)
+    continue_greedily(model, prompts, [2] * len(prompts), (), names)
     started = time.perf_counter()
-    written = continue_greedily(model, prompts, new, (), names)
+    written = continue_greedily(model, prompts, [new] * len(prompts), (), names)
     generated = len(prompts) * new / (time.perf_counter() - started)
     findings.check("all tokens written", [len(row) for row in written] == [new] * len(prompts))
     torch.set_float32_matmul_precision("highest")

@@ -107,10 +107,10 @@ def unequal_prompts(setting: Setting) -> Verdict:
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in (2, 9, 5)]
     names = [f"prompt {row}" for row in range(3)]
-    together = continue_greedily(model, prompts, 8, (), names)
+    together = continue_greedily(model, prompts, [8] * 3, (), names)
     complaints = []
     for name, prompt, found in zip(names, prompts, together, strict=True):
-        (alone,) = continue_greedily(model, [prompt], 8, (), [name])
+        (alone,) = continue_greedily(model, [prompt], [8], (), [name])
         if found != alone:
             complaints.append(f"{name} continues with {found} in a batch and with {alone} alone")
     return verdict_of("unharmed", complaints)

@@ -7,19 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import add_number, add_student, begin, natural, tell
-from npt.errors import DataError
+from npt.errors import ConfigError, DataError
 from npt.files import check_file
 
 
 def collect(flags: dict[str, Any]) -> int:
     """Collect prompts where student and teacher disagree.
 
-    The file holds each prompt with the teacher's continuation, as training data.
+    The file holds each prompt with the teacher's continuation, as training data, and with the
+    student's. After an interruption the same command goes on.
     """
     from npt.data.source import OWN_HELDOUT, open_source
     from npt.evaluation.formatting import FIGURES
     from npt.tools.collect.collect import collect as run
+    from npt.tools.collect.output import check_output
+    from npt.tools.collect.prompts import written_prompts
 
+    prompts = flags["prompt"]
+    output = Path(flags["output"])
+    check_output(output)
+    check_file(output, "--output", parents=True)
+    if prompts is not None:
+        _check_prompts(flags)
     task = begin(flags)
     data = task.data
     if data.dataset_name in OWN_HELDOUT and data.dataset_split != "train":
@@ -27,14 +36,14 @@ def collect(flags: dict[str, Any]) -> int:
             f"--dataset_split {data.dataset_split} of the built-in text is reserved for evaluation:"
             " use --dataset_split train"
         )
-    check_file(Path(flags["output"]), "--output", parents=True)
     student = task.load()
+    records = open_source(data) if prompts is None else written_prompts(prompts, student.tokenizer)
     names = ("max_new_tokens", "num_prompts", "batch_size", "seed")
     with task.console.status("collecting") as status:
         result = run(
             student.model,
             student.tokenizer,
-            open_source(data),
+            records,
             flags["output"],
             data_config=data,
             base=student.identity,
@@ -42,15 +51,31 @@ def collect(flags: dict[str, Any]) -> int:
             **{name: flags[name] for name in names},
         )
     figures = result.as_dict()
+    earlier = f" ({result.resumed:,} compared earlier)" if result.resumed else ""
+    stopped = []
+    if result.signal is not None:
+        stopped = [f"stopped by signal {result.signal}: repeat the command to go on"]
     tell(
         flags,
         {**figures, **student.other},
         f"student and teacher disagree in {figures['disagreements']:,} of {figures['prompts']:,}"
-        f" prompts; over {figures['tokens']:,} tokens top-1 {figures['top1']:.1%}, KL"
+        f" prompts{earlier}; over {figures['tokens']:,} tokens top-1 {figures['top1']:.1%}, KL"
         f" {FIGURES['kl'].write(figures['kl'])} nats, acceptance {figures['acceptance']:.1%};"
         f" written to {figures['output']}",
+        *stopped,
     )
     return result.exit_status
+
+
+def _check_prompts(flags: dict[str, Any]) -> None:
+    """Refuse an empty --prompt, and flags of a dataset next to one."""
+    if not all(text.strip() for text in flags["prompt"]):
+        raise ConfigError("--prompt is empty; write a text to continue")
+    for name in ("dataset_name", "dataset_config", "dataset_split", "prompt_column", "text_column"):
+        if name in flags:
+            raise ConfigError(
+                f"--{name} {flags[name]} has no effect with --prompt: remove one of the two"
+            )
 
 
 def _jsonl(text: str) -> str:
@@ -60,8 +85,13 @@ def _jsonl(text: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    where = {"metavar": "FILE.jsonl", "help": "file to write"}
+    where = {"metavar": "FILE.jsonl", "help": "file to write, or to continue"}
+    text = (
+        "prompt to compare, or the user's message to a chat model; repeat it for more (default: the"
+        " prompts or texts of --dataset_name)"
+    )
     parser.add_argument("--output", required=True, type=_jsonl, **where)
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
     add_number(parser, "max_new_tokens", "tokens per completion", 64)
     add_number(parser, "num_prompts", "prompts to compare", 256)
     add_number(parser, "batch_size", "prompts per batch", 8)

@@ -49,9 +49,11 @@ IDS = ("input_ids", "labels", "attention_mask", "position_ids", *MASKS)
 LENGTHS = "seq_lengths"
 """The column of the lengths of documents that were packed into one record."""
 
-COLLECTED = frozenset({"position", "teacher_token", "student_token", "kl", "kl_at", "acceptance"})
-COLLECTED |= {"acceptance_at", "tokens", "base_hash", "adapter_hash"}
-"""Columns in which `npt collect` notes how a record was made."""
+COLLECTED = (
+    "prompt", "completion", "student", "position", "teacher_token", "student_token", "kl", "kl_at",
+    "acceptance", "acceptance_at", "tokens", "base_hash", "adapter_hash",
+)  # fmt: skip
+"""Columns of a record of npt collect that describe it, beside the ids and labels to train on."""
 
 _KNOWN_UNUSED = 100  # names of unused columns to count, since records may have any
 

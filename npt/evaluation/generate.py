@@ -94,7 +94,7 @@ def write(model: Any, tokenizer: Any, prompt: Sequence[int], max_new_tokens: int
     ends = end_ids(model, tokenizer)
     started = time.perf_counter()
     with evaluating(model):
-        (new,) = continue_greedily(model, [prompt], max_new_tokens, ends, ["the prompt"])
+        (new,) = continue_greedily(model, [prompt], [max_new_tokens], ends, ["the prompt"])
     seconds = time.perf_counter() - started
     text = continuation_text(tokenizer, prompt, new)
     return Written(tuple(new), text, seconds, bool(new) and new[-1] in ends)

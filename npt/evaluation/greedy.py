@@ -45,23 +45,25 @@ PROMPT_TOKENS = 32  # longest prompt to take from a text
 def continue_greedily(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    limit: int,
+    limits: Sequence[int],
     ends: Collection[int],
     names: Sequence[str],
 ) -> list[list[int]]:
-    """Return the most likely continuation of each prompt, up to `limit` tokens or to one of `ends`,
-    included. The adapters' mode decides which model writes.
+    """Return the most likely continuation of each prompt, up to its limit of tokens or to one of
+    `ends`, included. The adapters' mode decides which model writes.
 
     Memory: the cache and, for a head stored in 16 bits, its fp32 form of 4 V D bytes.
 
     Raises:
         NumericalError: logits are not finite. The message names the prompt by `names`.
     """
+    if not prompts:
+        return []
     device = next(model.parameters()).device
     batch, mask = _padded(prompts, model.config._attn_implementation in MASKED)
     inputs = model_inputs(model, batch.to(device))
     mask, positions = mask.to(device), inputs["position_ids"]
-    open_rows = set(range(len(prompts)))
+    open_rows = {row for row, limit in enumerate(limits) if limit > 0}
     added: list[list[int]] = [[] for _ in prompts]
     cache = None
     with cast_once(model.lm_head):
@@ -79,7 +81,7 @@ def continue_greedily(
                         f" {names[row]} are not finite; run npt trace to find the operation"
                     )
                 added[row].append(answers[row])
-                if answers[row] in ends or len(added[row]) >= limit:
+                if answers[row] in ends or len(added[row]) == limits[row]:
                     open_rows.discard(row)
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
             positions = positions[:, -1:] + 1
@@ -128,6 +130,12 @@ class Comparison:
     position: int | None
     student_token: int | None
 
+    @property
+    def student_start(self) -> tuple[int, ...]:
+        """The student's own completion up to the first difference, that token included."""
+        assert self.position is not None and self.student_token is not None
+        return (*self.completion[: self.position], self.student_token)
+
 
 @torch.no_grad()
 def compare_prompts(
@@ -140,10 +148,9 @@ def compare_prompts(
     """
     check_ids(collate(prompts), model, "prompts")
     names = [prompt.id for prompt in prompts]
+    limits = [max_new_tokens] * len(prompts)
     with adapter_mode(model, "teacher"):
-        added = continue_greedily(
-            model, [p.input_ids for p in prompts], max_new_tokens, ends, names
-        )
+        added = continue_greedily(model, [p.input_ids for p in prompts], limits, ends, names)
     rows = [
         Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new))
         for p, new in zip(prompts, added, strict=True)

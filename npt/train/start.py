@@ -1,27 +1,19 @@
-"""The work around the loop: smoke test, closed-form start, evaluations, `run.json`."""
+"""The work around the loop: closed-form start, evaluations, `run.json`."""
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
-from npt.config import TrainConfig
-from npt.data.batch import Batch, batches, find_fault
-from npt.distill.local import BatchSums
-from npt.distill.step import MicroBatchSplitter, forward_backward, free_memory, oom_message
-from npt.distill.strategies import Strategy
-from npt.errors import SmokeTestError
-from npt.random_state import kept_random_state
+from npt.data.batch import Batch, batches
+from npt.distill.step import MicroBatchSplitter, free_memory, oom_message
 from npt.runs.resume import plain_settings
 from npt.train.data import RunData, makes_start
 from npt.train.setup import RunSetup
@@ -32,12 +24,6 @@ if TYPE_CHECKING:
     from npt.evaluation.evaluate import Fidelity, Reference
 
 T = TypeVar("T")
-
-DESCENT_STEPS = 3
-
-DESCENT_RATE = 1e-4
-"""Learning rate of the smoke test. It is small enough that a step follows the gradient, and large
-enough that the gain (at least 1e-3 of the loss on the models tried) exceeds fp32 rounding."""
 
 
 def fitting(
@@ -150,103 +136,3 @@ def run_record(
         ],
         "calibration": None if calibration is None else calibration.as_dict(),
     }
-
-
-@kept_random_state()
-def smoke_test(
-    model: PreTrainedModel,
-    batch: Batch,
-    strategy: Strategy,
-    config: TrainConfig,
-    splitter: MicroBatchSplitter | None = None,
-) -> str:
-    """Check on one batch that training can work, before a long run; return the verdict as a line.
-
-    The check uses the model, data and settings of the run. It requires a valid batch, a finite
-    loss, no NaN in backward under anomaly detection, a finite and non-zero gradient for every
-    adapter tensor, none for frozen tensors, and a lower loss after a few small steps on the same
-    batch. Weights and random state are restored.
-
-    Raises:
-        SmokeTestError: a requirement is not met.
-    """
-    fault = find_fault(batch, model.config.vocab_size)
-    if fault is not None:
-        raise _failure(f"the first batch cannot be used: {fault}; check the data and the tokenizer")
-    parameters = adapter_parameters(model)
-    snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    # Every call draws the same random numbers: dropout must not change the loss between steps.
-    compute = partial(forward_backward, model, strategy, batch, config, splitter)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=DESCENT_RATE, weight_decay=0.0)
-    optimizer.zero_grad()
-    try:
-        sums = _under_anomaly_detection(compute)
-        loss = float(sums.loss) / sums.tokens
-        if not math.isfinite(loss):
-            raise _failure(
-                f"the loss of the first batch is {loss}; run npt trace to find the operation"
-            )
-        _check_gradients(model)
-        for _ in range(DESCENT_STEPS):
-            optimizer.step()
-            optimizer.zero_grad()
-            sums = compute()
-        after = float(sums.loss) / sums.tokens
-    finally:
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(snapshot[name])
-    if not after < loss:
-        raise _failure(
-            f"{DESCENT_STEPS} small steps on one batch took its loss from {loss:.6g} to"
-            f" {after:.6g}; it should fall, so the gradient does not match the loss"
-        )
-    return (
-        f"smoke test passed: loss {loss:.4g} per token, {after:.4g} after {DESCENT_STEPS} small"
-        f" steps on the same batch; all {len(parameters)} adapter tensors get finite gradients, the"
-        " base gets none"
-    )
-
-
-def _failure(message: str) -> SmokeTestError:
-    return SmokeTestError(f"smoke test: {message}")
-
-
-def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
-    try:
-        with warnings.catch_warnings():
-            # anomaly mode warns that it is on, and prints the forward's traceback
-            warnings.simplefilter("ignore")
-            with torch.autograd.detect_anomaly(check_nan=True):
-                return compute()
-    except RuntimeError as error:
-        if "nan" not in str(error).lower():
-            raise
-        raise _failure(
-            f"backward produced NaN ({str(error).splitlines()[0]}); lower --additive_scale or add"
-            " --safe_mode"
-        ) from error
-
-
-def _check_gradients(model: PreTrainedModel) -> None:
-    # an A whose B and M are all zero gets no gradient yet, by the chain rule
-    silent = {
-        f"model.layers.{index}.npt.A"
-        for index, layer in npt_layers(model)
-        if not any(bool(p.any()) for p in [*layer.npt.B.values(), *layer.npt.M.values()])
-    }
-    adapters = adapter_parameters(model)
-    for name, parameter in adapters.items():
-        if parameter.grad is None or not bool(parameter.grad.any()):
-            if name not in silent:
-                raise _failure(f"{name} gets no gradient, so it would never be trained")
-        elif not bool(torch.isfinite(parameter.grad).all()):
-            raise _failure(
-                f"the gradient of {name} is not finite; lower --additive_scale or add --safe_mode"
-            )
-    for name, parameter in model.named_parameters():
-        if name not in adapters and (parameter.requires_grad or parameter.grad is not None):
-            raise _failure(
-                f"the frozen tensor {name} would be trained; attach adapters with npt.attach"
-            )

@@ -35,7 +35,8 @@ from npt.train.data import RunData
 from npt.train.loop import Loop
 from npt.train.run import Run
 from npt.train.setup import check_trainable, make_setup
-from npt.train.start import calibrated, evaluator, run_record, smoke_test
+from npt.train.smoke import smoke_test
+from npt.train.start import calibrated, evaluator, run_record
 
 if TYPE_CHECKING:
     from npt.calibration.report import Calibration
@@ -208,7 +209,7 @@ class Trainer:
         if setup.config.smoke_test:
             setup.splitter.report = partial(setup.say_lack, "the smoke test")
             parts = (setup.model, data.first_batch(), self.strategy, setup.config)
-            setup.say(smoke_test(*parts, setup.splitter))
+            setup.say(smoke_test(*parts, setup.splitter, setup.processes))
         self.calibration = calibrated(setup, data)
         if self.calibration is not None:
             setup.agree({})

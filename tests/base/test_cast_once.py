@@ -113,11 +113,11 @@ def test_generation_casts_the_head_once_and_writes_the_same_tokens(
 ) -> None:
     model, prompts = load_model(), [[5, 6, 7], [8, 9]]
     with Casts(model.lm_head) as casts:
-        new = continue_greedily(model, prompts, 6, (), ["a", "b"])
+        new = continue_greedily(model, prompts, [6, 6], (), ["a", "b"])
     assert casts.count == 1 and [len(row) for row in new] == [6, 6]
     reference = load_model()
     reference.lm_head.weight.data = reference.lm_head.weight.float()
-    assert continue_greedily(reference, prompts, 6, (), ["a", "b"]) == new
+    assert continue_greedily(reference, prompts, [6, 6], (), ["a", "b"]) == new
 
 
 def test_the_context_ends_with_it_and_nests() -> None:

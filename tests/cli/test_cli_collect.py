@@ -3,10 +3,12 @@
 import contextlib
 import io
 import json
+import signal
 from pathlib import Path
 
 import pytest
 from cli_words import flags, saved_adapter
+from forked import Program
 
 from npt.cli.main import main
 
@@ -46,6 +48,7 @@ def test_the_disagreements_are_written_and_summed_up(whole: Path) -> None:
     figures = json.loads(whole.with_name("printed").read_text())
     records = [json.loads(line) for line in whole.read_text().splitlines()]
     assert figures["prompts"] == PROMPTS and figures["disagreements"] == len(records) > 0
+    assert all(record["completion"] != record["student"] for record in records)
     assert figures["kl"] > 0 and 0 < figures["acceptance"] < 1 and figures["signal"] is None
     for record in records:
         assert record["teacher_token"] != record["student_token"]
@@ -72,6 +75,39 @@ def test_a_file_that_exists_is_refused_in_one_line(adapter, prompts, whole, caps
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"npt: error: --output {whole} exists; choose another file or remove it"
     assert whole.read_bytes() == before
+
+
+def test_a_killed_call_is_taken_up_and_ends_in_the_same_bytes(
+    adapter, prompts, whole, tmp_path, capsys
+) -> None:
+    path = tmp_path / "failures.jsonl"
+    line = "collect --max_length 40 --max_new_tokens 8 --batch_size 2 --use_quantization --adapter"
+    command = flags(line, adapter, "--dataset_name", prompts, "--output", path)
+    program = Program(command, tmp_path / "errors")
+    program.wait_for(lambda: path.exists() and path.stat().st_size > 0)
+    program.send_signal(signal.SIGTERM)
+    assert program.wait() == 143, (tmp_path / "errors").read_text()
+    assert call(adapter, prompts, path) == 0
+    assert "compared earlier)" in capsys.readouterr().out
+    assert path.read_bytes() == whole.read_bytes()
+
+
+def test_prompts_of_the_command_line_are_compared(adapter, tmp_path, capsys) -> None:
+    path = tmp_path / "found.jsonl"
+    line = "collect --use_quantization --max_length 40 --max_new_tokens 4 --adapter"
+    command = flags(line, adapter, "--output", path, "--prompt", "import os", "--prompt", "def f(")
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 2
+    found = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+    assert found and set(found) <= {"import os", "def f("}
+    path.unlink()
+    for more, told in (
+        (["--dataset_name", "x.jsonl"], "--dataset_name x.jsonl has no effect with --prompt"),
+        (["--prompt", " "], "--prompt is empty"),
+    ):
+        assert main([*command, *more]) == 2
+        assert told in capsys.readouterr().err
+    assert not path.exists()
 
 
 def test_an_adapter_of_another_base_is_refused(adapter, prompts, tmp_path, capsys) -> None:

@@ -14,6 +14,8 @@ from npt.cli.main import main
 from npt.data import chat
 from npt.data.samples import Samples, cut
 from npt.evaluation.generate import prompt_ids
+from npt.tools.collect.collect import collect
+from npt.tools.collect.prompts import written_prompts
 
 TEMPLATE = (
     "{{ '<s>' }}Today is {{ strftime_now('%d %b %Y') }}.{% for m in messages %}[{{ m['role'] }}]"
@@ -148,3 +150,25 @@ def test_an_evaluation_writes_the_date_of_the_run(clock, tmp_path, monkeypatch, 
         assert main(["evaluate", "--adapter", str(tmp_path / "run"), *asked]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1]
+
+
+def test_a_collection_goes_on_with_the_date_of_its_start(clock, tmp_path) -> None:
+    given = {"max_new_tokens": 2, "num_prompts": 4, "batch_size": 2, "data_config": CONFIG}
+
+    def gather(**more: Any) -> Any:
+        return collect(model, dated(), talks(6), tmp_path / "found.jsonl", **given, **more)
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    model, _ = npt.load_base("tiny", device="cpu")
+    npt.attach(model, npt.NPTConfig(rank=2, layers="3"))
+    with pytest.raises(KeyboardInterrupt):
+        gather(report=stop)
+    clock.day = 1
+    assert gather().resumed == 2
+
+
+def test_a_prompt_of_the_command_line_is_a_users_message() -> None:
+    (record,) = written_prompts(["what?"], dated())
+    assert record["prompt"] == [{"role": "user", "content": "what?"}]

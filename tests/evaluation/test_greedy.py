@@ -34,17 +34,22 @@ NAMES = list("abcd")
 @pytest.mark.parametrize("mode", ["teacher", "student", "floor"])
 def test_a_batch_gives_what_each_prompt_gives_alone(student, mode) -> None:
     with adapter_mode(student, mode):
-        found = continue_greedily(student, PROMPTS, 12, (), NAMES)
+        found = continue_greedily(student, PROMPTS, [12] * 4, (), NAMES)
         assert found == [alone(student, prompt, 12) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in found}) > 1
 
 
-def test_rows_end_at_their_own_end_or_the_limit(student) -> None:
-    free = continue_greedily(student, PROMPTS, 12, (), NAMES)
+def test_rows_end_at_their_own_end_or_limit(student) -> None:
+    free = continue_greedily(student, PROMPTS, [12] * 4, (), NAMES)
     ends = {free[1][4], free[2][0]}
-    found = continue_greedily(student, PROMPTS, 12, ends, NAMES)
-    assert found == [alone(student, prompt, 12, ends) for prompt in PROMPTS]
-    assert found[2] == free[2][:1]
+    limits = [0, 12, 12, 3]
+    found = continue_greedily(student, PROMPTS, limits, ends, NAMES)
+    assert found == [
+        alone(student, prompt, limit, ends) for prompt, limit in zip(PROMPTS, limits, strict=True)
+    ]
+    assert found[0] == [] and found[2] == free[2][:1]
+    assert continue_greedily(student, [], [], (), []) == []
+    assert continue_greedily(student, PROMPTS, [0] * 4, (), NAMES) == [[]] * 4
 
 
 def test_no_query_is_ever_without_a_key(student, monkeypatch) -> None:
@@ -58,7 +63,7 @@ def test_no_query_is_ever_without_a_key(student, monkeypatch) -> None:
         return attention(query, key, value, attn_mask=attn_mask, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    continue_greedily(student, PROMPTS, 3, (), NAMES)
+    continue_greedily(student, PROMPTS, [3] * 4, (), NAMES)
     assert len(seen) == 3 * 4 and all(seen)  # steps, layers
 
 
@@ -66,8 +71,8 @@ def test_logits_that_are_not_finite_name_their_prompt(load_model) -> None:
     model = load_model()
     model.model.embed_tokens.weight.data[61] = math.nan
     with pytest.raises(NumericalError, match=r"the logits after token 3 of c are not finite"):
-        continue_greedily(model, PROMPTS, 5, (), NAMES)
-    assert len(continue_greedily(model, PROMPTS[:2], 5, (), NAMES)[0]) == 5
+        continue_greedily(model, PROMPTS, [5] * 4, (), NAMES)
+    assert len(continue_greedily(model, PROMPTS[:2], [5] * 2, (), NAMES)[0]) == 5
 
 
 @pytest.mark.parametrize(("settings", "expected"), [(None, {1}), (7, {1, 7}), ([7, 8], {1, 7, 8})])
@@ -101,7 +106,7 @@ def test_the_position_is_that_at_which_two_texts_decoded_apart_part(load_model) 
         expected = next((i for i, (a, b) in pairs if a != b), None)
         assert found.position == expected and list(found.completion) == texts["teacher"]
         if expected is not None:
-            assert found.student_token == texts["student"][expected]
+            assert list(found.student_start) == texts["student"][: expected + 1]
         positions.append(expected)
     # the comparison is of something
     assert None in positions and len(set(positions)) > 3

@@ -64,7 +64,7 @@ def test_prompts_of_unequal_length_give_what_each_gives_alone(
     monkeypatch.setattr(windowed.config, "_attn_implementation_internal", attention)
     seen: list[Tensor] = []
     hook = windowed.lm_head.register_forward_hook(lambda _, __, output: seen.append(output))
-    found = continue_greedily(windowed, PROMPTS, NEW, (), NAMES)
+    found = continue_greedily(windowed, PROMPTS, [NEW] * 5, (), NAMES)
     hook.remove()
     assert found == texts
     assert len({tuple(tokens) for tokens in found}) == 5
@@ -92,7 +92,7 @@ def test_a_prompt_has_a_key_for_every_query_whatever_it_is_padded_to(
         layer.self_attn.register_forward_pre_hook(
             lambda _, __, given: seen.append(given["attention_mask"]), with_kwargs=True
         )
-    continue_greedily(windowed, PROMPTS, NEW, (), NAMES)
+    continue_greedily(windowed, PROMPTS, [NEW] * 5, (), NAMES)
     for layer in windowed.model.layers:
         layer.self_attn._forward_pre_hooks.clear()
     assert len(seen) == NEW * 4

@@ -33,7 +33,7 @@ from npt.forensics.student import replay_student as replay
 from npt.guard.outcome import MicroBatch
 from npt.random_state import micro_batch_draws, random_state
 from npt.train.loop import Loop
-from npt.train.start import smoke_test
+from npt.train.smoke import smoke_test
 
 DRAWING = Setting(change=let_draw)
 

@@ -168,7 +168,7 @@ def test_a_library_without_room_for_itself_lacks_memory(said, monkeypatch, capsy
         raise RuntimeError(said)
 
     assert oom_message(RuntimeError(said)) is not None
-    monkeypatch.setattr("npt.cli.doctor.with_config", fail)
+    monkeypatch.setattr("npt.cli.doctor.resolve", fail)
     assert main(["doctor", "--plan"]) == 2
     err = capsys.readouterr().err
     assert "error: out of memory" in err and len(err.splitlines()) == 1

@@ -1,8 +1,11 @@
 """The smoke test: what it lets pass, what it stops, and that it leaves no trace."""
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +21,9 @@ from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
+from npt.distributed.processes import ProcessGroup
 from npt.errors import PrecisionError, SmokeTestError
-from npt.train.start import smoke_test
+from npt.train.smoke import smoke_test
 
 # Anomaly detection prints where a NaN came from; here the NaN are planted.
 pytestmark = pytest.mark.filterwarnings("ignore:Error detected in")
@@ -153,20 +157,121 @@ def test_token_ids_outside_the_vocabulary_stop_before_anything_runs(
 @strategies
 def test_a_gradient_that_does_not_belong_to_the_loss_is_stopped(load_model, batch, name) -> None:
     model = attached(load_model)
-
-    def uphill(*arguments) -> BatchSums:
-        sums = STRATEGIES[name](*arguments)
-        for parameter in adapter_parameters(model).values():
-            parameter.grad.neg_()
-        return sums
-
+    uphill = wrong(model, name, negate)
     before = {key: p.detach().clone() for key, p in adapter_parameters(model).items()}
-    with pytest.raises(SmokeTestError, match="gradient does not match"):
+    with pytest.raises(SmokeTestError, match="gradient does not match") as caught:
         smoke_test(model, batch, uphill, TrainConfig(strategy=name))
+    assert caught.value.exit_status == 4
     assert all(
         torch.equal(p, before[key]) and p.grad is None
         for key, p in adapter_parameters(model).items()
     )
+
+
+def wrong(model: nn.Module, name: str, spoil: Callable[[nn.Module], None]) -> Callable[..., Any]:
+    """Return the strategy with a gradient that `spoil` changes in place."""
+
+    def strategy(*arguments) -> BatchSums:
+        sums = STRATEGIES[name](*arguments)
+        spoil(model)
+        return sums
+
+    return strategy
+
+
+def negate(model: nn.Module) -> None:
+    for parameter in adapter_parameters(model).values():
+        parameter.grad.neg_()
+
+
+def draw(model: nn.Module, seed: int = 0) -> None:
+    """Put noise of its own size in place of the gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapter_parameters(model).values():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.grad.copy_(noise * parameter.grad.square().mean().sqrt())
+
+
+def trained(model: nn.Module, batch: Batch, name: str, steps: int = 30) -> nn.Module:
+    """Bring the adapters near the optimum of one batch."""
+    parameters = adapter_parameters(model).values()
+    optimizer = torch.optim.Adam(parameters, lr=1e-2)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 - step / steps)
+        STRATEGIES[name](model, batch, TrainConfig(strategy=name))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("quantization", ["nf4", None])
+@strategies
+def test_a_student_near_its_optimum_passes_at_a_smaller_rate(
+    load_model, batch, name, quantization
+) -> None:
+    model = trained(attached(load_model, quantization), batch, name)
+    config = TrainConfig(strategy=name, learning_rate=0.1)
+    verdict = smoke_test(model, batch, STRATEGIES[name], config)
+    assert "at a learning rate of 0.0" in verdict and "at the run's 0.1)" in verdict
+    for spoil in (negate, draw):
+        with pytest.raises(SmokeTestError, match="gradient does not match"):
+            smoke_test(model, batch, wrong(model, name, spoil), config)
+
+
+def test_the_runs_own_rate_is_tried_first(load_model, batch, monkeypatch) -> None:
+    rates = []
+    adam = torch.optim.AdamW
+    look = lambda parameters, lr, **more: rates.append(lr) or adam(parameters, lr, **more)  # noqa: E731
+    monkeypatch.setattr(torch.optim, "AdamW", look)
+    model = attached(load_model)
+    smoke_test(model, batch, STRATEGIES["local"], TrainConfig(learning_rate=3e-5))
+    assert rates == [3e-5]
+
+
+def test_a_rate_that_no_fallback_mends_is_named(load_model, batch) -> None:
+    model, config = attached(load_model), TrainConfig(learning_rate=1e12)
+    with pytest.raises(SmokeTestError, match=r"from 1e\+12 down to 1e\+06 .*lower --learning_rate"):
+        smoke_test(model, batch, STRATEGIES["local"], config)
+
+
+@strategies
+def test_a_gradient_of_noise_is_stopped_even_if_the_loss_falls_by_chance(
+    load_model, batch, name
+) -> None:
+    model = attached(load_model)
+    for seed in range(3):
+        strategy = wrong(model, name, partial(draw, seed=seed))
+        with pytest.raises(SmokeTestError, match="gradient does not match"):
+            smoke_test(model, batch, strategy, TrainConfig(strategy=name))
+
+
+def test_a_loss_that_is_all_rounding_passes_and_says_so(load_model, batch) -> None:
+    model, calls = attached(load_model), itertools.count()
+
+    def rounding(*arguments) -> BatchSums:
+        number = next(calls)
+        sums = STRATEGIES["local"](*arguments)
+        draw(model, seed=number)  # the gradient of another rounding every time
+        return sums._replace(loss=sums.loss * 0 + 1e-9 * (1 + (number * 7 % 5) / 10 * bool(number)))
+
+    verdict = smoke_test(model, batch, rounding, TrainConfig())
+    assert "below the loss's resolution" in verdict
+
+
+def test_processes_go_on_alike(load_model, batch) -> None:
+    """A sharded base needs the same passes of all: here the loss rises in another process first."""
+    asked = []
+
+    class Two(ProcessGroup):
+        def gather(self, value: Any) -> list[Any]:
+            asked.append(value)
+            return [value, len(asked) > 2]
+
+    model = attached(load_model)
+    verdict = smoke_test(model, batch, STRATEGIES["local"], TrainConfig(), processes=Two())
+    assert asked[:2] == [True, True]  # it falls here
+    assert "at a learning rate of 0.0001" in verdict
 
 
 def test_a_4_bit_base_of_the_users_own_is_refused_by_its_reason(tmp_path, tokenizer) -> None:

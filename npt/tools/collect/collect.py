@@ -1,14 +1,16 @@
 """Collect prompts on which student and teacher disagree, as training data.
 
 The teacher continues each prompt greedily. If the student would have written a different token, the
-prompt becomes a record with the teacher's continuation as its completion. A record holds tokens as
-well as texts, because a text does not always encode back to the same tokens.
+prompt becomes a record with the teacher's continuation as its completion, and the student's own
+beside it. A record holds tokens as well as texts, because a text does not always encode back to the
+same tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,20 +18,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import attached_config, evaluating
+from npt.adapters.converted import adapter_mode, attached_config, evaluating
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.adapters.fit import check_length
 from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX
+from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.chat import date_of, fix_date, has_template
 from npt.data.continuation import continuation_text
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError
-from npt.evaluation.greedy import Comparison, compare_prompts, end_ids
+from npt.evaluation.greedy import Comparison, compare_prompts, continue_greedily, end_ids
 from npt.evaluation.metrics import COLUMNS
-from npt.files import to_json
 from npt.runs.signals import StopOnSignal
+from npt.tools.collect.output import Compared, Output, check_output, read_progress
 from npt.tools.collect.prompts import read_prompts
+
+_DATE = "the chat template's date"
 
 _KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "acceptance"))
 
@@ -39,10 +44,8 @@ class CollectResult:
     """The outcome of a collection.
 
     Attributes:
-        prompts: number of prompts compared.
-        disagreements: number of prompts on which the student differs; each is a record.
-        tokens: number of tokens in the teacher's continuations of all prompts.
-        top1: share of these tokens on which both agree.
+        resumed: number of prompts that earlier calls had compared.
+        top1: share of the teacher's tokens on which both agree.
         kl: mean KL(teacher, student) over these tokens, nats.
         acceptance: mean speculative acceptance over these tokens.
         signal: number of the signal that ended the collection early, if any.
@@ -52,6 +55,7 @@ class CollectResult:
     prompts: int
     disagreements: int
     tokens: int
+    resumed: int
     top1: float
     kl: float
     acceptance: float
@@ -80,11 +84,12 @@ def collect(
     report: Callable[[int], None] = lambda _: None,
 ) -> CollectResult:
     """Write the prompts on which student and teacher differ to `output`, a .jsonl file, batch by
-    batch, so that an interruption loses at most one batch.
+    batch. After an interruption the same call goes on, and at the same batch size the file gets the
+    same bytes as without one.
 
     Args:
         data: records with prompts or texts, see `read_prompts`.
-        output: a file that does not exist yet or is empty.
+        output: a file that does not exist yet, is empty, or is that of an interrupted call.
         data_config: columns, and the `max_length` of prompt and completion together.
         max_new_tokens: length limit of a continuation.
         num_prompts: compare at most this many; None for all.
@@ -92,15 +97,15 @@ def collect(
         report: called after every batch with the number of prompts compared.
 
     Raises:
-        ConfigError: the settings do not work together, or the output exists.
+        ConfigError: the settings do not work together, the output is another one's, or the disk is
+            full.
         DataError: the data give no prompt.
         NumericalError: logits are not finite.
         ModelError: no adapters are attached.
     """
     attached_config(model)
     config, output = data_config if data_config is not None else DataConfig(), Path(output)
-    if output.is_dir() or (output.exists() and output.stat().st_size):
-        raise ConfigError(f"--output {output} exists; choose another file or remove it")
+    check_output(output)
     check_length(config.max_length, model.config)
     length = config.max_length - max_new_tokens  # of a prompt, within one sample
     if max_new_tokens < 1 or length < 2:
@@ -110,43 +115,123 @@ def collect(
         )
     identity = base if base is not None else base_identity(model)
     origin = {"base_hash": identity.strict, "adapter_hash": adapter_hash(model)}
+    settings = {
+        **origin,
+        "--max_new_tokens": max_new_tokens,
+        "--max_length": config.max_length,
+        "--text_column": config.text_column,
+        "--prompt_column": config.prompt_column,
+        "--num_prompts": num_prompts,
+        "--seed": seed,
+    }
+    if has_template(tokenizer):
+        begun = read_progress(output).get("settings", {})
+        if _DATE in begun:  # the prompts of an earlier day
+            fix_date(tokenizer, str(begun[_DATE]))
+        settings[_DATE] = date_of(tokenizer)
     prompts = read_prompts(data, tokenizer, config, length=length, seed=seed)
-    batch = list(itertools.islice(prompts, batch_size))  # fail before making the file
-    if not batch:
+    first = next(prompts, None)  # fail before making the file
+    if first is None:
         raise DataError(
-            "the data give no prompt of two tokens or more; check --dataset_name and its columns"
+            "the data give no prompt of two tokens or more; check --prompt, or --dataset_name and"
+            " its columns"
         )
+    prompts = itertools.islice(itertools.chain([first], prompts), num_prompts)
     ends = end_ids(model, tokenizer)
-    compared = disagreements = tokens = 0
-    sums = torch.zeros(len(COLUMNS), dtype=torch.float64)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with evaluating(model), output.open("w", encoding="utf-8") as file, StopOnSignal() as stop:
-        while stop.number is None and batch:
-            if num_prompts is not None:
-                batch = batch[: num_prompts - compared]
+    with evaluating(model), Output(output, settings) as file, StopOnSignal() as stop:
+        figures = file.figures
+        resumed = figures.prompts
+        _skip(prompts, figures, output)
+        while stop.number is None and (batch := list(itertools.islice(prompts, batch_size))):
             comparisons = compare_prompts(model, batch, max_new_tokens, ends)
-            differing = [c for c in comparisons if c.position is not None]
-            for comparison in differing:
-                file.write(to_json(_record(tokenizer, comparison) | origin) + "\n")
-            file.flush()
-            compared += len(batch)
-            disagreements += len(differing)
-            tokens += sum(len(c.completion) for c in comparisons)
-            sums += torch.cat([c.figures for c in comparisons]).sum(dim=0)
-            report(compared)
-            done = num_prompts is not None and compared >= num_prompts
-            batch = [] if done else list(itertools.islice(prompts, batch_size))
-    top1, kl, acceptance = (float(sums[i]) / max(1, tokens) for i in (_TOP1, _KL, _ACCEPTANCE))
-    return CollectResult(output, compared, disagreements, tokens, top1, kl, acceptance, stop.number)
+            differing = _differing(comparisons)
+            texts = _student_completions(model, differing, max_new_tokens, ends)
+            records = [
+                _record(tokenizer, comparison, text) | origin
+                for comparison, text in zip(differing, texts, strict=True)
+            ]
+            figures = _added(figures, comparisons)
+            file.commit(records, figures)
+            report(figures.prompts)
+        if stop.number is None:
+            file.finish()
+    tokens = max(1, figures.tokens)
+    return CollectResult(
+        output=output,
+        prompts=figures.prompts,
+        disagreements=figures.disagreements,
+        tokens=figures.tokens,
+        resumed=resumed,
+        top1=figures.top1_sum / tokens,
+        kl=figures.kl_sum / tokens,
+        acceptance=figures.acceptance_sum / tokens,
+        signal=stop.number,
+    )
 
 
-def _record(tokenizer: Any, c: Comparison) -> dict[str, Any]:
+def _added(figures: Compared, comparisons: Sequence[Comparison]) -> Compared:
+    """Return the figures with those of further prompts."""
+    sums = torch.cat([c.figures for c in comparisons]).sum(dim=0).tolist()
+    digest = figures.prompts_sha256
+    for comparison in comparisons:
+        digest = _digest_after(digest, comparison.prompt)
+    return Compared(
+        prompts=figures.prompts + len(comparisons),
+        disagreements=figures.disagreements + len(_differing(comparisons)),
+        tokens=figures.tokens + sum(len(c.completion) for c in comparisons),
+        top1_sum=figures.top1_sum + sums[_TOP1],
+        kl_sum=figures.kl_sum + sums[_KL],
+        acceptance_sum=figures.acceptance_sum + sums[_ACCEPTANCE],
+        prompts_sha256=digest,
+    )
+
+
+def _skip(prompts: Iterator[Sample], figures: Compared, output: Path) -> None:
+    """Pass over the prompts of earlier calls; raise ConfigError if they are not the same."""
+    digest = ""
+    for prompt in itertools.islice(prompts, figures.prompts):
+        digest = _digest_after(digest, prompt)
+    if digest != figures.prompts_sha256:
+        raise ConfigError(
+            f"--output {output} was begun with other prompts: use the data of the earlier command,"
+            " or choose another file"
+        )
+
+
+def _digest_after(digest: str, prompt: Sample) -> str:
+    """Return the hash of the prompts up to this one, from that of those before it."""
+    return hashlib.sha256(f"{digest} {list(prompt.input_ids)}".encode()).hexdigest()
+
+
+def _differing(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    return [c for c in comparisons if c.position is not None]
+
+
+def _student_completions(
+    model: PreTrainedModel,
+    differing: Sequence[Comparison],
+    max_new_tokens: int,
+    ends: frozenset[int],
+) -> list[tuple[int, ...]]:
+    """Return what the student writes after each prompt: the teacher's tokens up to the first
+    difference, its own token there, and how it goes on.
+    """
+    starts = [c.student_start for c in differing]
+    limits = [0 if start[-1] in ends else max_new_tokens - len(start) for start in starts]
+    begun = [(*c.prompt.input_ids, *start) for c, start in zip(differing, starts, strict=True)]
+    with adapter_mode(model, "student"):
+        rests = continue_greedily(model, begun, limits, ends, [c.prompt.id for c in differing])
+    return [(*start, *rest) for start, rest in zip(starts, rests, strict=True)]
+
+
+def _record(tokenizer: Any, c: Comparison, by_student: Sequence[int]) -> dict[str, Any]:
     assert c.position is not None
     prompt, at = c.prompt.input_ids, c.figures[c.position]
     return {
         "id": c.prompt.id,
         "prompt": tokenizer.decode(list(prompt), skip_special_tokens=True),
         "completion": continuation_text(tokenizer, prompt, c.completion),
+        "student": continuation_text(tokenizer, prompt, by_student),
         "position": c.position,
         "teacher_token": c.completion[c.position],
         "student_token": c.student_token,

@@ -10,9 +10,11 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.chat import has_template
 from npt.data.encoding import (
     COMPLETION,
     OUTPUT,
+    PROMPT,
     Encoder,
     answer_column,
     filled,
@@ -88,6 +90,15 @@ def _with_any_answer(
         answered = isinstance(last, Mapping) and last.get("role") == "assistant"
         prompt = messages[:-1] if answered else messages
     return {**record, "id": name, column: prompt, COMPLETION: _ANY_ANSWER}
+
+
+def written_prompts(texts: Iterable[str], tokenizer: Any) -> list[Record]:
+    """Return texts as records; for a model with a chat template each is the user's message."""
+    chat = has_template(tokenizer)
+    return [
+        {"id": f"prompt {number}", PROMPT: [{"role": "user", "content": text}] if chat else text}
+        for number, text in enumerate(texts, start=1)
+    ]
 
 
 class _Sequence(Sequence[Record]):

@@ -16,7 +16,7 @@ import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.config import DataConfig
-from npt.data.encoding import RecordCounts
+from npt.data.encoding import COLLECTED, IDS, RecordCounts
 from npt.data.samples import cut
 from npt.data.source import open_source
 from npt.errors import ConfigError, DataError, NumericalError
@@ -129,10 +129,14 @@ def test_every_record_is_what_a_slow_look_finds(student, tokenizer, tmp_path) ->
         if record is None:
             continue
         at = agreed.index(False)
+        rest = written(student, ids + teacher[:at], NEW - at, "student")
+        texts = (teacher, [*teacher[:at], *rest])
         assert (record["position"], record["tokens"]) == (at, len(teacher))
         assert (record["teacher_token"], record["student_token"]) == (teacher[at], own[at])
-        assert record["completion"] == tokenizer.decode(teacher, skip_special_tokens=True)
-        assert (record["base_hash"], record["adapter_hash"]) == hashes
+        assert [record["completion"], record["student"]] == [
+            tokenizer.decode(text, skip_special_tokens=True) for text in texts
+        ]
+        assert rest[0] == own[at] and (record["base_hash"], record["adapter_hash"]) == hashes
         # fp32 logits of padded rows against fp64 softmax of unpadded ones.
         expected = {"kl": kl.mean(), "kl_at": kl[at]}
         expected |= {"acceptance": acceptance.mean(), "acceptance_at": acceptance[at]}
@@ -187,7 +191,7 @@ def test_prompt_and_completion_read_as_the_text_of_their_tokens(kind, tmp_path) 
     found = lines(tmp_path / "found.jsonl")
     assert found
     for record in found:
-        assert record["completion"][0] == " "
+        assert record["completion"][0] == record["student"][0] == " "
         assert record["prompt"] + record["completion"] == words.decode(
             record["input_ids"], skip_special_tokens=True
         )
@@ -214,10 +218,9 @@ def test_what_is_trained_on_are_the_teachers_tokens_and_no_others(
             assert sample.input_ids == (*ids, *teacher)
             assert sample.labels == (*[-100] * len(ids), *teacher)
     assert samples == {}
-    texts = [
-        {name: record[name] for name in ("prompt", "completion")}
-        for record in lines(tmp_path / "failures.jsonl")
-    ]
+    found = lines(tmp_path / "failures.jsonl")
+    assert {key for record in found for key in record} - {"id", *IDS} == set(COLLECTED)
+    texts = [{name: record[name] for name in ("prompt", "completion")} for record in found]
     assert {s.input_ids for s in cut(texts, tokenizer, config)}.isdisjoint(
         s.input_ids for s in cut(open_source(config), tokenizer, config)
     )
@@ -229,6 +232,13 @@ def test_a_signal_ends_it_after_the_batch(student, tokenizer, whole, tmp_path) -
     result = gather(student, tokenizer, path, report=lambda _: os.kill(os.getpid(), number))
     assert (result.signal, result.exit_status, result.prompts) == (number, 128 + number, 2)
     assert whole.read_bytes().startswith(path.read_bytes())
+    with pytest.raises(ConfigError, match="begun with other prompts"):
+        gather(student, tokenizer, path, RECORDS[::-1])
+    seen = []
+    result = gather(student, tokenizer, path, report=seen.append)
+    assert (result.signal, result.resumed, result.prompts) == (None, 2, 9) and seen[0] == 4
+    assert path.read_bytes() == whole.read_bytes() and list(tmp_path.iterdir()) == [path]
+    assert result.kl == pytest.approx(gather(student, tokenizer, tmp_path / "new.jsonl").kl)
 
 
 def test_records_are_on_disk_after_every_batch(student, tokenizer, whole, tmp_path) -> None:
@@ -260,7 +270,7 @@ def test_a_refused_call_leaves_no_file(student, tokenizer, tmp_path) -> None:
     path.write_text("mine")
     with pytest.raises(ConfigError, match=r"failures\.jsonl exists"):
         gather(student, tokenizer, path)
-    with pytest.raises(ConfigError, match="exists; choose another"):
+    with pytest.raises(ConfigError, match="exists and is not a file"):
         gather(student, tokenizer, tmp_path)
     assert path.read_text() == "mine"
 
