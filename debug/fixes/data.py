@@ -6,6 +6,7 @@ import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 

@@ -25,8 +25,8 @@ def collect(flags: dict[str, Any]) -> int:
 
     prompts = flags["prompt"]
     output = Path(flags["output"])
-    check_output(output)
     check_file(output, "--output", parents=True)
+    check_output(output)
     if prompts is not None:
         _check_prompts(flags)
     task = begin(flags)
