@@ -52,8 +52,8 @@ ADAM_BETAS = (0.9, 0.999)
 
 PRODUCT_RATE = 0.1
 """Share of the learning rate at which M and B of gate, up and down train after a closed-form start.
-
-"""
+Adam moves them from 0 by the rate, however little they gain. At the full rate a student that starts
+close to its teacher ends worse than it began (docs/results/choosing-settings.md)."""
 
 
 def student_guard(
@@ -74,7 +74,7 @@ def student_guard(
     parameters = adapter_parameters(model)
     check_unfrozen(parameters)
     optimizer = torch.optim.AdamW(
-        parameter_groups(model),
+        parameter_groups(model, config),
         lr=config.learning_rate,
         betas=ADAM_BETAS,
         weight_decay=config.weight_decay,
@@ -90,16 +90,20 @@ def student_guard(
     return Guard(model, optimizer, rates=rates, **(defaults | settings))
 
 
-def parameter_groups(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: with a closed-form start, the products' M and B train at
-    PRODUCT_RATE times the rate of the others."""
-    config = attached_config(model)
-    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+def parameter_groups(model: PreTrainedModel, config: TrainConfig) -> list[dict[str, Any]]:
+    """Return the optimizer's groups of parameters: the products' M and B train at PRODUCT_RATE of
+    the learning rate if the student starts close to a teacher that it imitates.
+    """
+    near = attached_config(model).init == "calibrated" and config.judged_by == "kl"
+    stream: list[nn.Parameter] = []
+    products: list[nn.Parameter] = []
     for name, parameter in adapter_parameters(model).items():
-        of_product = name.rpartition(".")[2] in PRODUCTS and config.init == "calibrated"
-        groups[of_product].append(parameter)
-    scales: dict[bool, dict[str, Any]] = {False: {}, True: {RATE_SCALE: PRODUCT_RATE}}
-    return [{"params": groups[key], **scales[key]} for key in groups if groups[key]]
+        of_product = name.rpartition(".")[2] in PRODUCTS
+        (products if near and of_product else stream).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": stream}]
+    if products:
+        groups.append({"params": products, RATE_SCALE: PRODUCT_RATE})
+    return groups
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:

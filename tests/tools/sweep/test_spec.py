@@ -153,7 +153,7 @@ name: '', parts: {a: {}} => cannot be a folder name
 name: ../x, parts: {a: {}} => name '../x' cannot
 name: .., parts: {a: {}} => name '..' cannot
 name: "a\nb", parts: {a: {}} => cannot be a folder name
-parts: {a: {bisect: {setting: loss, low: nmse, high: direction}}} => write a setting that is a number
+parts: {a: {bisect: {setting: loss, low: nmse, high: direction}}} => write a setting that is
 """
 ROWS = dict(line.split(" => ") for line in REFUSED.strip().splitlines())
 
