@@ -52,6 +52,8 @@ NOT_RUN = {
     r"npt export ": "tests/adapters/files/test_export.py",
     r"npt import ": "tests/cli/test_cli_import.py",
     r"npt replay ": "tests/forensics/test_replay.py",
+    r"npt consolidate ": "tests/cli/test_cli_consolidate.py",
+    r"npt pretrain .*--modulation both": "tests/train/test_resolve.py",
     r"torchrun |python pretrain_npt_safe\.py": "tests/distributed/test_several_processes.py",
     r"python debug/debug_nan\.py": "tests/faults/test_tracer_demo.py",
     r"python debug/inject_fault\.py .*--trainer": "tests/faults/test_row_cases.py",
