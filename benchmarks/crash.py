@@ -73,7 +73,7 @@ def result_of(folder: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "step": checkpoint.name,
-        "state": {name: value for name, value in state.items() if name != "settings"},
+        "state": {n: value for n, value in state.items() if n not in ("settings", "date")},
         "metrics": [
             {name: value for name, value in line.items() if name != "tokens_per_second"}
             for line in lines

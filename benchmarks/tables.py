@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from npt.evaluation.formatting import FIGURES
+from npt.figures import FIGURES
 
 Json = Mapping[str, Any]
 Cell = str | Callable[[Any], str]

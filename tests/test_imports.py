@@ -14,7 +14,7 @@ ROOT = Path(npt.__file__).parent
 # Low to high. A unit is a module or package directly below npt; several on one line may not import
 # one another.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version", "presets"),
+    ("errors", "version", "presets", "figures"),
     ("files", "console", "stored", "extras", "config", "versions"),
     ("flags", "random_state", "manifest"),
     ("data",),

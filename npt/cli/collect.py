@@ -18,7 +18,7 @@ def collect(flags: dict[str, Any]) -> int:
     student's. After an interruption the same command goes on.
     """
     from npt.data.source import OWN_HELDOUT, open_source
-    from npt.evaluation.formatting import FIGURES
+    from npt.figures import FIGURES
     from npt.tools.collect.collect import collect as run
     from npt.tools.collect.output import check_output
     from npt.tools.collect.prompts import written_prompts

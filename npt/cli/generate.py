@@ -78,8 +78,8 @@ def _parting_line(figures: dict[str, Any]) -> str:
 def _write_page(
     page: Path, student: Student, ids: list[int], figures: dict[str, Any], recipe: dict[str, str]
 ) -> None:
-    from npt.evaluation.formatting import FIGURES
     from npt.evaluation.modulation_map import modulation_map
+    from npt.figures import FIGURES
     from npt.report.generated import page as generated_page
 
     texts = {mode: figures[mode] for mode in MODES if mode in figures}

@@ -13,7 +13,7 @@ def transplant(flags: dict[str, Any]) -> int:
     task = begin(flags)
     import npt
     from npt.data.continuation import prompt_tokens
-    from npt.evaluation.formatting import FIGURES
+    from npt.figures import FIGURES
 
     model, tokenizer, _, other = task.load()
     donor, receiver = (prompt_tokens(tokenizer, flags[f"text_{end}"]) for end in ("from", "to"))

@@ -18,7 +18,6 @@ from npt.data.batch import Sample, batches
 from npt.data.samples import cut
 from npt.data.source import Given, records_from
 from npt.errors import DataError
-from npt.evaluation.formatting import Change, nan_for_null
 from npt.evaluation.layers import LayerErrors
 from npt.evaluation.metrics import (
     Figures,
@@ -31,6 +30,7 @@ from npt.evaluation.metrics import (
     per_sample_sums,
     predicting,
 )
+from npt.figures import Change, nan_for_null
 from npt.random_state import kept_random_state
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs
 from npt.errors import DataError
-from npt.evaluation.formatting import Change, nan_for_null, unpaired
+from npt.figures import Change, nan_for_null, unpaired
 
 COLUMNS = ("teacher_nll", "nll", "kl", "top1", "acceptance", "tokens")
 

@@ -13,9 +13,9 @@ from rich.text import Text
 from npt.console import make_console
 from npt.errors import printable
 from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, NO_ERROR, change_line
 from npt.evaluation.greedy import Divergence
 from npt.evaluation.metrics import Figures
+from npt.figures import COMPARISON_NAMES, FIGURES, NO_ERROR, change_line
 
 _ROWS = ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
 

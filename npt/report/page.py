@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from npt.evaluation.formatting import FIGURES, Verdict
+from npt.figures import FIGURES, Verdict
 from npt.report.pages import render
 from npt.report.run import Event, RunRecord, step_of
 from npt.report.sections import (

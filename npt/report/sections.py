@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from npt.evaluation.formatting import (
+from npt.figures import (
     COMPARISON_NAMES,
     FIGURES,
     Change,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from npt.evaluation.formatting import FIGURES
+from npt.figures import FIGURES
 
 TEXT = 300  # the most characters shown of a text
 

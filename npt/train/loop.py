@@ -300,11 +300,16 @@ class Loop:
         self.setup.say(self.metrics.progress(metrics))
 
     def _log_rest(self) -> None:
-        """Log at the end of the loop what came after the last line: a step or refusals."""
+        """Log at the end of the loop what came after the last line: a step or refusals.
+
+        A line of `metrics.jsonl` is that of a step, so refusals alone go to the trackers, and to
+        the event that ends the run.
+        """
         if self._unlogged is not None:
             self._log(self._unlogged)
         elif self.refused.total() != self._refusals_logged:
-            self._write({"step": self.steps, **self._refusal_counts})
+            with self._stopping_together():
+                self.run.trackers.log(self._refusal_counts, self.steps)
 
     def _write(self, metrics: dict[str, Any]) -> None:
         self._unlogged, self._refusals_logged = None, self.refused.total()

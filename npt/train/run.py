@@ -18,7 +18,7 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.data.batch import Batch
 from npt.data.encoding import lost, unused_columns
 from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError
-from npt.evaluation.formatting import FIGURES
+from npt.figures import FIGURES
 from npt.files import write_text
 from npt.guard.forensics import KEPT
 from npt.guard.guard import Guard

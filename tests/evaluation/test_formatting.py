@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npt.evaluation.formatting import FIGURES, Change, change_line, verdict
 from npt.evaluation.metrics import Figures
+from npt.figures import FIGURES, Change, change_line, verdict
 
 
 def test_every_figure_that_a_file_has_is_written_in_one_way() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from npt.errors import CheckpointError, TooManyRefusalsError
 from npt.report.run import RunRecord
 from npt.runs.checkpoint import read_checkpoint
+from npt.runs.trackers import Trackers
 
 
 @pytest.fixture
@@ -60,22 +61,25 @@ def stopped(here: Runs, good: int, monkeypatch: pytest.MonkeyPatch, **settings: 
 
 @pytest.mark.parametrize("every", [1, 10])
 def test_a_run_that_stops_on_refusals_logs_their_number(here, monkeypatch, every) -> None:
+    logged: list[tuple[dict, int]] = []
+    monkeypatch.setattr(Trackers, "log", lambda _, metrics, step: logged.append((metrics, step)))
     folder = stopped(here, 3, monkeypatch, log_steps=every)
-    last = lines(folder, "metrics")[-1]
-    counts = {"step": 3, "refused_total": 2, "refused.data": 2, "epoch": 0, "refused_in_epoch": 2}
-    assert {key: last[key] for key in counts} == counts
     (event,) = events(folder, "stopped")
     assert (event["step"], event["refused"]) == (3, 2)
     assert event["refused_by_kind"] == {"data": 2}
     assert event["refused_by_epoch"] == {"0": 2}
     record = RunRecord(folder)
     assert record.steps[-1] == 3 and record.last("loss")[0] == 3
+    # a line of metrics.jsonl is that of a step; the trackers are told the rest
+    counts = {"refused_total": 2, "refused.data": 2, "epoch": 0, "refused_in_epoch": 2}
+    told, step = logged[-1]
+    assert counts.items() <= told.items() and step == 3
 
 
 def test_a_run_without_a_step_logs_its_refusals_too(here, monkeypatch) -> None:
     folder = stopped(here, 0, monkeypatch)
-    (line,) = lines(folder, "metrics")
-    assert (line["step"], line["refused_total"]) == (0, 2)
+    (event,) = events(folder, "stopped")
+    assert (event["step"], event["refused"]) == (0, 2)
     assert RunRecord(folder).steps == []
 
 
@@ -87,7 +91,7 @@ def test_refusals_are_counted_by_epoch_also_after_a_resume(here) -> None:
     assert done["refused_by_epoch"] == {"0": 2, "1": 2}
     assert "refused: 2 in epoch 0, 2 in epoch 1 (the first is 0)" in here.said.getvalue()
     by_epoch = {n["epoch"]: n["refused_in_epoch"] for n in lines(whole.folder, "metrics")}
-    assert by_epoch == {0: 2, 1: 2}
+    assert by_epoch == {0: 2, 1: 1}  # the last one came after the last step
     here.run("cut", num_epochs=1, **settings)
     resumed = here.run("cut", num_epochs=2, resume="auto", **settings)
     assert events(resumed.folder, "done")[-1]["refused_by_epoch"] == {"0": 2, "1": 2}

@@ -9,7 +9,7 @@ from typing import Any
 
 from npt.adapters.files.hub import is_hub_id
 from npt.base.recipe import Recipe
-from npt.evaluation.formatting import FIGURES
+from npt.figures import FIGURES
 
 _LABELS = {
     "floor": "floor (attention removed)",

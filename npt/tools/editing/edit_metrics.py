@@ -27,7 +27,6 @@ from npt.console import say
 from npt.data.batch import Batch, Sample, batches
 from npt.data.continuation import bare_tokens, opening_tokens
 from npt.errors import ConfigError, DataError, NumericalError
-from npt.evaluation.formatting import FIGURES
 from npt.evaluation.metrics import (
     Figures,
     compare_tokens,
@@ -36,6 +35,7 @@ from npt.evaluation.metrics import (
     per_sample_sums,
     predicting,
 )
+from npt.figures import FIGURES
 
 STREAMS: tuple[Mode, ...] = ("student", "teacher")
 ROUNDS = 20
