@@ -21,7 +21,7 @@ real: $(VENV)/.real
 	model=$$($(BIN)/python benchmarks/fetch_model.py) && \
 	$(BIN)/python pretrain_npt_safe.py --config real --model_name "$$model" --output_dir outputs/real-$(STAMP)
 
-# Find out which settings train the embedded model, with about 320 short runs shared by two workers. Run it again to continue a killed study;
+# Find out which settings train the embedded model, with some 300 short runs shared by two workers. Run it again to continue a killed study;
 # remove outputs/stability to start from scratch.
 stability: $(VENV)/.sweep
 	$(BIN)/npt sweep stability --study outputs/stability --workers 2

@@ -63,6 +63,7 @@ def test_another_base_is_refused_with_the_remedy(adapter, fp4, tmp_path, capsys)
     assert "was trained on another base ('tiny'): 4-bit codes " in line and "--any_base" in line
 
 
+@pytest.mark.usefixtures("any_gain")
 @pytest.mark.parametrize("verb", VERBS)
 def test_another_base_is_taken_with_a_warning_and_is_in_the_json(
     adapter, fp4, tmp_path, capsys, monkeypatch, verb

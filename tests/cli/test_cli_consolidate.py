@@ -11,7 +11,6 @@ from cli_words import flags
 from students import moved
 
 import npt
-from npt.cli import consolidate as verb
 from npt.cli.main import main
 
 
@@ -51,12 +50,6 @@ def small_vocabulary(monkeypatch, tokenizer):
 
     tokenizer.decode = lambda ids: f"<{ids[0]}>"
     monkeypatch.setattr(load, "load_tokenizer", lambda name: tokenizer)
-
-
-@pytest.fixture
-def any_gain(monkeypatch):
-    """The random Llama learns no fact; these tests are about the rest."""
-    monkeypatch.setattr(verb, "LEAST_GAIN", -math.inf)
 
 
 @pytest.mark.usefixtures("any_gain")

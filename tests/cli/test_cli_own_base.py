@@ -26,7 +26,7 @@ VERBS = {
     "consolidate": ("--text", "x = 1", "--output", "out", *DATA),
     "export": ("--output", "out"),
     "trace": ("--max_length", "32"),
-    "pretrain": ("--output_dir", "out", "--max_steps", "1", "--init", "random", *DATA),
+    "pretrain": ("--output_dir", "out", "--max_steps", "1", *DATA),
 }
 
 
@@ -41,6 +41,7 @@ def adapter(request, tmp_path_factory) -> Path:
     return npt.save_adapter(model, folder / "adapter")
 
 
+@pytest.mark.usefixtures("any_gain")
 @pytest.mark.parametrize(  # the bases in turns
     ("adapter", "verb"), [*zip(itertools.cycle(OWN), VERBS, strict=False)], indirect=["adapter"]
 )

@@ -443,7 +443,7 @@ def test_a_run_equals_the_one_that_never_saw_its_bad_micro_batches(
         random_states.append(torch.get_rng_state())
     assert [result.refused for result in results] == [3, 0]
     assert results[0].steps == results[1].steps == 4 and results[0].tokens == results[1].tokens
-    counts = ("refused_total", "refused.data", "refused.loss")
+    counts = ("refused_total", "refused.data", "refused.loss", "refused_in_epoch")
     metrics = [timeless(lines(result.folder, "metrics"), *counts) for result in results]
     assert metrics[0] == metrics[1]  # learning rates among them
     assert_same_weights(weights(trainers[0]), weights(trainers[1]))

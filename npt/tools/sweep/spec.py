@@ -10,7 +10,7 @@
         arms: {plain: {}, safe: {safe_mode: true}}                         named bundles of settings
         grid: {learning_rate: [1.0e-3, 1.0e-2], adapter_rank: [4, 16]}     every combination
         random: {count: 8, seed: 0, over: {learning_rate: {low: 1.0e-4, high: 1.0, log: true}, loss:
-            [nmse, mse]}}
+            [nmse, direction]}}
         bisect: {setting: learning_rate, low: 1.0e-4, high: 1.0, rounds: 5}   find the largest value
             that trains
 
@@ -38,7 +38,7 @@ from npt.train.resolve import SETTINGS, resolve
 
 _OF_FOLDER = (
     "output_dir", "run_name", "resume", "save_steps", "save_total_limit", "log_steps", "eval_steps",
-    "sample_steps", "use_wandb", "use_tensorboard", "trace_steps", "smoke_test",
+    "use_wandb", "use_tensorboard", "trace_steps", "smoke_test",
 )  # fmt: skip
 LEFT_OUT = {
     "shard_base": "a trial runs in one process",

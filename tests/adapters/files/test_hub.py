@@ -128,7 +128,7 @@ def test_where_the_base_lies_on_this_disk_is_not_told(hub: Hub, load_model, tmp_
     assert not any(b"somebody" in content for content in pushed.values())
     assert json.loads(pushed[CONFIG_NAME])["base_model_name_or_path"] == "llama"
     assert b"base_model:" not in pushed[CARD_NAME]
-    row = "| student | 11.500 | 1.0500 ± 0.0030 | 0.0500 | 86.0% | - |"
+    row = "| student | 0.0500 | 86.0% | - | 11.500 | 1.0500 ± 0.0030 |"
     assert row in pushed[CARD_NAME].decode()
     assert b"/home/somebody" in (folder / CONFIG_NAME).read_bytes()
 
