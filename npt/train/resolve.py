@@ -222,27 +222,35 @@ def without_rivals(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dic
 
 def run_record(folder: Path) -> dict[str, Any]:
     """Return the record of the run that a run folder, a checkpoint or an adapter's folder belongs
-    to: its `run.json`, else the checkpoint's own; {} if there is neither.
+    to: the checkpoint's own, else `run.json`; {} if there is neither.
 
     Raises:
         CheckpointError: the record is damaged.
     """
+    from npt.runs.checkpoint import RECORD
     from npt.runs.run_folder import RUN
     from npt.stored import read_json
 
     places = [place / RUN for place in (folder, *folder.resolve().parents[:3])]
-    for path in (*places, folder / "state.json"):
+    for path in (folder / RECORD, *places):
         if path.exists():
             return read_json(path, CheckpointError)
     return {}
 
 
 def resumed_record(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of the run that --resume names; {} if there is none yet. Whether the run
-    can be resumed is checked later.
+    """Return the record of the run that --resume names; {} if it has no checkpoint, and so begins
+    anew. Whether the run can be resumed is checked later.
     """
     folder = _resumed_folder(flags)
-    record = {} if folder is None else run_record(folder)
+    if folder is None:
+        return {}
+    from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
+    from npt.runs.checkpoint import RECORD
+
+    if not (folder / RECORD).exists() and not checkpoints(folder / CHECKPOINTS):
+        return {}
+    record = run_record(folder)
     return record if isinstance(record.get("settings"), dict) else {}
 
 

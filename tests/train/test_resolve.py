@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from cli_words import flags
@@ -175,6 +176,22 @@ def test_resume_alone_goes_on_with_the_runs_own_settings(trained):
     assert main(["pretrain", "--resume", str(trained), "--max_steps", "3"]) == 0
     events = (trained / "events.jsonl").read_text().splitlines()
     assert [e["step"] for e in map(json.loads, events) if e["event"] == "save"] == [2, 3]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_from_its_adapter_again(trained, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(trained / "run.json", folder)
+    again = resolve({"resume": "auto", "output_dir": str(folder), "adapter": str(trained)})
+    assert again.start is not None and again.start.folder == trained / "adapter"
+
+
+def test_a_checkpoint_says_itself_how_it_was_trained(trained, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"settings": {"max_length": 99}}))
+    copy = tmp_path / "copies" / "step-00000002"
+    shutil.copytree(next((trained / "checkpoints").glob("step-*2")), copy)
+    run = resolve({"resume": str(copy), "output_dir": str(tmp_path / "new")})
+    assert run.data.max_length == 48
 
 
 def test_an_evaluation_measures_on_the_runs_own_held_out_text(trained, capsys):
