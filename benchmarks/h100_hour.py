@@ -54,7 +54,7 @@ PLAN = {"base": 4, "start": 6, "evaluation": 7, "training": 32, "trained": 7, "g
 """Minutes of each stage in an hour."""
 
 ROWS = {
-    "floor": "floor (attention removed)",
+    "floor": "floor (without context)",
     "cut": "cut (closed-form start)",
     "trained": "student after training",
     "teacher": "teacher (the base)",

@@ -7,6 +7,7 @@ All rows use the same NF4 base and the same held-out samples, one of each docume
 over documents. No row is fitted to these samples. A training keeps the best of four students on
 documents of their own (`real_text.py`).
 
+    numbers             numbers of a code that are not 0, mean over held-out tokens and layers
     parameters          trainable parameters
     minutes             start and training, without evaluation
     start_passes        time of the closed-form start over that of a forward pass of the base over
@@ -62,6 +63,8 @@ class Row:
         about: its description.
         layers: layers to convert; `{last}` is the number of the last one.
         divisor: the rank is D / divisor.
+        active: D / active numbers of a code are active; 0: all.
+        token: the rank of the token part is D / token; 0: there is none.
         form: settings of the adapter besides rank and layers.
         training: settings of the training with `max_steps`, or None.
     """
@@ -69,6 +72,8 @@ class Row:
     about: str
     layers: str = "upper_half"
     divisor: int = 4
+    active: int = 0
+    token: int = 0
     form: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] | None = None
 
@@ -76,13 +81,21 @@ class Row:
         """Return the adapter's settings on a base of this configuration."""
         rank = max(1, base.hidden_size // self.divisor)
         layers = self.layers.format(last=base.num_hidden_layers - 1)
-        return npt.NPTConfig(rank=rank, layers=layers, **{"additive_scale": 1.0, **self.form})
+        active, token_rank = (
+            max(1, base.hidden_size // divisor) if divisor else 0
+            for divisor in (self.active, self.token)
+        )
+        sizes = {"rank": rank, "active": active, "token_rank": token_rank}
+        return npt.NPTConfig(layers=layers, **sizes, **{"additive_scale": 1.0, **self.form})
 
 
 STREAM = {"init": "calibrated", "targets": ("stream",)}
 LOGITS = {"strategy": "end_to_end", "hidden_weight": 0.0, "logit_kl_weight": 1.0, "batch_size": 1}
 ORIGINAL = {"targets": ("gate",), "mult_form": "half_sigmoid", "additive_scale": 0.1}
 NEAR = {**LOGITS, "learning_rate": 5e-5, "max_steps": 300}
+SMALL: dict[str, Any] = {"divisor": 4, "active": 16, "token": 4, "form": STREAM}
+LARGE: dict[str, Any] = {"divisor": 2, "active": 4, "token": 4, "form": STREAM}
+CAREFUL = {**NEAR, "learning_rate": 3e-5}
 
 ROWS = {
     "nf4": Row("NF4 against the 16-bit model"),
@@ -95,6 +108,18 @@ ROWS = {
         form=STREAM,
         training={**NEAR, "learning_rate": 3e-4},
     ),
+    "start-small": Row("closed-form start, D/16", divisor=16, form=STREAM),
+    "code-small": Row("D/16 active numbers of D/4, token part D/4: start", **SMALL),
+    "code-small-trained": Row("the same, trained", training=CAREFUL, **SMALL),
+    "code": Row("D/4 active numbers of D/2, token part D/4: start", **LARGE),
+    "code-trained": Row("the same, trained", training=CAREFUL, **LARGE),
+    "code-small-deep": Row(
+        "all layers but the first: `code-small`, trained",
+        layers="1-{last}",
+        training=CAREFUL,
+        **SMALL,
+    ),
+    "code-deep": Row("all layers but the first: `code`, start", layers="1-{last}", **LARGE),
     "all-but-first": Row(
         "all layers but the first, D/4, trained", layers="1-{last}", form=STREAM, training=NEAR
     ),
@@ -151,12 +176,15 @@ class Bench:
                 made = {"layers": layers, "rank": None, "parameters": 0, "minutes": 0.0}
                 return {**made, "figures": self._evaluate().floor.as_dict()}
             cost = self._start(config) if row.training is None else self._train(row)
+            found = self._evaluate()
+            numbers = [layer.get("active", config.rank) for layer in found.layers.values()]
             return {
                 "layers": layers,
                 "rank": config.rank,
+                "numbers": sum(numbers) / len(numbers),
                 "parameters": sum(p.numel() for p in adapter_parameters(self.model).values()),
                 **cost,
-                "figures": self._evaluate().student.as_dict(),
+                "figures": found.student.as_dict(),
             }
         finally:
             npt.detach(self.model)

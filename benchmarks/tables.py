@@ -60,7 +60,7 @@ def agreement(figures: Json, models: Mapping[str, Json], names: Sequence[str]) -
 def fidelity(figures: Json) -> str:
     """Return a run's fidelity.json."""
     models = {
-        "floor": "floor (attention removed)",
+        "floor": "floor (without context)",
         "initial": "student before training",
         "student": "student after training",
         "teacher": "teacher (the base)",
@@ -222,6 +222,7 @@ def real(figures: Json) -> str:
     columns: dict[str, Cell] = {
         "row": "`{name}`",
         "student": "{about}",
+        "numbers": optional("numbers", ".1f"),
         "parameters": optional("parameters", ","),
         "minutes": optional("minutes", ".1f"),
         "start cost": optional("start_passes", ".1f"),

@@ -110,7 +110,7 @@ def test_a_presets_base_yields_to_a_shape_and_a_preset_to_flags(capsys):
     flags = ["--device", "cpu", "--config", "tiny", "--shape", "embedded", "--batch_size", "2"]
     assert main(["doctor", "--plan", *flags, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
-    assert (plan["name"], plan["tokens_per_step"], plan["ranks"]) == ("embedded", 2 * 256, [48] * 4)
+    assert (plan["name"], plan["tokens_per_step"], plan["ranks"]) == ("embedded", 2 * 256, [96] * 4)
     assert main(["doctor", "--data", "--config", "tiny", "--max_records", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["data"]["records"] == 3
     assert main(["doctor", "--plan", "--config", "none.yaml"]) == 2

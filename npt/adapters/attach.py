@@ -16,7 +16,9 @@ from npt.adapters.converted import (
     STATE,
     Attached,
     adapter_parameters,
+    adapter_tensors,
     attached,
+    by_full_name,
     decoder_layers,
     is_attached,
     npt_layers,
@@ -112,6 +114,10 @@ def attach(
         for index, form in config_by_layer(config, chosen).items():
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
             adapters[index] = NPTAdapter(form, *sizes, generator).to(devices[0])
+    if config.active:
+        shared = adapters[chosen[0]].tau
+        for adapter in adapters.values():
+            adapter.tau = shared
     trainable_before = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -153,13 +159,13 @@ def detach(model: PreTrainedModel) -> None:
 
 
 def adapter_shapes(model: PreTrainedModel, config: NPTConfig) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the parameters that `attach` would make. Raises like `attach`."""
-    sizes, shapes = (model.config.hidden_size, model.config.intermediate_size), {}
+    """Return names and shapes of the tensors that `attach` would make. Raises like `attach`."""
+    sizes = model.config.hidden_size, model.config.intermediate_size
+    forms = config_by_layer(config, check_fit(config, model.config))
     with torch.device("meta"):
-        for index, form in config_by_layer(config, check_fit(config, model.config)).items():
-            for name, parameter in NPTAdapter(form, *sizes).named_parameters():
-                shapes[f"model.layers.{index}.npt.{name}"] = tuple(parameter.shape)
-    return shapes
+        adapters = {index: NPTAdapter(form, *sizes) for index, form in forms.items()}
+    tensors = by_full_name((index, a.state_dict().items()) for index, a in adapters.items())
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, Tensor]) -> None:
@@ -170,7 +176,7 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
     Args:
         model: with adapters attached.
         config: the adapters' own, except for `ranks`.
-        tensors: every parameter by its full name, in the shapes of `adapter_shapes`.
+        tensors: every tensor by its full name, in the shapes of `adapter_shapes`.
     """
     model = viewed(model)
     record = attached(model)
@@ -181,12 +187,15 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
     for index, form in config_by_layer(config, tuple(layers)).items():
         layers[index].npt.config = form
     with torch.inference_mode(False), torch.no_grad():
-        for name, parameter in adapter_parameters(model).items():
-            if parameter.shape != shapes[name]:
+        for name, tensor in adapter_tensors(model).items():
+            if tensor.shape != shapes[name]:
                 owner, _, leaf = name.rpartition(".")
-                parameter = nn.Parameter(parameter.new_empty(shapes[name]), parameter.requires_grad)
-                model.get_submodule(owner).register_parameter(leaf, parameter)
-            parameter.copy_(tensors[name])
+                fresh = tensor.new_empty(shapes[name])
+                if isinstance(tensor, nn.Parameter):
+                    fresh = nn.Parameter(fresh, tensor.requires_grad)
+                setattr(model.get_submodule(owner), leaf, fresh)
+                tensor = fresh
+            tensor.copy_(tensors[name])
     record.config, record.random_start = config, False
 
 

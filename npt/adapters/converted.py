@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.layer import Mode, NPTLayer, in_parts
@@ -60,12 +61,29 @@ def npt_layers(model: PreTrainedModel) -> list[tuple[int, NPTLayer]]:
 
 
 def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the adapters' parameters by their full name in the model, in a fixed order."""
-    return {
-        f"model.layers.{index}.npt.{name}": parameter
-        for index, layer in npt_layers(model)
-        for name, parameter in layer.npt.named_parameters()
-    }
+    """Return the adapters' parameters by their full name in the model, in a fixed order. Layers
+    share tau, which has the name of the first one.
+    """
+    return by_full_name((i, layer.npt.named_parameters()) for i, layer in npt_layers(model))
+
+
+def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return all that a saved adapter holds: `adapter_parameters`, and what is not trained."""
+    adapters = [(index, layer.npt) for index, layer in npt_layers(model)]
+    return by_full_name((i, chain(a.named_parameters(), a.named_buffers())) for i, a in adapters)
+
+
+T = TypeVar("T")
+
+
+def by_full_name(layers: Iterable[tuple[int, Iterable[tuple[str, T]]]]) -> dict[str, T]:
+    """Return what each converted layer's adapter has, by its full name in the model."""
+    named: dict[str, T] = {}
+    for number, (index, of_adapter) in enumerate(layers):
+        for name, value in of_adapter:
+            if number == 0 or name != "tau":
+                named[f"model.layers.{index}.npt.{name}"] = value
+    return named
 
 
 def is_attached(model: PreTrainedModel) -> bool:

@@ -53,15 +53,27 @@ def check_fit(
     """Return the layers that `config` converts on a model of this configuration.
 
     Raises:
-        ConfigError: layers are out of range, `max_length` exceeds the model's positions, or a rank
-            exceeds the hidden size, at which z = A a already holds all of a.
+        ConfigError: layers are out of range, `max_length` exceeds the model's positions, a rank
+            exceeds the hidden size, at which z = A a already holds all of a, or more numbers of a
+            code are to be active than it has.
     """
     chosen = resolve_layers(config.layers, model_config.num_hidden_layers)
-    largest = max(config.ranks_of(len(chosen)))
+    ranks = config.ranks_of(len(chosen))
+    largest, mean = max(ranks), sum(ranks) / len(ranks)
     if largest > model_config.hidden_size:
         flag = "adapter_rank" if config.ranks is None else "ranks"
         raise ConfigError(
             f"--{flag} is {largest}, larger than the model's hidden size"
+            f" {model_config.hidden_size}; lower it"
+        )
+    if config.active > mean:
+        raise ConfigError(
+            f"--active is {config.active}, but a code has only {mean:g} numbers (--adapter_rank);"
+            " lower it, or pass 0 for all of them"
+        )
+    if config.token_rank > model_config.hidden_size:
+        raise ConfigError(
+            f"--token_rank is {config.token_rank}, larger than the model's hidden size"
             f" {model_config.hidden_size}; lower it"
         )
     check_length(max_length or 0, model_config)

@@ -5,6 +5,17 @@ product y of the MLP becomes
 
     y' = m * y + s,   m = 1 + beta * (2 sigmoid(M z) - 1),   s = alpha * (B z)
 
+With a token part, the code carries only what the context adds, and only its large numbers. With
+x1 = RMSNorm1(h), which attention reads, and r = rms(h),
+
+    l = b + L x1             what the token itself says of its attention output; L has rank Q
+    u = c * A (a - l) / r    in nats: an error e of u costs |e|^2 / 2, to second order
+    z = u where |u| >= tau, else 0
+    h' = h + l + r alpha B_stream (z / c)
+
+tau is one number for all layers and tokens. c [R] lets A and B be stored at the same size, so that
+one learning rate fits both. Without context (mode `floor`) z is 0.
+
 m lies within (1 - beta, 1 + beta), so with beta < 1 it never reaches 0, where a channel and its
 gradient would vanish. It is exactly 1 at M z = 0. On purpose there is no dropout, no bias and no
 normalisation of a or z.
@@ -16,8 +27,8 @@ A converted layer keeps its modules, parameter names and hooks. Only its class c
 subclass of the original, and it gains the child `npt`. A wrapper would not work: transformers finds
 decoder layers by `isinstance` to collect `output_hidden_states`.
 
-Shapes: B batch, T time, D hidden, F ffn, R rank, O width of the modulated product (F or D); `...`
-is any leading shape.
+Shapes: B batch, T time, D hidden, F ffn, R rank, Q rank of the token part, O width of the modulated
+product (F or D); `...` is any leading shape.
 """
 
 from __future__ import annotations
@@ -28,6 +39,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from npt.adapters.recompute import is_recomputing
@@ -38,7 +50,8 @@ from npt.config import STREAM, TARGETS, NPTConfig
 T = TypeVar("T")
 
 Mode = Literal["student", "teacher", "floor"]
-"""A layer computes the NPT form, the base, or the NPT form without modulation (no attention)."""
+"""A layer computes the NPT form, the base, or the NPT form without context: with the token part
+alone, if there is one, and without modulation."""
 
 Terms = Sequence[tuple[Tensor | None, Tensor | None]]
 """(m, s) of each target, [..., O] each; None if the adapter's form lacks the term."""
@@ -48,6 +61,13 @@ Observer = Callable[[dict[str, Tensor | None]], None]
 
 STD_A, STD_B = 0.02, 0.001
 """Standard deviations of A and B at a random start. M starts at 0, so every multiplier is 1."""
+
+SMALLEST_SIZE = 1e-6
+"""Least r, for a token whose state is 0."""
+
+COUNT_GRADIENT = 1e-5
+"""Gradient of tau for a number too few or too many. It is far below those of the weights, with
+which it is clipped, and AdamW's steps do not depend on it."""
 
 
 def multiplier(u: Tensor, mult_bound: float) -> Tensor:
@@ -117,6 +137,10 @@ class NPTAdapter(nn.Module):
         A: [R, D].
         B: [O, R] by target; the stream has one in every form.
         M: [O, R] by target; the stream has none.
+        b: [D], bias of the token part.
+        L_in, L_out: [Q, D] and [D, Q], with L = L_out L_in.
+        scale: [R], c; it is not trained.
+        tau: [1], shared by all layers of a model.
         mode: what the layer computes.
         observer: called, if set, with the stages of each pass, from `h` to `o`.
         recode: called, if set, to replace the tokens' codes (npt/tools/editing/transplant.py).
@@ -152,6 +176,15 @@ class NPTAdapter(nn.Module):
         self.A = normal(rank, hidden_size, STD_A)
         self.B = nn.ParameterDict({t: normal(widths[t], rank, std_b(t)) for t in config.shifted})
         self.M = nn.ParameterDict({t: normal(widths[t], rank, 0.0) for t in config.multiplied})
+        if config.token_part:
+            self.b = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32))
+            self.scale: Tensor
+            self.register_buffer("scale", torch.ones(rank, dtype=torch.float32))
+        if config.token_rank:
+            self.L_in = normal(config.token_rank, hidden_size, STD_A)
+            self.L_out = normal(hidden_size, config.token_rank, 0.0)
+        if config.active:
+            self.tau = nn.Parameter(torch.zeros(1, dtype=torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NPTAdapter:
         """Move with the model but ignore casts, which are meant for the base."""
@@ -168,10 +201,27 @@ class NPTAdapter(nn.Module):
             self.observer(stages)
 
     def code(self, attention: Tensor) -> Tensor:
-        """Return z = A a, [..., D] -> [..., R], in fp32 even under autocast."""
+        """Return z [..., R] from a, or from (a - l) / r, [..., D], in fp32 even under autocast."""
         with torch.autocast(attention.device.type, enabled=False):
             z = F.linear(attention.to(self.A.dtype), self.A)
+            if self.config.token_part:
+                z = self.scale * z
+            if self.config.active:
+                self.show(u=z)
+                z = _Threshold.apply(z, self.tau, self.config.active)
         return z if self.recode is None else self.recode(z)
+
+    def size_of(self, state: Tensor) -> Tensor:
+        """Return r = rms(h) of an fp32 state, [..., D] -> [..., 1]."""
+        return state.square().mean(dim=-1, keepdim=True).clamp_min(SMALLEST_SIZE**2).sqrt()
+
+    def token_part(self, x1: Tensor) -> Tensor:
+        """Return l = b + L x1, [..., D] -> [..., D], in fp32 even under autocast."""
+        with torch.autocast(x1.device.type, enabled=False):
+            if not self.config.token_rank:
+                return self.b.expand(x1.shape)
+            inner = F.linear(x1.to(self.b.dtype), self.L_in)
+            return F.linear(inner, self.L_out, self.b)
 
     def weights_of(self, target: str) -> tuple[Tensor | None, Tensor | None]:
         """Return M and B of a target, each None if the form lacks it."""
@@ -198,6 +248,30 @@ class NPTAdapter(nn.Module):
             mult, add = (w if w is None else w.detach().requires_grad_() for w in (mult, add))
         with torch.autocast(y.device.type, enabled=False):
             return modulate(y, z, mult, add, self.config)
+
+
+class _Threshold(torch.autograd.Function):
+    """z = u where |u| >= tau, else 0; NaN stays NaN.
+
+    Gradients pass through the numbers that are kept. That of tau is no derivative: it points to the
+    tau at which `active` numbers of a token are kept on average over tokens and layers. So tau
+    follows the mean count, and refusals, checkpoints and several processes treat it as a weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, tau: Tensor, active: int) -> Tensor:
+        kept = ~(u.abs() < tau)
+        ctx.save_for_backward(kept)
+        ctx.active = active
+        return torch.where(kept, u, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (kept,) = ctx.saved_tensors
+        tokens = kept.numel() // kept.shape[-1]
+        lacking = ctx.active * tokens - torch.count_nonzero(kept)
+        return torch.where(kept, grad, 0.0), (COUNT_GRADIENT * lacking).to(grad.dtype)[None], None
 
 
 NPT_FORMS: dict[type[nn.Module], type[NPTLayer]] = {}
@@ -242,17 +316,33 @@ def attention_output(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
 
 
 def student_stream(
-    layer: NPTLayer, hidden: Tensor, attention: Tensor, code: Tensor | None
-) -> Tensor:
-    """Return the stream that the student's MLP reads and adds to.
+    layer: NPTLayer, hidden: Tensor, attention: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the stream that the student's MLP reads and adds to, [..., D], and the code z.
 
-    It is h, or h + a with a kept residual. The target `stream` adds alpha B_stream z; code: z.
+    It is h, with a kept residual h + a, with a token part h + l. The target `stream` adds its
+    shift. Mode `floor` has no code.
     """
     adapter = layer.npt
-    kept = hidden + attention if adapter.config.residual == "keep" else hidden
-    stream, _, shift = adapter.apply_to(STREAM, kept, code)
-    adapter.show(h=hidden, a=attention, z=code, s_stream=shift, stream=stream)
-    return stream
+    form, floor = adapter.config, adapter.mode == "floor"
+    z = read = None
+    kept = hidden + attention if form.residual == "keep" else hidden
+    if not form.token_part:
+        z = read = None if floor else adapter.code(attention)
+    else:
+        # its hooks saw this call already, in attention
+        own = adapter.token_part(layer.input_layernorm.forward(hidden))
+        adapter.show(l=own)
+        kept = hidden.to(own.dtype)
+        if not floor:
+            size = adapter.size_of(kept)
+            z = adapter.code((attention - own) / size)
+            read = size * (z / adapter.scale)
+        kept = kept + own
+    stream, _, shift = adapter.apply_to(STREAM, kept, read)
+    stream = stream.to(hidden.dtype)
+    adapter.show(h=hidden, a=attention, z=z, s_stream=shift, stream=stream)
+    return stream, z
 
 
 def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Terms]:
@@ -262,8 +352,7 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
     nothing and has no terms.
     """
     adapter = layer.npt
-    z = None if adapter.mode == "floor" else adapter.code(attention)
-    stream = student_stream(layer, hidden, attention, z)
+    stream, z = student_stream(layer, hidden, attention)
     down, terms = student_mlp(layer, layer.post_attention_layernorm(stream), z)
     output = stream + down
     adapter.show(o=output)

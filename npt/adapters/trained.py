@@ -101,8 +101,8 @@ def trained_output(
         if energy is None:
             energy = torch.zeros(len(hidden), dtype=adapter.A.dtype, device=hidden.device)
     else:
-        z = adapter.code(attention)
-        stream = student_stream(layer, hidden, attention, z)
+        stream, z = student_stream(layer, hidden, attention)
+        assert z is not None
         read, x = _mlp_input(layer, stream, taught)
         weights = [weight for target in _PRODUCTS for weight in adapter.weights_of(target)]
         down, of_teacher, energy = _MLP.apply(
@@ -479,9 +479,10 @@ def modulated_backward(grad: Tensor, y: Tensor, low: LowRank, grad_y: Tensor | N
         low.add_gradients(0, rows, grad[rows], y, low.c(0, rows), grad_y)
 
 
-MODULATION = ("multiplier_change", "at_bounds", "code_norm", "shift_norm")
+MODULATION = ("multiplier_change", "at_bounds", "code_norm", "shift_norm", "active")
 """Figures of a layer's modulation, means over tokens: |m - 1| and the share of multipliers at a
-bound, over all products; the norm of z; the norm of the shifts of all targets together."""
+bound, over all products; the norm of z; the norm of the shifts of all targets together, that of the
+stream in units of r if there is a token part; the number of z's entries that are not 0."""
 
 
 class ModulationMeter:
@@ -512,7 +513,7 @@ class ModulationMeter:
 
     def take(self) -> Tensor:
         """Return and forget the sums: for each layer the number of tokens, then `MODULATION` summed
-        over them [layers * 5]. They are 0 for a layer that the passes left out.
+        over them [layers * 6]. They are 0 for a layer that the passes left out.
         """
         sums, self._sums = self._sums, {}
         none = torch.zeros(1 + len(MODULATION), device=next(iter(self._spreads)).A.device)
@@ -526,7 +527,7 @@ class ModulationMeter:
 
 @torch.no_grad()
 def _strength(adapter: NPTAdapter, z: Tensor, middle: float, half: float) -> Tensor:
-    """Return the number of tokens and the sums of `MODULATION` over them, from z [N, R]: [5].
+    """Return the number of tokens and the sums of `MODULATION` over them, from z [N, R]: [6].
 
     middle, half: the middle of the multipliers' range, and half its width.
     """
@@ -541,9 +542,12 @@ def _strength(adapter: NPTAdapter, z: Tensor, middle: float, half: float) -> Ten
             sums[2] += m.sub_(middle).abs_().gt_(SATURATED * half).sum() / count
     sums[0].fill_(len(z))
     sums[3] = torch.linalg.vector_norm(z, dim=-1).sum()
+    sums[5] = torch.count_nonzero(z)
     # |s|^2 = z'(alpha^2 B'B) z, so the wide s is not computed
     gram = z.new_zeros(z.shape[-1], z.shape[-1])
-    for add in adapter.B.values():
+    for target, add in adapter.B.items():
+        if target == STREAM and form.token_part:
+            add = add / adapter.scale  # in units of the token's size r
         gram.addmm_(add.t(), add, alpha=form.additive_scale**2)
     sums[4] = ((z @ gram) * z).sum(dim=-1).clamp_min_(0.0).sqrt_().sum()
     return sums

@@ -13,6 +13,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import (
     adapter_parameters,
+    adapter_tensors,
     attached_config,
     evaluating,
     is_sharded,
@@ -31,25 +33,20 @@ from npt.adapters.converted import (
 )
 from npt.adapters.fit import format_layers
 from npt.base.attention import set_deterministic
-from npt.calibration.cut import Cut, spend
+from npt.calibration.cut import SOLVED, Cut, spend
+from npt.calibration.refit import refit
 from npt.calibration.report import Calibration, LayerCalibration
 from npt.calibration.samples import read_samples
 from npt.calibration.sensitivity import Sensitivity, measure
+from npt.calibration.threshold import set_apart, set_threshold
+from npt.calibration.together import together
 from npt.config import STREAM, NPTConfig
 from npt.console import say, silent_console
 from npt.data.batch import Batch, Sample, batches
 from npt.data.source import Given
 from npt.distill.step import free_memory
 from npt.distributed.processes import ProcessGroup
-from npt.errors import (
-    ConfigError,
-    DataError,
-    NoMemoryError,
-    NotSupportedError,
-    NumericalError,
-    first_line,
-    is_out_of_memory,
-)
+from npt.errors import ConfigError, DataError, NotSupportedError, first_line, is_out_of_memory
 from npt.random_state import kept_random_state
 
 T = TypeVar("T")
@@ -58,9 +55,6 @@ HOST = torch.device("cpu")
 
 TOKENS_PER_RANK = 4
 """Fewest tokens per rank; with fewer, the start would fit noise."""
-
-SOLVED = ("A", f"B.{STREAM}")
-"""The parameters of a layer that the closed-form start sets. All others are 0."""
 
 
 @torch.inference_mode(False)  # it takes gradients of the teacher
@@ -79,9 +73,10 @@ def calibrate(
 ) -> Calibration:
     """Set the attached adapters to the closed-form start (npt/calibration/cut.py).
 
-    The target `stream` gets attention cut to the directions that the predictions read most. All
-    other B, and all M, are 0. If anything fails, the adapters of all processes are unchanged. fp32
-    products use `highest` precision, whatever torch's setting.
+    The target `stream` gets attention cut to the directions that the predictions read most, after
+    the token part, if the form has one (npt/calibration/token_part.py). All other B, and all M, are
+    0. If anything fails, the adapters of all processes are unchanged. fp32 products use `highest`
+    precision, whatever torch's setting.
 
     Args:
         model: with adapters attached, quantised or not. Only the adapters change. Unless the
@@ -135,6 +130,8 @@ def calibrate(
     ids = hashlib.sha256(repr([sample.input_ids for sample in samples]).encode()).hexdigest()
     own = {"calibration samples of hash": ids[:16], "seed": seed, "batch_size": batch_size}
     processes.agree({**asdict(config), **own})
+    of_threshold = samples[len(samples) - set_apart(samples) :] if config.active else []
+    samples = samples[: len(samples) - len(of_threshold)]
     count = tokens_of(samples)
     say(console, f"calibrating layers {format_layers(tuple(layers))} on {count:,} tokens")
     device = next(model.parameters()).device
@@ -146,7 +143,9 @@ def calibrate(
         )
         width = model.config.hidden_size
         # before the pass: during it, processes that share a base could not start again
-        sums = together(processes, lambda: {i: Sensitivity(width, matrices_on) for i in layers})
+        sums = together(
+            processes, lambda: {i: Sensitivity(width, config, matrices_on) for i in layers}
+        )
         with evaluating(model):
             together(processes, lambda: measure(model, shown, seed, sums), model)
         return sums
@@ -166,6 +165,7 @@ def calibrate(
             sums[index].average(processes, count)
             if number % processes.size != processes.index:
                 del sums[index]
+        sensitivity = {i: s.to_attention for i, s in sums.items()} if config.token_part else {}
         cuts = together(processes, solved)
     finally:
         model.config._attn_implementation = attention
@@ -178,14 +178,29 @@ def calibrate(
     ranks = dict(zip(layers, config.ranks_of(len(layers)), strict=True))
     tensors = together(processes, lambda: start_tensors(model, config, cuts, ranks))
     figures = {
-        index: LayerCalibration(ranks[index], cut.lost[ranks[index]], cut.cost(ranks[index]))
+        index: LayerCalibration(rank, cut.lost[rank], cut.cost(rank), cut.known)
         for index, cut in cuts.items()
+        for rank in [ranks[index]]
     }
     figures = of_all(processes, figures)
-    for index in layers:
-        for name in SOLVED:
-            processes.sum_(tensors[f"model.layers.{index}.npt.{name}"])
+    for name, tensor in tensors.items():
+        if name.partition(".npt.")[2] in SOLVED:
+            processes.sum_(tensor)
+    before = {name: tensor.clone() for name, tensor in adapter_tensors(model).items()}
+    form = attached_config(model)
     set_adapters(model, config, tensors)
+    if config.token_part:
+        find = partial(set_threshold, model, of_threshold, config.active, batch_size)
+        try:
+            if config.active:
+                together(processes, find, model)
+            refit(model, parts, sensitivity, processes, console)
+            if config.active:
+                tau = together(processes, find, model)
+                npt_layers(model)[0][1].npt.tau.data.fill_(processes.first(lambda: tau))
+        except BaseException:
+            set_adapters(model, form, before)
+            raise
     return Calibration(figures, count, time.perf_counter() - started)
 
 
@@ -201,46 +216,6 @@ def share(
     if in_step and len(mine) * processes.size < len(parts):
         mine.append((None, parts[0]))
     return mine
-
-
-def together(
-    processes: ProcessGroup, act: Callable[[], T], model: PreTrainedModel | None = None
-) -> T:
-    """Return `act()` if it succeeds on every process; else raise on all of them.
-
-    Args:
-        processes: those that call this function.
-        act: function without communication.
-        model: the model that `act` runs, if any. If its base is sharded, an error is raised at
-            once, since the other processes wait for layers.
-
-    Raises:
-        torch.OutOfMemoryError: out of memory on any process; all may start again.
-        ProcessError: another process raised another error.
-    """
-    if processes.size == 1:
-        return act()
-    failure: Exception | None = None
-    try:
-        with processes.exchanging():
-            result = act()
-    except Exception as error:
-        sharded = model is not None and is_sharded(model)
-        if sharded and is_out_of_memory(error):
-            raise NoMemoryError(
-                f"calibration: out of memory with a sharded base ({first_line(error)[:200]}):"
-                " lower --batch_size or --max_length, or convert fewer --layers"
-            ) from error
-        if sharded and not isinstance(error, NumericalError):
-            raise
-        failure = error
-    lack = None if failure is None or not is_out_of_memory(failure) else first_line(failure)
-    processes.raise_together(failure if lack is None else None)
-    for process, line in enumerate(processes.gather(lack)):
-        if line is not None:
-            other = torch.OutOfMemoryError(f"process {process}: {line}")
-            raise processes.everywhere(failure or other)
-    return result
 
 
 def tokens_of(samples: Iterable[Sample]) -> int:
@@ -299,37 +274,12 @@ def check_form(config: NPTConfig) -> None:
 def start_tensors(
     model: PreTrainedModel, config: NPTConfig, cuts: dict[int, Cut], ranks: dict[int, int]
 ) -> dict[str, Tensor]:
-    """Return the start by parameter name from each layer's cut and rank; zeros without a cut. B is
-    divided by alpha, because the forward multiplies by it.
-    """
+    """Return the start by parameter name from each layer's cut and rank; zeros without a cut."""
     device = next(iter(adapter_parameters(model).values())).device
     shapes = adapter_shapes(model, config)
     tensors = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
     for index, cut in cuts.items():
-        code, back = cut.code[: ranks[index]], cut.back[:, : ranks[index]] / config.additive_scale
-        if not bool(torch.isfinite(code).all() & torch.isfinite(back).all()):
-            raise NumericalError(
-                f"calibration: the directions of layer {index} are non-finite, so the adapters are"
-                " unchanged; pass --init random"
-            )
-        code, back = balanced(code, back)
-        for name, tensor in zip(SOLVED, (code, back), strict=True):
+        for name, tensor in cut.tensors(index, ranks[index], config).items():
             # copied, so that all processes sum the same memory layout
             tensors[f"model.layers.{index}.npt.{name}"].copy_(tensor)
     return tensors
-
-
-def balanced(code: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale A and B so that training changes both evenly, without changing the student.
-
-    The student stays the same if a row of A [R, D] is multiplied by c and the column of B [D, R]
-    that reads it is divided by c. For a code of unit variance, entries of A are a few hundredths
-    and entries of B a few units, but AdamW moves every entry by the learning rate: A would be
-    overwritten before B moves. So c makes their root mean squares equal. It is a power of two, so
-    that fp32 products with it are exact.
-    """
-    sizes = back.square().mean(dim=0).sqrt() / code.square().mean(dim=1).sqrt()
-    factor = torch.exp2(torch.round(torch.log2(sizes) / 2))
-    # 1 for a row that is zero or that nothing reads
-    factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, 1.0)
-    return code * factor.unsqueeze(1), back / factor

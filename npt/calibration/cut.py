@@ -20,9 +20,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from npt.calibration.token_part import TokenPart
+from npt.config import STREAM, NPTConfig
+from npt.errors import NumericalError
+
 SMALLEST = 1e-5
 """Lower bound of a covariance's eigenvalues, as a share of the largest. Attention outputs almost
 vanish in some directions; a code of unit variance there would consist of rounding errors."""
+
+
+SOLVED = ("A", f"B.{STREAM}", "b", "L_in", "L_out", "scale")
+"""The tensors of a layer that the closed-form start sets, as far as the form has them. All others
+are 0."""
 
 
 @dataclass(frozen=True)
@@ -33,24 +42,34 @@ class Cut:
         worth: [D], worth of each direction in nats.
         code: A at R = D, [D, D] fp32, one direction per row.
         back: P at R = D, [D, D] fp32, one direction per column.
-        lost: [D + 1], share of |a / r|^2 that a cut to R directions loses, by R.
+        lost: [D + 1], share of |a / r|^2 that a cut to R directions loses, by R; with a token part,
+            of |(a - l) / r|^2.
+        token_part: what precedes the code, if anything.
+        known: share of the cost of losing a that the token part saves.
     """
 
     worth: list[float]
     code: Tensor
     back: Tensor
     lost: list[float]
+    token_part: TokenPart | None = None
+    known: float = 0.0
 
     @classmethod
-    def of(cls, covariance: Tensor, sensitivity: Tensor) -> Cut:
-        """Compute the cut from C and S, [D, D] fp64."""
+    def of(cls, covariance: Tensor, sensitivity: Tensor, wanted: Tensor | None = None) -> Cut:
+        """Compute the cut from C and S, [D, D] fp64.
+
+        wanted: E y a' / r^2, to give y from a; default C, to give a.
+        """
         values, vectors = torch.linalg.eigh(covariance)
         values = values.clamp_min(SMALLEST * float(values[-1]))
         root = (vectors * values.sqrt()) @ vectors.T
         inverse = (vectors * values.rsqrt()) @ vectors.T
-        worth, chosen = torch.linalg.eigh(root @ sensitivity @ root)
+        across = root if wanted is None else wanted @ inverse
+        left = root if wanted is None else across.T
+        worth, chosen = torch.linalg.eigh(left @ sensitivity @ across)
         chosen = chosen.flip(1)
-        back = root @ chosen
+        back = across @ chosen
         sizes = back.square().sum(dim=0)
         kept = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]) / sizes.sum()
         return cls(
@@ -62,7 +81,36 @@ class Cut:
 
     def to(self, device: torch.device) -> Cut:
         """Return the cut with its directions on a device."""
-        return replace(self, code=self.code.to(device), back=self.back.to(device))
+        part = None if self.token_part is None else self.token_part.to(device)
+        code, back = self.code.to(device), self.back.to(device)
+        return replace(self, code=code, back=back, token_part=part)
+
+    def tensors(self, index: int, rank: int, config: NPTConfig) -> dict[str, Tensor]:
+        """Return the tensors of layer `index` by name, for the first `rank` directions. B is
+        divided by alpha, because the forward multiplies by it.
+
+        Raises:
+            NumericalError: they are not finite.
+        """
+        back = self.back[:, :rank] / config.additive_scale
+        code, back, factor = balanced(self.code[:rank], back)
+        solved = {"A": code, f"B.{STREAM}": back}
+        if self.token_part is not None:
+            solved |= {"b": self.token_part.bias, "scale": self.nats[:rank] / factor}
+        if self.token_part is not None and config.token_rank:
+            solved |= {"L_in": self.token_part.inner, "L_out": self.token_part.outer}
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in solved.values()):
+            raise NumericalError(
+                f"calibration: the directions of layer {index} are non-finite, so the adapters are"
+                " unchanged; pass --init random"
+            )
+        return solved
+
+    @property
+    def nats(self) -> Tensor:
+        """[D] fp32, the factors that turn a code of unit variance into one in nats."""
+        worth = torch.tensor(self.worth, dtype=torch.float64, device=self.code.device)
+        return worth.clamp_min(SMALLEST**2 * float(worth[0])).sqrt().to(torch.float32)
 
     def cost(self, rank: int) -> float:
         """Return the cost in KL (nats, to second order) of cutting only this layer, to `rank`."""
@@ -84,3 +132,20 @@ def spend(budget: int, worth: Mapping[int, Sequence[float]]) -> dict[int, int]:
         if ranks[index] < len(worth[index]):
             heapq.heappush(queue, (-worth[index][ranks[index]], index))
     return ranks
+
+
+def balanced(code: Tensor, back: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale A and B so that training changes both evenly, without changing the student; return the
+    factors of A's rows too.
+
+    The student stays the same if a row of A [R, D] is multiplied by c and the column of B [D, R]
+    that reads it is divided by c. For a code of unit variance, entries of A are a few hundredths
+    and entries of B a few units, but AdamW moves every entry by the learning rate: A would be
+    overwritten before B moves. So c makes their root mean squares equal. It is a power of two, so
+    that fp32 products with it are exact.
+    """
+    sizes = back.square().mean(dim=0).sqrt() / code.square().mean(dim=1).sqrt()
+    factor = torch.exp2(torch.round(torch.log2(sizes) / 2))
+    # 1 for a row that is zero or that nothing reads
+    factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, 1.0)
+    return code * factor.unsqueeze(1), back / factor, factor

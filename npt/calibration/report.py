@@ -18,11 +18,13 @@ class LayerCalibration:
         rank: R.
         nmse: ||a - a'||^2 / ||a||^2 of rows a / r: the share of the attention output that is lost.
         kl: cost of cutting only this layer in KL(teacher, student), nats per token, second order.
+        known: share of the cost of losing the attention output that the token part saves.
     """
 
     rank: int
     nmse: float
     kl: float
+    known: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ def print_calibration(calibration: Calibration, console: Console) -> None:
     """Print a table with a row per layer."""
     title = f"Attention cut to R directions (closed-form start, {calibration.tokens:,} tokens)"
     table = Table(title=title, title_justify="left")
-    for heading in ("layer", "rank R", "attention lost", "KL cost, nats"):
+    for heading in ("layer", "rank R", "known to the token", "attention lost", "KL cost, nats"):
         table.add_column(heading, justify="right")
     for index, layer in calibration.layers.items():
-        table.add_row(str(index), str(layer.rank), f"{layer.nmse:.2%}", f"{layer.kl:.2g}")
+        figures = f"{layer.known:.0%}", f"{layer.nmse:.2%}", f"{layer.kl:.2g}"
+        table.add_row(str(index), str(layer.rank), *figures)
     console.print(table)

@@ -19,6 +19,8 @@ from npt.adapters.stream import Stream, open_stream
 from npt.base.linear import cast_once
 from npt.base.precision import fp32_products
 from npt.calibration.cut import Cut
+from npt.calibration.token_part import TokenPart
+from npt.config import NPTConfig
 from npt.data.batch import Batch
 from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.distributed.processes import ProcessGroup
@@ -29,8 +31,8 @@ LARGEST = 2.0
 
 
 class Sensitivity:
-    """Second moments over tokens for one layer, [D, D] fp64, in units of each token's size r, the
-    root mean square of h + a.
+    """Second moments over tokens for one layer, fp64, in units of each token's size r: the root
+    mean square of h with a token part, else of h + a.
 
     S is a block of the Fisher information: e'S e / (2 r^2) is the KL that an error e of a costs, to
     second order.
@@ -42,31 +44,59 @@ class Sensitivity:
     1 / r, and in units of r they would dominate S. So S bounds r by LARGEST medians.
 
     Attributes:
-        covariance: C = E a a' / r^2.
-        to_attention: S = E s s' r^2, with s the gradient at a of the log-likelihood, summed over
-            tokens, of tokens drawn from the teacher's own predictions.
+        covariance: C = E a a' / r^2, [D, D].
+        to_attention: S = E s s' r^2, [D, D], with s the gradient at a of the log-likelihood, summed
+            over tokens, of tokens drawn from the teacher's own predictions.
+        cross: with a token part, E a x' / r^2, [D, n], where x is x1 with a 1 appended, or 1 alone
+            at Q = 0.
+        inputs: with a token part, E x x' / r^2, [n, n].
     """
 
-    def __init__(self, width: int, device: torch.device):
-        self.covariance, self.to_attention = (
-            torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(2)
-        )
+    def __init__(self, width: int, form: NPTConfig, device: torch.device):
+        def zeros(rows: int, columns: int) -> Tensor:
+            return torch.zeros(rows, columns, dtype=torch.float64, device=device)
 
-    def add(self, stream: Tensor, attention: Tensor, to_attention: Tensor) -> None:
-        """Add rows [N, D] of h + a, a and s to the sums, which `average` turns into means."""
-        size = stream.to(torch.float32).square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
+        self.form = form
+        self.covariance, self.to_attention = zeros(width, width), zeros(width, width)
+        read = width + 1 if form.token_rank else 1
+        self.sums = [self.covariance, self.to_attention]
+        if form.token_part:
+            self.cross, self.inputs = zeros(width, read), zeros(read, read)
+            self.sums += [self.cross, self.inputs]
+
+    def add(self, seen: Mapping[str, Tensor]) -> None:
+        """Add the rows [N, D] that `_watched` names to the sums, which `average` makes means."""
+        attention, gradient = seen["attention output"], seen["gradient"]
+        stream = seen["state" if self.form.token_part else "stream"].to(torch.float32)
+        size = stream.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
         usual = torch.minimum(size, LARGEST * size.median())
-        self.covariance += _moved(_gram(attention / size), self.covariance.device)
-        self.to_attention += _moved(_gram(to_attention * usual), self.to_attention.device)
+        scaled = attention / size
+        parts = [product(scaled, scaled), product(*[gradient * usual] * 2)]
+        if self.form.token_part:
+            read = torch.ones_like(size)
+            if self.form.token_rank:
+                read = torch.cat([seen["input"].to(torch.float32), read], dim=-1)
+            read = read / size
+            parts += [product(scaled, read), product(read, read)]
+        for total, part in zip(self.sums, parts, strict=True):
+            total += _moved(part, total.device)
 
     def cut(self, device: torch.device) -> Cut:
         """Return the layer's cut, factorised on `device` and stored where the matrices are."""
-        matrices = self.covariance, self.to_attention
-        return Cut.of(*(m.to(device) for m in matrices)).to(self.covariance.device)
+        home = self.covariance.device
+        covariance, sensitivity, *read = (total.to(device) for total in self.sums)
+        if not read:
+            return Cut.of(covariance, sensitivity).to(home)
+        cross, inputs = read
+        rank = self.form.token_rank
+        part = TokenPart.of(cross, inputs, sensitivity, rank)
+        rest = part.left(covariance, cross, cross, inputs)
+        known = 1.0 - float((rest * sensitivity).sum() / (covariance * sensitivity).sum())
+        return replace(Cut.of(rest, sensitivity), token_part=part, known=known).to(home)
 
     def average(self, processes: ProcessGroup, tokens: int) -> None:
         """Turn the sums into means over the tokens of all processes, in place to save memory."""
-        for total in (self.covariance, self.to_attention):
+        for total in self.sums:
             if processes.size > 1:  # NCCL sums only on the GPU
                 total.copy_(processes.sum_(total.to(processes.device)))
             total /= tokens
@@ -120,7 +150,7 @@ def measure(
                 hidden = stream.through(layers[first:]).hidden
                 states = stream.rows(model.model.norm(hidden))
             for index in sums:
-                for name in ("attention output", "stream"):
+                for name in ("state", "attention output", "stream"):
                     check(f"{name} of layer {index} is", stream.rows(seen[index, name].detach()))
             states.backward(_score(model, states.detach(), generator, check))
         return stream
@@ -132,22 +162,22 @@ def measure(
         for index, of_layer in sums.items():
             gradient = seen[index, "stream"].grad
             assert gradient is not None
-            at_attention = stream.rows(gradient)
-            check(f"gradient at the attention output of layer {index} is", at_attention)
+            rows = {n: stream.rows(t.detach()) for (i, n), t in seen.items() if i == index}
+            rows["gradient"] = stream.rows(gradient)
+            check(f"gradient at the attention output of layer {index} is", rows["gradient"])
             if number is not None and not faults:
-                of_layer.add(
-                    stream.rows(seen[index, "stream"].detach()),
-                    stream.rows(seen[index, "attention output"].detach()),
-                    at_attention,
-                )
+                of_layer.add(rows)
     if faults:
         raise faults[0]
 
 
 def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> ExitStack:
-    """Hook a layer's attention output a and the stream h + a. The gradient of the stream is that of
-    a at constant h.
+    """Hook a layer's state h, the input x1 and the output a of its attention, and the stream h + a.
+    The gradient of the stream is that of a at constant h.
     """
+
+    def state(module: Any, inputs: Any, output: Tensor) -> None:
+        seen[index, "state"], seen[index, "input"] = inputs[0], output
 
     def attention(module: Any, inputs: Any, output: Any) -> None:
         seen[index, "attention output"] = output[0]
@@ -157,6 +187,7 @@ def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> Exi
         seen[index, "stream"] = inputs[0]
 
     stack = ExitStack()
+    stack.callback(layer.input_layernorm.register_forward_hook(state).remove)
     stack.callback(layer.self_attn.register_forward_hook(attention).remove)
     stack.callback(layer.post_attention_layernorm.register_forward_pre_hook(stream).remove)
     return stack
@@ -185,17 +216,16 @@ def _score(
     return torch.cat(parts)
 
 
-def _gram(rows: Tensor) -> Tensor:
-    """Return X'X of rows X, computed in full fp32 whatever --matmul_precision is.
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return X'Y of rows X and Y, computed in full fp32 whatever --matmul_precision is.
 
-    With unit roundoff u = 2^-24, the error of a product over n rows is at most n u |X|'|X|, and in
+    With unit roundoff u = 2^-24, the error of a product over n rows is at most n u |X|'|Y|, and in
     practice about sqrt(n) u: 3e-6 of the diagonal for n = 2,048, below the bound of eigenvalues
     (`cut.SMALLEST`, 1e-5). TF32 rounds the rows themselves to 2^-11 = 5e-4, far above that bound:
     whitened directions would be noise.
     """
-    rows = rows.to(torch.float32)
     with fp32_products("highest"):
-        return rows.T @ rows
+        return left.to(torch.float32).T @ right.to(torch.float32)
 
 
 def _moved(gram: Tensor, device: torch.device) -> Tensor:

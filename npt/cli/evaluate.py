@@ -12,7 +12,7 @@ def evaluate(flags: dict[str, Any]) -> int:
     """Measure how closely a student matches its teacher.
 
     It measures on the held-out text of the adapter's run, unless --dataset_name names
-    another. The floor is the same model without attention in the converted layers.
+    another. The floor is the student without context.
     """
     task = begin(flags)
     import npt

@@ -48,6 +48,11 @@ MULT_FORMS = ("sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded")
 
 _adapter = partial(setting, group="adapter")
 
+_TOKEN_PART = Need(
+    lambda c: STREAM in c.targets and c.residual == "modulate",
+    "the target stream and --residual modulate",
+)
+
 
 def _whole_numbers(value: Any) -> Any:
     if not isinstance(value, str):
@@ -67,6 +72,20 @@ class NPTConfig(SettingsGroup):
         "rank of every adapter; with --init calibrated the average rank, since layers may differ",
         flag="adapter_rank",
         bound=at_least(1),
+    )
+    active: int = _adapter(
+        0,
+        "numbers of a token's code that are not 0, on average over tokens and layers, out of the"
+        " rank; 0: all",
+        bound=at_least(0),
+        need=_TOKEN_PART,
+    )
+    token_rank: int = _adapter(
+        0,
+        "rank of the token part, which takes from a token's own state what needs no context, so"
+        " that the code carries the rest; 0: a constant with --active, else none",
+        bound=at_least(0),
+        need=_TOKEN_PART,
     )
     layers: str = _adapter(
         "upper_half", "layers to convert: upper_half, all, 8-15, or 3,5,7", read=as_text
@@ -152,6 +171,11 @@ class NPTConfig(SettingsGroup):
     def spends_ranks(self) -> bool:
         """Whether the closed-form start chooses the rank of each layer."""
         return self.init == "calibrated" and self.ranks is None
+
+    @property
+    def token_part(self) -> bool:
+        """Whether a token part precedes the code, which is then in nats."""
+        return self.active > 0 or self.token_rank > 0
 
     @property
     def shifted(self) -> tuple[str, ...]:

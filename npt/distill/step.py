@@ -55,6 +55,14 @@ PRODUCT_RATE = 0.1
 Adam moves them from 0 by the rate, however little they gain. At the full rate a student that starts
 close to its teacher ends worse than it began (docs/results/choosing-settings.md)."""
 
+NATS = 100.0
+"""How much higher that share is if the products read a code in nats, whose numbers are about a
+hundredth as large."""
+
+THRESHOLD_RATE = 20.0
+"""Multiple of the learning rate at which the threshold of the codes follows their mean count: a few
+thousandths of itself per step at the usual rate of 5e-5."""
+
 
 def student_guard(
     model: PreTrainedModel, config: TrainConfig, rates: Sequence[float], **settings: Any
@@ -92,17 +100,26 @@ def student_guard(
 
 def parameter_groups(model: PreTrainedModel, config: TrainConfig) -> list[dict[str, Any]]:
     """Return the optimizer's groups of parameters: the products' M and B train at PRODUCT_RATE of
-    the learning rate if the student starts close to a teacher that it imitates.
+    the learning rate if the student starts close to a teacher that it imitates, and the threshold
+    at THRESHOLD_RATE.
     """
-    near = attached_config(model).init == "calibrated" and config.judged_by == "kl"
+    form = attached_config(model)
+    near = form.init == "calibrated" and config.judged_by == "kl"
+    share = PRODUCT_RATE * (NATS if form.token_part else 1.0)
     stream: list[nn.Parameter] = []
     products: list[nn.Parameter] = []
+    threshold: list[nn.Parameter] = []
     for name, parameter in adapter_parameters(model).items():
-        of_product = name.rpartition(".")[2] in PRODUCTS
-        (products if near and of_product else stream).append(parameter)
+        leaf = name.rpartition(".")[2]
+        if leaf == "tau":
+            threshold.append(parameter)
+        else:
+            (products if near and leaf in PRODUCTS else stream).append(parameter)
     groups: list[dict[str, Any]] = [{"params": stream}]
     if products:
-        groups.append({"params": products, RATE_SCALE: PRODUCT_RATE})
+        groups.append({"params": products, RATE_SCALE: share})
+    if threshold:
+        groups.append({"params": threshold, RATE_SCALE: THRESHOLD_RATE, "weight_decay": 0.0})
     return groups
 
 

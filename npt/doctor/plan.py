@@ -212,6 +212,8 @@ class Workload:
         compared, down = config.hidden_weight > 0, "down" in targets
         # without padding, rows are views of the states; a padded batch copies them
         added = (2 * compared + down) * d + max(ranks.values())
+        if self.adapter.token_part:  # its input, and a - l before and after the division by r
+            added += 3 * d + self.adapter.token_rank + 3 * max(ranks.values())
         # The modulation is computed in blocks of rows (npt/adapters/trained.py), except for other
         # forms than the default and for a base that computes in 16 bits.
         size = FP32 if self.quantization else self.stored.itemsize

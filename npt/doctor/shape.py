@@ -77,9 +77,13 @@ class Shape:
         return dict(zip(layers, config.ranks_of(len(layers)), strict=True))
 
     def adapter_numbers(self, config: NPTConfig) -> int:
-        """Return the number of trainable parameters: A [R, D], and M and B [O, R] per target."""
+        """Return the number of trainable parameters: A [R, D], and M and B [O, R] per target; of
+        the token part L_in [Q, D], L_out [D, Q] and b [D]; and one threshold.
+        """
         ranks = self.converted(config).values()
-        return (self.hidden + self.modulated_width(config)) * sum(ranks)
+        of_token = self.hidden * (2 * config.token_rank + 1) if config.token_part else 0
+        of_code = (self.hidden + self.modulated_width(config)) * sum(ranks)
+        return of_code + of_token * len(ranks) + (config.active > 0)
 
 
 SHAPES = {

@@ -52,11 +52,13 @@ class Fidelity:
 
     Attributes:
         teacher: the base compared with itself.
-        floor: the converted layers with their attention dropped.
+        floor: the student without context: the converted layers with their attention dropped, and
+            with the token part alone if there is one.
         student: the student.
         initial: the student before training.
         layers: per converted layer, the mean NMSE per valid token when the layer is fed the
-            teacher's h (`nmse_<model>`) or the model's own (`free_running_<model>`), with `_se`.
+            teacher's h (`nmse_<model>`) or the model's own (`free_running_<model>`), and the
+            student's `active` numbers of a token, with `_se`.
         divergence: where greedy continuations diverge, if it was measured.
         attribution: figures by name in `COMPARISONS`, if an unquantised base was given.
         positions: the student's figures by position of the predicting token in its text, in octaves
@@ -184,8 +186,8 @@ def evaluate(
     unquantized: PreTrainedModel | Reference | None = None,
     between: Callable[[], None] | None = None,
 ) -> Fidelity:
-    """Compare the student with its teacher, and with the floor (the same layers with attention
-    dropped), on the same tokens. The model does not change.
+    """Compare the student with its teacher, and with the floor (the student without context), on
+    the same tokens. The model does not change.
 
     Each batch takes three forwards of the model and of its head. Besides the model this needs
     memory for the logits of a chunk of tokens and, for one batch at a time, for the teacher's

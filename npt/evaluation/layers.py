@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, npt_layers
 from npt.adapters.layer import Mode, student_output, within
+from npt.adapters.token_modulation import observed
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import nmse_per_token
 from npt.evaluation.metrics import mean_and_error
@@ -83,6 +85,13 @@ class LayerErrors:
             self._per_token[index, f"free_running_{mode}"] = error
 
         stack.callback(layer.register_forward_hook(compare).remove)
+        if mode == "student" and layer.npt.config.active:
+            stack.enter_context(observed([(layer.npt, partial(self._count, batch, index))]))
+
+    def _count(self, batch: Batch, index: int, stages: dict[str, Tensor | None]) -> None:
+        """Keep how many numbers of each token's code are not 0."""
+        if (z := stages.get("z")) is not None:
+            self._per_token[index, "active"] = (_rows(batch, z) != 0).sum(dim=-1)
 
     def add(self, batch: Batch) -> None:
         """Sum a batch's errors per sample, in fp64 on the host, and free its states."""
@@ -96,8 +105,8 @@ class LayerErrors:
         self._targets, self._per_token = {}, {}
 
     def figures(self) -> dict[int, dict[str, float]]:
-        """Return per layer the mean NMSE per valid token by name, and its standard error over
-        samples as `<name>_se`.
+        """Return per layer the mean NMSE per valid token by name, with a threshold the student's
+        `active` numbers, and their standard errors over samples as `<name>_se`.
         """
         counts = torch.cat(self._counts)
         layers: dict[int, dict[str, float]] = {}

@@ -92,10 +92,13 @@ def _layers_table(fidelity: Fidelity) -> Table:
         for model, heading in (("floor", "floor"), ("initial", "before"), ("student", "student"))
         if any(f"{kind}_{model}" in values for values in fidelity.layers.values())
     }
+    if any("active" in values for values in fidelity.layers.values()):
+        columns["active"] = "active numbers"
     title = "Layer NMSE, fed the teacher's states (forced) or its own (free)"
     index_column = Column("layer", justify="right", no_wrap=True)
     table = _table(title, [index_column], columns.values())
     for index, values in fidelity.layers.items():
-        cells = (f"{values[key]:.5f}" if key in values else "" for key in columns)
+        digits = {key: 1 if key == "active" else 5 for key in columns}
+        cells = (f"{values[k]:.{digits[k]}f}" if k in values else "" for k in columns)
         table.add_row(str(index), *cells)
     return table

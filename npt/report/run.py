@@ -28,7 +28,7 @@ _UNDONE = frozenset({"refusal", "diagnosis", "evaluation", "epoch", "save", "sav
 """Events that belong to a step, and are undone with it when the run resumes from before it."""
 
 _STEP_FOLDER = re.compile(r"step-[0-9]{1,18}(\.[a-z]+(-[0-9]+)?)?")
-_OF_LAYERS = ("nmse", "multiplier_change", "at_bounds", "code_norm", "shift_norm")
+_OF_LAYERS = ("nmse", "multiplier_change", "at_bounds", "code_norm", "shift_norm", "active")
 _LAYER = re.compile(rf"layers\.(0|[1-9][0-9]{{0,3}})\.({'|'.join(_OF_LAYERS)})")
 _COLUMNS = re.compile(r"loss(_[a-z_]{1,30})?|grad_norm|lr|tokens|tokens_per_second")
 

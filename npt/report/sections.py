@@ -25,7 +25,7 @@ from npt.report.run import RunRecord
 from npt.report.words import as_number, figure, number
 
 MODELS = {
-    "floor": "floor (attention removed)",
+    "floor": "floor (without context)",
     "initial": "student before training",
     "student": "student",
     "teacher": "teacher (the base)",
@@ -147,10 +147,10 @@ def _headline(
         return ""
     if not math.isfinite(kl):
         return "The student's KL to its teacher is not finite."
-    words = "is worse than its floor (attention removed)"  # a share below zero says no more
+    words = "is worse than its floor (without context)"  # a share below zero says no more
     if kl <= start:
         share = _GONE.write(1 - kl / start)
-        words = f"closes {share} of the KL between its floor (attention removed) and its teacher"
+        words = f"closes {share} of the KL between its floor (without context) and its teacher"
         if math.isfinite(before := as_number(initial, "kl")):
             words += f" ({_GONE.write(1 - before / start)} before training)"
     at_floor = FIGURES["kl"].write(start)
@@ -211,6 +211,7 @@ MODULATION = {
     "at_bounds": "*at a bound",
     "multiplier_change": "*mean |m−1|",
     "code_norm": "*code norm",
+    "active": "*active numbers",
     "shift_norm": "*shift norm",
 }
 """What a converted layer does to its tokens, by key of `metrics.jsonl`, in order of weight."""

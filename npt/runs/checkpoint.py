@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_parameters
+from npt.adapters.converted import adapter_parameters, adapter_tensors
 from npt.adapters.files.adapter_files import check_savable, read_adapter, write_adapter
 from npt.adapters.files.run_layout import ADAPTER, checkpoints
 from npt.base.identity import BaseIdentity
@@ -76,19 +76,26 @@ class State:
 
     Attributes:
         snapshot: adapters and optimizer state.
+        fixed: tensors of the adapters that are not trained, by name.
         spikes: losses and norms that the spike guard remembers, if it is on.
         random_states: random state by process.
     """
 
     step: int
     snapshot: Snapshot
+    fixed: Mapping[str, Tensor]
     spikes: tuple[Sequence[float], Sequence[float]] | None
     random_states: Mapping[int, Mapping[str, Tensor]]
 
-    def restore(self, window: GradientWindow) -> None:
-        """Restore adapters, moments, spike guard and step count into an empty window."""
+    def restore(self, model: PreTrainedModel, window: GradientWindow) -> None:
+        """Restore adapters into a model, and moments, spike guard and step count into its empty
+        window.
+        """
         update = window.update
+        tensors = adapter_tensors(model)
         with torch.no_grad():
+            for name, value in self.fixed.items():
+                tensors[name].copy_(value)
             for name, parameter in zip(update.names, update.parameters, strict=True):
                 value, moments = self.snapshot[name]
                 parameter.copy_(value)
@@ -137,6 +144,7 @@ class Checkpoint:
         """
         path = self.folder / TENSORS
         _, adapters = read_adapter(model, self.folder / ADAPTER, base=base)
+        fixed = {name: adapters.pop(name) for name in adapters.keys() - adapter_parameters(model)}
         shapes: dict[str, tuple[int, ...]] = {
             f"optimizer.{name}.{key}": () if key == "step" else tuple(tensor.shape)
             for name, tensor in adapters.items()
@@ -150,7 +158,7 @@ class Checkpoint:
             name: (value, {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS})
             for name, value in adapters.items()
         }
-        return State(self.step, snapshot, self._spikes(), self._random_states())
+        return State(self.step, snapshot, fixed, self._spikes(), self._random_states())
 
     def _random_states(self) -> dict[int, dict[str, Tensor]]:
         path, states = self.folder / TENSORS, dict[int, dict[str, Tensor]]()
@@ -215,7 +223,7 @@ def write_checkpoint(
         window: a window without outcomes in flight.
         record: content of `state.json`.
     """
-    check_savable(adapter_parameters(model), folder)
+    check_savable(adapter_tensors(model), folder)
     snapshot = window.update.snapshot()
     tensors = {
         f"rng.{process}.{name}": state

@@ -42,15 +42,14 @@ OF_MODULATION = ("targets", "modulation", "mult_bound", "mult_form", "regulariza
 """Settings that ask for the modulation of gate, up and down; a 0 asks for nothing."""
 END_TO_END_DEFAULTS: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
 EMBEDDED_DEFAULTS: dict[str, dict[str, Any]] = {
-    "calibrated": {
-        "adapter_rank": 48,
-        "calibration_tokens": 32768,
-        "max_steps": 150,
-        "log_steps": 25,
-    },
+    "calibrated": {"calibration_tokens": 32768, "max_steps": 150, "log_steps": 25},
     "random": {"max_steps": 600},
 }
-OTHER_WAYS = {"adapter_rank": ("ranks",), "max_steps": ("num_epochs", "num_samples")}
+ACTIVE, EMBEDDED_ACTIVE = 16, 48
+"""Default numbers of a token's code; for the embedded model and text."""
+ROWS = 4
+"""Default rows of A for each active number (docs/results/choosing-settings.md)."""
+OTHER_WAYS = {"max_steps": ("num_epochs", "num_samples")}
 """For some defaults, the flags that replace them."""
 
 
@@ -342,7 +341,10 @@ def with_defaults(flags: Mapping[str, Any], model_name: str) -> tuple[dict[str, 
         against = _why_random(flags)
         init = asked if asked != AUTO else "calibrated" if against is None else "random"
         chosen = {"init": init, **(_near(flags) if init == "calibrated" else {})}
-        if (model_name, flags.get("dataset_name", BUILTIN)) == (EMBEDDED, BUILTIN):
+        embedded = (model_name, flags.get("dataset_name", BUILTIN)) == (EMBEDDED, BUILTIN)
+        if init == "calibrated" and against is None:
+            chosen |= _code(flags, EMBEDDED_ACTIVE if embedded else ACTIVE)
+        if embedded:
             chosen |= _missing(EMBEDDED_DEFAULTS[init], flags)
         if asked == AUTO and init == "random":
             notes.append(f"--init auto: random start, because of {against}")
@@ -366,6 +368,22 @@ def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
     form["warmup_steps"] = min(form["warmup_steps"], int(flags.get("max_steps") or 100) // 10)
     chosen = {"loss", *END_TO_END_DEFAULTS} & flags.keys()
     return {**_missing(form, flags), **({} if chosen else END_TO_END_DEFAULTS)}
+
+
+def _code(flags: Mapping[str, Any], usual: int) -> dict[str, Any]:
+    """Return the missing sizes of the code and of the token part. All numbers of a rank that is
+    given are kept, unless --active says how many.
+    """
+    if "ranks" in flags:
+        return {}
+    chosen = {}
+    if "adapter_rank" in flags:
+        rank = flags["adapter_rank"]
+    else:
+        active = flags.get("active", usual)
+        rank = ROWS * (active or usual)
+        chosen = {"adapter_rank": rank, "active": active}
+    return _missing({**chosen, "token_rank": rank}, flags)
 
 
 def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:

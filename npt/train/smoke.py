@@ -274,12 +274,14 @@ def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
 
 
 def _check_gradients(model: PreTrainedModel) -> None:
-    # an A whose B and M are all zero gets no gradient yet, by the chain rule
-    silent = {
-        f"model.layers.{index}.npt.A"
-        for index, layer in npt_layers(model)
-        if not any(bool(p.any()) for p in [*layer.npt.B.values(), *layer.npt.M.values()])
-    }
+    # by the chain rule, an A whose B and M are all zero gets no gradient yet, nor does an L_in
+    silent = set[str]()
+    for index, layer in npt_layers(model):
+        adapter = layer.npt
+        if not any(bool(p.any()) for p in [*adapter.B.values(), *adapter.M.values()]):
+            silent.add(f"model.layers.{index}.npt.A")
+        if adapter.config.token_rank and not bool(adapter.L_out.any()):
+            silent.add(f"model.layers.{index}.npt.L_in")
     adapters = adapter_parameters(model)
     for name, parameter in adapters.items():
         if parameter.grad is None or not bool(parameter.grad.any()):

@@ -221,7 +221,7 @@ class Trainer:
         if state is None or checkpoint is None:
             return
         self._state = None  # free this copy of all tensors
-        state.restore(loop.guard.window)
+        state.restore(self.setup.model, loop.guard.window)
         loop.load_state(checkpoint.record)
         index = self.setup.processes.index
         samples = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(index)

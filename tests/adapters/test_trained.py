@@ -37,9 +37,14 @@ FORMS = [
     NPTConfig(rank=5, layers="all", targets=tuple(TARGETS), additive_scale=0.7),
     NPTConfig(rank=3, layers="all", targets=("stream", "gate"), modulation="multiplicative"),
     NPTConfig(rank=4, layers="all", targets=("stream", "up"), residual="keep"),
+    NPTConfig(rank=8, layers="all", active=3, token_rank=5),
+    NPTConfig(rank=8, layers="all", active=3, targets=("stream",)),
+    NPTConfig(rank=4, layers="all", token_rank=2, targets=("stream", "gate")),
 ]
 every_form = pytest.mark.parametrize(
-    "form", FORMS, ids=lambda c: f"{c.modulation}-{'+'.join(c.targets)}-{c.residual}"
+    "form",
+    FORMS,
+    ids=lambda c: f"{c.modulation}-{'+'.join(c.targets)}-{c.residual}-{c.active}-{c.token_rank}",
 )
 
 

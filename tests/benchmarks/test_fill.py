@@ -105,7 +105,7 @@ class TestRenderers:
         rows = tables.fidelity({**run, "initial": None, "layers": {}}).splitlines()
         assert rows[0].startswith("| 16,095 held-out tokens | perplexity | ratio |")
         assert [row.split(" | ")[0] for row in rows[2:]] == [
-            "| floor (attention removed)",
+            "| floor (without context)",
             "| student after training",
             "| teacher (the base)",
         ]

@@ -114,12 +114,12 @@ def test_without_memory_on_the_host_path_either_nothing_is_changed(
 
 
 def test_tf32_reaches_no_product_of_the_matrices(load_model, tokenizer, monkeypatch) -> None:
-    seen, gram = [], sensitivity._gram
+    seen, product_of = [], sensitivity.product
 
-    def watched(rows: Tensor) -> Tensor:
+    def watched(*rows: Tensor) -> Tensor:
         inside.append(1)
         try:
-            return gram(rows)
+            return product_of(*rows)
         finally:
             inside.pop()
 
@@ -130,7 +130,7 @@ def test_tf32_reaches_no_product_of_the_matrices(load_model, tokenizer, monkeypa
         return product(one, other)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
-    monkeypatch.setattr(sensitivity, "_gram", watched)
+    monkeypatch.setattr(sensitivity, "product", watched)
     model = student(load_model, **TINY)
     torch.set_float32_matmul_precision("high")
     try:

@@ -28,6 +28,7 @@ FORMS = (
     NPTConfig(rank=3, layers="1,3", targets=("gate",), modulation="additive"),
     NPTConfig(rank=3, layers="0,2", targets=("up", "down"), modulation="multiplicative"),
     NPTConfig(rank=4, layers="1-2", residual="keep"),
+    NPTConfig(rank=8, layers="1-3", active=3, token_rank=4, additive_scale=1.0),
 )
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
+from npt.adapters.layer import COUNT_GRADIENT
 from npt.adapters.stream import open_stream
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors
@@ -34,11 +35,13 @@ FORMS = (
     NPTConfig(rank=3, layers="2", targets=("up", "down"), modulation="multiplicative"),
     NPTConfig(rank=5, layers="0-2", targets=("down",), additive_scale=1.0, mult_bound=0.9),
     NPTConfig(rank=4, layers="upper_half", residual="keep"),
+    NPTConfig(rank=8, layers="1-3", active=3, token_rank=4, additive_scale=1.0),
 )
 
 
 def form_id(config: NPTConfig) -> str:
-    return f"{config.modulation}-{'+'.join(config.targets)}-{config.layers}-{config.residual}"
+    form = f"{config.modulation}-{'+'.join(config.targets)}-{config.layers}-{config.residual}"
+    return f"{form}-{config.active}-{config.token_rank}"
 
 
 # Every loss once, next to the default.
@@ -160,35 +163,49 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     )
 
 
+def code(layer: nn.Module, h: Tensor, a: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
+    """z, l and what B of the stream reads, from their formulas."""
+    adapter, config = layer.npt, layer.npt.config
+    if not config.token_part:
+        z = a @ adapter.A.T
+        return z, 0.0, z
+    own = layer.input_layernorm(h) @ adapter.L_in.T @ adapter.L_out.T + adapter.b
+    size = h.pow(2).mean(-1, keepdim=True).sqrt()
+    z = adapter.scale * ((a - own) @ adapter.A.T) / size
+    z = z * (z.detach().abs() >= adapter.tau.detach())
+    return z, own, size * z / adapter.scale
+
+
 def modulation(
-    layer: nn.Module, target: str, a: Tensor
+    layer: nn.Module, target: str, z: Tensor
 ) -> tuple[Tensor | float, Tensor | float, Tensor]:
     """m, s and their energy for one target, written as in the formula: m = 1 + beta * (2 sigmoid(M
-    A a) - 1).
+    z) - 1).
     """
     adapter, config = layer.npt, layer.npt.config
     m: Tensor | float = 1.0
     s: Tensor | float = 0.0
-    energy = a.new_zeros(a.shape[:-1])
+    energy = z.new_zeros(z.shape[:-1])
     if target in adapter.M:
-        m = 1 + config.mult_bound * (2 * torch.sigmoid(a @ adapter.A.T @ adapter.M[target].T) - 1)
+        m = 1 + config.mult_bound * (2 * torch.sigmoid(z @ adapter.M[target].T) - 1)
         energy = energy + ((m - 1) ** 2).mean(-1)
     if target in adapter.B:
-        s = config.additive_scale * (a @ adapter.A.T @ adapter.B[target].T)
+        s = config.additive_scale * (z @ adapter.B[target].T)
         energy = energy + (s**2).mean(-1)
     return m, s, energy
 
 
 def converted_output(layer: nn.Module, h: Tensor, a: Tensor) -> Tensor:
     """o of one NPT layer, from its plain modules."""
-    stream = h + a if layer.npt.config.residual == "keep" else h
-    stream = stream + modulation(layer, "stream", a)[1]
+    z, own, read = code(layer, h, a)
+    stream = h + a if layer.npt.config.residual == "keep" else h + own
+    stream = stream + modulation(layer, "stream", read)[1]
     x = layer.post_attention_layernorm(stream)
     product = {"gate": layer.mlp.gate_proj(x), "up": layer.mlp.up_proj(x)}
     for target in ("gate", "up"):
-        m, s, _ = modulation(layer, target, a)
+        m, s, _ = modulation(layer, target, z)
         product[target] = m * product[target] + s
-    m, s, _ = modulation(layer, "down", a)
+    m, s, _ = modulation(layer, "down", z)
     return stream + m * layer.mlp.down_proj(nn.functional.silu(product["gate"]) * product["up"]) + s
 
 
@@ -231,8 +248,9 @@ def logit_sum(config: TrainConfig, taught: Any, learnt: Any, batch: Batch) -> tu
     return torch.stack(parts).sum().float(), len(where)
 
 
-def energy_sum(layer: nn.Module, a: Tensor, batch: Batch) -> Tensor:
-    energy = sum(modulation(layer, target, a)[2] for target in ("gate", "up", "down"))
+def energy_sum(layer: nn.Module, h: Tensor, a: Tensor, batch: Batch) -> Tensor:
+    z = code(layer, h, a)[0]
+    energy = sum(modulation(layer, target, z)[2] for target in ("gate", "up", "down"))
     return (energy * batch.attention_mask).sum()
 
 
@@ -276,16 +294,25 @@ def reference(
     losses, nmses = (
         torch.stack([hidden_sum(which, *row) for row in rows]) for which in (config, plain)
     )
-    regs = torch.stack([energy_sum(layers[i], a, batch) for i, (_, a) in states.items()])
+    read = teacher.h if config.strategy == "local" else student.h
+    if config.strategy == "propagated":
+        read = {i: h.detach() for i, h in read.items()}
+    regs = torch.stack([energy_sum(layers[i], read[i], a, batch) for i, (_, a) in states.items()])
     loss = losses.mean() + config.regularization_lambda * regs.mean()
     logit, scored = torch.zeros(()), 0
     if config.logit_kl_weight:
         logit, scored = logit_sum(config, taught, learnt, batch)
         loss = loss + config.logit_kl_weight * logit
     parameters = adapter_parameters(model)
-    gradients = dict(
-        zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
-    )
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    gradients = dict(zip(parameters, found, strict=True))
+    for name, parameter in parameters.items():
+        if name.endswith(".tau"):  # the numbers that it lacks
+            valid, lacking = batch.attention_mask.bool(), 0
+            for i, (_, a) in states.items():
+                z = code(layers[i], read[i], a)[0][valid]
+                lacking += layers[i].npt.config.active * len(z) - int((z != 0).sum())
+            gradients[name] = torch.full_like(parameter, COUNT_GRADIENT * lacking)
     figures = (part.detach() for part in (loss, nmses.mean(), regs.mean(), logit, nmses))
     sums = BatchSums(*figures, batch.tokens, scored)
     return sums, gradients

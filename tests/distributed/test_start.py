@@ -69,7 +69,7 @@ def test_processes_share_a_start_and_fail_together(
 
     last = size - 1
     lines = [process["refused"] for process in every]
-    nan = "calibration: the attention output of layer 1 is not finite; find its cause"
+    nan = "calibration: the state of layer 1 is not finite; find its cause"
     met = [line["nan"].startswith(f"NumericalError: {nan}") for line in lines]
     assert met.count(True) == 1
     for process, line in enumerate(lines):

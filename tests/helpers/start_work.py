@@ -26,7 +26,9 @@ from npt.train.trainer import Trainer
 RARE = 127
 """A token of one sample alone."""
 
-ADAPTERS = NPTConfig(rank=8, layers="1-3", additive_scale=0.5, init="calibrated")
+ADAPTERS = NPTConfig(
+    rank=8, active=4, token_rank=6, layers="1-3", additive_scale=0.5, init="calibrated"
+)
 
 
 def samples(seed: int = 0) -> list[Sample]:
@@ -85,12 +87,12 @@ def refused(processes: ProcessGroup, base: str) -> dict[str, str]:
     were and the processes in step.
     """
     model, errors = student(base), {}
-    before, gram, data = state(model), sensitivity._gram, with_a_rare_one()
+    before, product, data = state(model), sensitivity.product, with_a_rare_one()
 
-    def lack(rows: Any) -> Any:
+    def lack(*rows: Any) -> Any:
         if processes.index == processes.size - 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
-        return gram(rows)
+        return product(*rows)
 
     def attempt(name: str, **settings: Any) -> None:
         usual = {"tokens": 10_000, "batch_size": 8, "processes": processes}
@@ -107,7 +109,7 @@ def refused(processes: ProcessGroup, base: str) -> dict[str, str]:
     embedding[RARE] = math.nan
     attempt("nan")
     embedding[RARE] = row
-    with mock.patch.object(sensitivity, "_gram", lack):
+    with mock.patch.object(sensitivity, "product", lack):
         attempt("memory")
     attempt("other settings", batch_size=8 + processes.index)
     attempt("other data", data=data[processes.index :])
@@ -117,13 +119,13 @@ def refused(processes: ProcessGroup, base: str) -> dict[str, str]:
 
 def begun_again(processes: ProcessGroup, base: str, out: str) -> dict[str, Any]:
     """The start of a run for which the last process has memory for one sample at a time."""
-    said, gram, rows_at_once = io.StringIO(), sensitivity._gram, []
+    said, product, rows_at_once = io.StringIO(), sensitivity.product, []
 
-    def short(rows: Any) -> Any:
+    def short(rows: Any, others: Any) -> Any:
         rows_at_once.append(len(rows))
         if processes.index == processes.size - 1 and len(rows) > 9:  # records have 6 to 9
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return gram(rows)
+        return product(rows, others)
 
     trainer = Trainer(
         student(base),
@@ -135,7 +137,7 @@ def begun_again(processes: ProcessGroup, base: str, out: str) -> dict[str, Any]:
         console=Console(file=said, width=200),
         processes=processes,
     )
-    with mock.patch.object(sensitivity, "_gram", short):
+    with mock.patch.object(sensitivity, "product", short):
         calibrated(trainer.setup, trainer.data)
     return {
         "said": said.getvalue(),

@@ -36,7 +36,7 @@ def test_a_finished_run_is_shown_as_a_whole(tmp_path) -> None:
     assert "missing" not in reader.text
     assert list(reader.sections) == ["", *SECTIONS]
     for section, words in (
-        ("", "closes 98.3% of the KL between its floor (attention removed) and its teacher"),
+        ("", "closes 98.3% of the KL between its floor (without context) and its teacher"),
         ("", "0.0200 ± 0.0010 nats, against 1.2000 at the floor.Next: to compare student"),
         ("fidelity", "Fidelity to the teacher"),
         ("layers", "The worst layer is 2, with 0.03"),
@@ -245,7 +245,7 @@ def test_numbers_that_are_not_finite_are_said(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("figures", "words"),
     [
-        (fidelity(300.0), "is worse than its floor (attention removed): 300.0000 ± 0.0010 nats,"),
+        (fidelity(300.0), "is worse than its floor (without context): 300.0000 ± 0.0010 nats,"),
         (fidelity(-0.4), "The student closes 133.3% of"),
         (fidelity(0.00002), "99.998%"),
         (

@@ -116,7 +116,7 @@ def test_a_checkpoint_has_its_files_and_their_sums(folder) -> None:
 def test_everything_is_put_back_bit_for_bit(model, folder) -> None:
     transaction = transaction_of(model)
     state = read_checkpoint(folder).state(model, npt.base_identity(model))
-    state.restore(transaction)
+    state.restore(model, transaction)
     adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
     stored = load_file(folder / TENSORS)
     for name, parameter in adapter_parameters(model).items():

@@ -222,9 +222,10 @@ def test_calibrated_or_loaded_adapters_are_trained_as_they_are(
     assert not calls
 
 
-def test_a_resumed_run_is_not_calibrated_again(build, calls, tmp_path) -> None:
+@pytest.mark.parametrize("form", [{}, {"rank": 8, "active": 3, "token_rank": 4}], ids=str)
+def test_a_resumed_run_is_not_calibrated_again(build, calls, tmp_path, form) -> None:
     """Two runs of the same seed that are each solved for themselves, one of them in two parts."""
-    settings = {"save_steps": 1, "scheduler_type": "constant"}
+    settings = {"save_steps": 1, "scheduler_type": "constant", "form": form}
     whole = build(max_steps=2, output_dir=str(tmp_path / "whole"), **settings)
     whole.train()
     record = build(max_steps=1, **settings).train().folder / "run.json"

@@ -48,7 +48,7 @@ def meter_of(model: nn.Module) -> ModulationMeter:
 
 
 def measured(model: nn.Module, batch: Batch, samples: int = 8, **settings: Any) -> Tensor:
-    """Return the sums of one pass, [layers, 5]."""
+    """Return the sums of one pass, [layers, 6]."""
     config, meter = TrainConfig(batch_size=8, **settings), meter_of(model)
     with meter.measuring():
         summed(model, STRATEGIES[config.strategy], batch, config, MicroBatchSplitter(samples))
@@ -67,11 +67,14 @@ def slowly(model: nn.Module, batch: Batch) -> Tensor:
         middle, half = layer.npt.config.multiplier_spread
         stages = {n: t[valid].double() for n, t in shown[i].items() if t is not None}
         m = [t for name, t in stages.items() if name.startswith("m_")]
+        if layer.npt.config.token_part:  # the stream's shift in units of r
+            stages["s_stream"] /= stages["h"].square().mean(dim=-1, keepdim=True).sqrt()
         s = [t for name, t in stages.items() if name.startswith("s_")]
         m = torch.cat(m, dim=1) if m else torch.ones(int(valid.sum()), 1)
         bound = ((m - middle).abs() > SATURATED * half).double()
         norm = torch.cat(s, dim=1).norm(dim=1) if s else torch.zeros(len(m))
-        each = ((m - 1).abs().mean(dim=1), bound.mean(dim=1), stages["z"].norm(dim=1), norm)
+        z = stages["z"]
+        each = ((m - 1).abs().mean(dim=1), bound.mean(dim=1), z.norm(dim=1), norm, (z != 0).sum(1))
         rows.append([float(len(m)), *(float(values.sum()) for values in each)])
     return torch.tensor(rows)
 
@@ -82,6 +85,7 @@ FORMS: list[dict[str, Any]] = [
     {"modulation": "multiplicative", "targets": ("gate", "down")},
     {"mult_bound": 0.2, "additive_scale": 2.0},
     {"targets": ("stream",)},
+    {"active": 2, "targets": ("gate", "stream")},
 ]
 
 
@@ -177,5 +181,5 @@ def test_a_refused_micro_batch_is_not_measured(here) -> None:
     result = here.run("run", act, gradient_accumulation_steps=4)
     assert result.refused == 1
     for line in lines(result.folder, "metrics"):
-        assert len(figures(line)) == 8
+        assert len(figures(line)) == 2 * len(MODULATION)
         assert all(isinstance(value, float) for value in figures(line).values())

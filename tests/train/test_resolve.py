@@ -27,7 +27,13 @@ ALL = "stream,gate,up,down"
 OTHERWISE = {"learning_rate": 1e-5, "loss": "direction", "adapter_rank": 4, "num_epochs": 2}
 CHOSEN: dict[str, tuple[dict, dict, str]] = {
     # flags, what is chosen or stays, and what is left to the fields' own defaults
-    "solved": (BASE, {**NEAR, **WHOLE, "targets": "stream"}, "adapter_rank max_steps"),
+    "solved": (BASE, {**NEAR, **WHOLE, "targets": "stream"}, "max_steps"),
+    "a code": (BASE, {"adapter_rank": 64, "active": 16, "token_rank": 64}, ""),
+    "active numbers": ({"active": 9}, {"adapter_rank": 36, "token_rank": 36}, ""),
+    "all active": ({"active": 0, **BASE}, {"adapter_rank": 64, "token_rank": 64}, ""),
+    "a rank": ({"adapter_rank": 12}, {"token_rank": 12}, "active"),
+    "a rank and no token part": ({"adapter_rank": 12, "token_rank": 0}, {"token_rank": 0}, ""),
+    "ranks": ({"ranks": "8,16", **BASE}, {}, "adapter_rank active token_rank"),
     "given otherwise": (OTHERWISE, OTHERWISE, "strategy max_steps"),
     "a random start": (
         {"init": "random", **BASE},
@@ -40,7 +46,11 @@ CHOSEN: dict[str, tuple[dict, dict, str]] = {
     "a form": ({**BASE, "mult_form": "unbounded"}, {**NEAR, "targets": ALL}, ""),
     "an energy": ({**BASE, "regularization_lambda": 0.01}, {**NEAR, "targets": ALL}, ""),
     "no energy": ({**BASE, "regularization_lambda": 0.0}, {"targets": "stream"}, ""),
-    "embedded": ({}, {**NEAR, "adapter_rank": 48, "max_steps": 150}, ""),
+    "embedded": (
+        {},
+        {**NEAR, "adapter_rank": 192, "active": 48, "token_rank": 192, "max_steps": 150},
+        "",
+    ),
     "embedded, random": ({"init": "random"}, {"max_steps": 600}, "learning_rate"),
     "another text": ({"dataset_name": "mine.jsonl"}, NEAR, "max_steps"),
     "an adapter": (

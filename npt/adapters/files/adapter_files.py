@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, attach, set_adapters
 from npt.adapters.consolidate import consolidate, consolidated
-from npt.adapters.converted import adapter_parameters, attached_config, is_attached
+from npt.adapters.converted import adapter_tensors, attached_config, is_attached
 from npt.adapters.files.card import card
 from npt.adapters.files.consolidated_files import (
     HISTORY_NAME,
@@ -49,7 +49,7 @@ CARD_NAME = "README.md"
 FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME)
 PREFIX = "base_model.model."  # PEFT puts it before every key
 # settings that adapters of earlier versions lack
-_LATER = {"ranks", "mult_form"}
+_LATER = {"ranks", "mult_form", "active", "token_rank"}
 # settings of a random start, which only adapters of earlier versions have
 _RETIRED = {"init_std_a", "init_std_b", "init_a", "init_std_m"}
 
@@ -77,7 +77,7 @@ def save_adapter(
     """
     attached_config(model)
     folder = Path(folder)
-    check_savable(adapter_parameters(model), folder)
+    check_savable(adapter_tensors(model), folder)
     check_replaceable(folder)
     base = base if base is not None else base_identity(model)
     with new_folder(folder) as temporary:
@@ -106,7 +106,7 @@ def write_adapter(
 ) -> None:
     """Write the files of an adapter to a temporary folder, unchecked.
 
-    Args as for `save_adapter`. tensors: by parameter name; default the model's own.
+    Args as for `save_adapter`. tensors: by name, to write instead of the model's own.
     """
     record = {
         "peft_type": "NPT",
@@ -117,7 +117,7 @@ def write_adapter(
     }
     if (recipe := Recipe.of(model)) is not None:
         record[ENTRY] = asdict(recipe)
-    tensors = adapter_parameters(model) if tensors is None else tensors
+    tensors = {**adapter_tensors(model), **(tensors or {})}
     save_file(
         {PREFIX + name: t.detach().to("cpu").contiguous() for name, t in tensors.items()},
         folder / WEIGHTS_NAME,
@@ -254,7 +254,7 @@ def read_adapter(
     """Check an adapter against a model without changing the model. Args as for `load_adapter`.
 
     Returns:
-        The configuration, and the tensors on the host by parameter name.
+        The configuration, and the tensors on the host by their name in the model.
     """
     stored = find_adapter(folder)
     folder, config, record = stored.folder, stored.config, stored.record
@@ -300,8 +300,8 @@ def adapter_hash(model: PreTrainedModel) -> str:
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             digest.update(flat.view(torch.uint8).numpy().tobytes())
 
-    for name, parameter in adapter_parameters(model).items():
-        add(f"{name} {parameter.dtype} {tuple(parameter.shape)}", parameter)
+    for name, tensor in adapter_tensors(model).items():
+        add(f"{name} {tensor.dtype} {tuple(tensor.shape)}", tensor)
     for update in consolidated(model):
         for product, rows in update.rows.items():
             add(str(product), *rows)

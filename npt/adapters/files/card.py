@@ -12,7 +12,7 @@ from npt.base.recipe import Recipe
 from npt.figures import FIGURES
 
 _LABELS = {
-    "floor": "floor (attention removed)",
+    "floor": "floor (without context)",
     "initial": "student before training",
     "student": "student",
     "teacher": "teacher",

@@ -25,7 +25,10 @@ from npt.files import check_folder, new_folder, write_json, write_text
 
 CODE = Path(__file__).parent / "exported"
 CODE_FILES = ("configuration_npt.py", "modeling_npt.py")
-_FORM = ("multiplicative", "additive", "mult_form", "mult_bound", "additive_scale")
+_FORM = (
+    "multiplicative", "additive", "mult_form", "mult_bound", "additive_scale",
+    "token_part", "token_rank", "active",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,8 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if tied and name == "lm_head.weight":
             continue
         statistic = ".weight." in name  # of a 4-bit weight
+        if name.endswith(".npt.tau"):
+            tensor = tensor.clone()  # layers share it, but a file may not
         yield name, tensor if ".npt." in name or statistic else _smallest(tensor)
 
 

@@ -35,7 +35,7 @@ def test_a_grid_is_every_combination_once_with_each_seed() -> None:
         for t in found.trials
     ]
     assert got == [(lr, rank, seed) for lr in (1e-3, 1e-2) for rank in (2, 4) for seed in (0, 7)]
-    assert found.varied == ("adapter_rank", "learning_rate")
+    assert found.varied == ("adapter_rank", "token_rank", "learning_rate")
 
 
 def test_settings_may_be_given_by_their_other_names() -> None:
@@ -203,7 +203,7 @@ def test_a_closed_form_start_without_the_stream_is_refused() -> None:
 
 def test_settings_have_their_defaults_and_none_of_a_folder() -> None:
     values = TrialSettings.of({**SHORT, "compute_dtype": "bf16"}, seed=3).values()
-    assert (values["adapter_rank"], values["compute_dtype"], values["seed"]) == (48, "bf16", 3)
+    assert (values["adapter_rank"], values["compute_dtype"], values["seed"]) == (192, "bf16", 3)
     assert not values.keys() & (LEFT_OUT.keys() - {"seed"})
 
 

@@ -10,7 +10,14 @@ its attention output a = Attention(RMSNorm1(h)):
     gate' = m_gate * gate_proj(x) + s_gate        up' and down' likewise
     o = h' + down'(act(gate') * up')
 
-With `keep_residual`, h + a replaces h. Attention, caches, masks and everything else come from
+With `keep_residual`, h + a replaces h. With a `token_part`, l takes from the token's own state what
+needs no context, r = rms(h), and the code carries the rest:
+
+    l = b + L_out L_in RMSNorm1(h)
+    z = c A (a - l) / r, and 0 where |z| < tau    all numbers without `active`
+    h' = h + l + r alpha (B_stream z / c)
+
+Attention, caches, masks and everything else come from
 transformers' model of the base's family.
 """
 
@@ -32,7 +39,8 @@ FORMS = {
 class LayerAdapter(nn.Module):
     """The modulation of one layer, in fp32 even if the model computes in another dtype.
 
-    A [R, D]; M and B [O, R] by target. The stream has no M.
+    A [R, D]; M and B [O, R] by target. The stream has no M. With a token part b [D], scale (c) [R],
+    L_in [Q, D] and L_out [D, Q], tau [1].
     """
 
     def __init__(self, config, index: int):
@@ -50,6 +58,14 @@ class LayerAdapter(nn.Module):
         multiplied = [t for t in targets if form["multiplicative"] and t != "stream"]
         self.B = nn.ParameterDict({t: empty(width[t], rank) for t in shifted})
         self.M = nn.ParameterDict({t: empty(width[t], rank) for t in multiplied})
+        if form["token_part"]:
+            self.b = empty(d)
+            self.scale: Tensor
+            self.register_buffer("scale", torch.ones(rank, dtype=torch.float32))
+        if form["token_rank"]:
+            self.L_in, self.L_out = empty(form["token_rank"], d), empty(d, form["token_rank"])
+        if form["active"]:
+            self.tau = empty(1)
 
     def _apply(self, fn, recurse: bool = True):
         """Move with the model but ignore casts: `model.to(torch.bfloat16)` is for the base."""
@@ -61,9 +77,21 @@ class LayerAdapter(nn.Module):
         return super()._apply(moved, recurse)
 
     def code(self, attention: Tensor) -> Tensor:
-        """Return z = A a: [..., D] -> [..., R]."""
+        """Return z from a, or from (a - l) / r: [..., D] -> [..., R]."""
         with torch.autocast(attention.device.type, enabled=False):
-            return F.linear(attention.to(self.A.dtype), self.A)
+            z = F.linear(attention.to(self.A.dtype), self.A)
+            if self.form["token_part"]:
+                z = self.scale * z
+            if self.form["active"]:
+                z = torch.where(z.abs() < self.tau, 0.0, z)
+            return z
+
+    def own(self, x: Tensor) -> Tensor:
+        """Return the token part l from RMSNorm1(h), [..., D]."""
+        with torch.autocast(x.device.type, enabled=False):
+            if not self.form["token_rank"]:
+                return self.b.expand(x.shape)
+            return F.linear(F.linear(x.to(self.b.dtype), self.L_in), self.L_out, self.b)
 
     def modulate(self, target: str, y: Tensor, z: Tensor) -> Tensor:
         """Return y' of one target, [..., O], in the dtype of y."""
@@ -89,11 +117,19 @@ class NPTLlamaDecoderLayer(LlamaDecoderLayer):
     npt: LayerAdapter
 
     def forward(self, hidden_states, **context):
-        attention, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **context)
+        x = self.input_layernorm(hidden_states)
+        attention, _ = self.self_attn(hidden_states=x, **context)
         npt, mlp = self.npt, self.mlp
-        z = npt.code(attention)
-        kept = hidden_states + attention if npt.form["keep_residual"] else hidden_states
-        stream = npt.modulate("stream", kept, z)
+        if npt.form["token_part"]:
+            own, h = npt.own(x), hidden_states.to(npt.A.dtype)
+            size = h.square().mean(dim=-1, keepdim=True).clamp_min(1e-12).sqrt()
+            z = npt.code((attention - own) / size)
+            stream = npt.modulate("stream", h + own, size * (z / npt.scale))
+            stream = stream.to(hidden_states.dtype)
+        else:
+            z = npt.code(attention)
+            kept = hidden_states + attention if npt.form["keep_residual"] else hidden_states
+            stream = npt.modulate("stream", kept, z)
         x = self.post_attention_layernorm(stream)
         gate = npt.modulate("gate", mlp.gate_proj(x), z)
         up = npt.modulate("up", mlp.up_proj(x), z)

@@ -1,0 +1,76 @@
+"""The threshold tau, one for all layers and tokens. A code's numbers below it become 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from npt.adapters.converted import adapter_mode, decoder_layers, evaluating, npt_layers
+from npt.adapters.layer import within
+from npt.adapters.stream import open_stream
+from npt.adapters.token_modulation import observed
+from npt.data.batch import Sample, batches
+
+TOKENS = 4096
+"""Most tokens to take the threshold from, and at most an eighth of all. Nothing else is fitted to
+them: on tokens that L was fitted to, codes are smaller than on others."""
+
+ROUNDS = 4
+"""Passes. The first one keeps all numbers. Each later one runs the student with the threshold of
+the pass before it, since the student's own errors make its codes larger."""
+
+
+def set_apart(samples: Sequence[Sample]) -> int:
+    """Return how many of the last samples the threshold is taken from, at least one."""
+    left = min(TOKENS, sum(len(sample.input_ids) for sample in samples) // 8)
+    count = 0
+    for sample in reversed(samples):
+        left -= len(sample.input_ids)
+        if left < 0:
+            break
+        count += 1
+    return max(1, count)
+
+
+@torch.no_grad()
+def set_threshold(
+    model: PreTrainedModel, samples: Sequence[Sample], active: int, batch_size: int
+) -> float:
+    """Set tau so that the student keeps `active` numbers of a code, on average over converted
+    layers and the tokens of these samples. Return it.
+    """
+    layers = npt_layers(model)
+    tau = layers[0][1].npt.tau
+    tau.fill_(0.0)
+    for _ in range(ROUNDS):
+        sizes, tokens = student_codes(model, samples, batch_size)
+        kept = min(active * tokens * len(layers), len(sizes))
+        smallest = torch.kthvalue(sizes, len(sizes) - kept + 1).values
+        tau.fill_(smallest)
+    return float(tau)
+
+
+def student_codes(
+    model: PreTrainedModel, samples: Sequence[Sample], batch_size: int
+) -> tuple[Tensor, int]:
+    """Return |u| of all converted layers and valid tokens in one row, on the host, and the number
+    of tokens.
+    """
+    layers, device = npt_layers(model), next(model.parameters()).device
+    last, parts, tokens = layers[-1][0], list[Tensor](), 0
+    with evaluating(model), adapter_mode(model, "student"):
+        for batch in batches(samples, batch_size):
+            stream = open_stream(model, batch.to(device))
+
+            def keep(stages: dict[str, Tensor | None], stream=stream) -> None:
+                if (u := stages.get("u")) is not None:
+                    parts.append(stream.rows(u).abs().flatten().cpu())
+
+            with observed([(layer.npt, keep) for _, layer in layers]):
+                within(model.model, partial(stream.through, decoder_layers(model)[: last + 1]))
+            tokens += batch.tokens
+    return torch.cat(parts), tokens

@@ -1,0 +1,55 @@
+"""Work of a start that succeeds on every process or fails on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from npt.adapters.converted import is_sharded
+from npt.distributed.processes import ProcessGroup
+from npt.errors import NoMemoryError, NumericalError, first_line, is_out_of_memory
+
+T = TypeVar("T")
+
+
+def together(
+    processes: ProcessGroup, act: Callable[[], T], model: PreTrainedModel | None = None
+) -> T:
+    """Return `act()` if it succeeds on every process; else raise on all of them.
+
+    Args:
+        processes: those that call this function.
+        act: function without communication.
+        model: the model that `act` runs, if any. If its base is sharded, an error is raised at
+            once, since the other processes wait for layers.
+
+    Raises:
+        torch.OutOfMemoryError: out of memory on any process; all may start again.
+        ProcessError: another process raised another error.
+    """
+    if processes.size == 1:
+        return act()
+    failure: Exception | None = None
+    try:
+        with processes.exchanging():
+            result = act()
+    except Exception as error:
+        sharded = model is not None and is_sharded(model)
+        if sharded and is_out_of_memory(error):
+            raise NoMemoryError(
+                f"calibration: out of memory with a sharded base ({first_line(error)[:200]}):"
+                " lower --batch_size or --max_length, or convert fewer --layers"
+            ) from error
+        if sharded and not isinstance(error, NumericalError):
+            raise
+        failure = error
+    lack = None if failure is None or not is_out_of_memory(failure) else first_line(failure)
+    processes.raise_together(failure if lack is None else None)
+    for process, line in enumerate(processes.gather(lack)):
+        if line is not None:
+            other = torch.OutOfMemoryError(f"process {process}: {line}")
+            raise processes.everywhere(failure or other)
+    return result
