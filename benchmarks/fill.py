@@ -38,6 +38,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "residual-keep": (tables.repaired, ("residual-keep",)),
     "embedded": (tables.embedded, ("embedded",)),
     "real.py": (tables.real, ("real",)),
+    "real.py, codes": (tables.real, ("real-code",)),
     "speed.py --shape cpu-0.2b": (tables.speed, ("cpu-0.2b",)),
     "step_cost.py": (tables.step_cost, ("step_cost",)),
     "gpu_check.py": (tables.gpu_check, ("gpu_check",)),

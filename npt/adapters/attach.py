@@ -115,9 +115,9 @@ def attach(
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
             adapters[index] = NPTAdapter(form, *sizes, generator).to(devices[0])
     if config.active:
-        shared = adapters[chosen[0]].tau
+        shared = adapters[chosen[0]].log_tau
         for adapter in adapters.values():
-            adapter.tau = shared
+            adapter.log_tau = shared
     trainable_before = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     for parameter in model.parameters():
         parameter.requires_grad_(False)

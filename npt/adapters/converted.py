@@ -62,7 +62,7 @@ def npt_layers(model: PreTrainedModel) -> list[tuple[int, NPTLayer]]:
 
 def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the adapters' parameters by their full name in the model, in a fixed order. Layers
-    share tau, which has the name of the first one.
+    share log_tau, which has the name of the first one.
     """
     return by_full_name((i, layer.npt.named_parameters()) for i, layer in npt_layers(model))
 
@@ -81,7 +81,7 @@ def by_full_name(layers: Iterable[tuple[int, Iterable[tuple[str, T]]]]) -> dict[
     named: dict[str, T] = {}
     for number, (index, of_adapter) in enumerate(layers):
         for name, value in of_adapter:
-            if number == 0 or name != "tau":
+            if number == 0 or name != "log_tau":
                 named[f"model.layers.{index}.npt.{name}"] = value
     return named
 

@@ -33,6 +33,7 @@ product (F or D); `...` is any leading shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from operator import call
 from typing import Any, Literal, TypeVar
@@ -62,11 +63,14 @@ Observer = Callable[[dict[str, Tensor | None]], None]
 STD_A, STD_B = 0.02, 0.001
 """Standard deviations of A and B at a random start. M starts at 0, so every multiplier is 1."""
 
+START_TAU = 0.01
+"""tau at a random start, where most numbers are above it. Training raises it."""
+
 SMALLEST_SIZE = 1e-6
 """Least r, for a token whose state is 0."""
 
-COUNT_GRADIENT = 1e-5
-"""Gradient of tau for a number too few or too many. It is far below those of the weights, with
+COUNT_GRADIENT = 1e-6
+"""Gradient of log tau for a number too few or too many. It is far below those of the weights, with
 which it is clipped, and AdamW's steps do not depend on it."""
 
 
@@ -140,7 +144,7 @@ class NPTAdapter(nn.Module):
         b: [D], bias of the token part.
         L_in, L_out: [Q, D] and [D, Q], with L = L_out L_in.
         scale: [R], c; it is not trained.
-        tau: [1], shared by all layers of a model.
+        log_tau: [1], logarithm of tau, shared by all layers of a model.
         mode: what the layer computes.
         observer: called, if set, with the stages of each pass, from `h` to `o`.
         recode: called, if set, to replace the tokens' codes (npt/tools/editing/transplant.py).
@@ -184,7 +188,8 @@ class NPTAdapter(nn.Module):
             self.L_in = normal(config.token_rank, hidden_size, STD_A)
             self.L_out = normal(hidden_size, config.token_rank, 0.0)
         if config.active:
-            self.tau = nn.Parameter(torch.zeros(1, dtype=torch.float32))
+            start = torch.tensor([math.log(START_TAU)], dtype=torch.float32)
+            self.log_tau = nn.Parameter(start)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NPTAdapter:
         """Move with the model but ignore casts, which are meant for the base."""
@@ -208,7 +213,7 @@ class NPTAdapter(nn.Module):
                 z = self.scale * z
             if self.config.active:
                 self.show(u=z)
-                z = _Threshold.apply(z, self.tau, self.config.active)
+                z = _Threshold.apply(z, self.log_tau, self.config.active)
         return z if self.recode is None else self.recode(z)
 
     def size_of(self, state: Tensor) -> Tensor:
@@ -253,14 +258,14 @@ class NPTAdapter(nn.Module):
 class _Threshold(torch.autograd.Function):
     """z = u where |u| >= tau, else 0; NaN stays NaN.
 
-    Gradients pass through the numbers that are kept. That of tau is no derivative: it points to the
-    tau at which `active` numbers of a token are kept on average over tokens and layers. So tau
+    Gradients pass through the numbers that are kept. That of log tau is no derivative: it points to
+    the tau at which `active` numbers of a token are kept on average over tokens and layers. So tau
     follows the mean count, and refusals, checkpoints and several processes treat it as a weight.
     """
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor, tau: Tensor, active: int) -> Tensor:
-        kept = ~(u.abs() < tau)
+    def forward(ctx: Any, u: Tensor, log_tau: Tensor, active: int) -> Tensor:
+        kept = ~(u.abs() < log_tau.exp())
         ctx.save_for_backward(kept)
         ctx.active = active
         return torch.where(kept, u, 0.0)

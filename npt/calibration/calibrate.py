@@ -196,8 +196,8 @@ def calibrate(
                 together(processes, find, model)
             refit(model, parts, sensitivity, processes, console)
             if config.active:
-                tau = together(processes, find, model)
-                npt_layers(model)[0][1].npt.tau.data.fill_(processes.first(lambda: tau))
+                log_tau = together(processes, find, model)
+                npt_layers(model)[0][1].npt.log_tau.data.fill_(processes.first(lambda: log_tau))
         except BaseException:
             set_adapters(model, form, before)
             raise

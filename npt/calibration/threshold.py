@@ -19,6 +19,9 @@ TOKENS = 4096
 """Most tokens to take the threshold from, and at most an eighth of all. Nothing else is fitted to
 them: on tokens that L was fitted to, codes are smaller than on others."""
 
+SMALLEST = 1e-30
+"""The least threshold: its logarithm is finite."""
+
 ROUNDS = 4
 """Passes. The first one keeps all numbers. Each later one runs the student with the threshold of
 the pass before it, since the student's own errors make its codes larger."""
@@ -41,17 +44,17 @@ def set_threshold(
     model: PreTrainedModel, samples: Sequence[Sample], active: int, batch_size: int
 ) -> float:
     """Set tau so that the student keeps `active` numbers of a code, on average over converted
-    layers and the tokens of these samples. Return it.
+    layers and the tokens of these samples. Return its logarithm.
     """
     layers = npt_layers(model)
-    tau = layers[0][1].npt.tau
-    tau.fill_(0.0)
+    log_tau = layers[0][1].npt.log_tau
+    log_tau.fill_(-100.0)
     for _ in range(ROUNDS):
         sizes, tokens = student_codes(model, samples, batch_size)
         kept = min(active * tokens * len(layers), len(sizes))
         smallest = torch.kthvalue(sizes, len(sizes) - kept + 1).values
-        tau.fill_(smallest)
-    return float(tau)
+        log_tau.fill_(smallest.clamp_min(SMALLEST).log())
+    return float(log_tau)
 
 
 def student_codes(

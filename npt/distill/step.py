@@ -60,8 +60,8 @@ NATS = 100.0
 hundredth as large."""
 
 THRESHOLD_RATE = 20.0
-"""Multiple of the learning rate at which the threshold of the codes follows their mean count: a few
-thousandths of itself per step at the usual rate of 5e-5."""
+"""Multiple of the learning rate at which the logarithm of the codes' threshold follows their mean
+count: at the usual rate of 5e-5 the threshold changes by up to a thousandth of itself per step."""
 
 
 def student_guard(
@@ -111,7 +111,7 @@ def parameter_groups(model: PreTrainedModel, config: TrainConfig) -> list[dict[s
     threshold: list[nn.Parameter] = []
     for name, parameter in adapter_parameters(model).items():
         leaf = name.rpartition(".")[2]
-        if leaf == "tau":
+        if leaf == "log_tau":
             threshold.append(parameter)
         else:
             (products if near and leaf in PRODUCTS else stream).append(parameter)

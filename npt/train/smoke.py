@@ -78,10 +78,14 @@ def smoke_test(
     if fault is not None:
         raise _failure(f"the first batch cannot be used: {fault}; check the data and the tokenizer")
     parameters = adapter_parameters(model)
+    threshold = {name: p for name, p in parameters.items() if name.endswith(".log_tau")}
+    moved = {name: p for name, p in parameters.items() if name not in threshold}
     # Every call draws the same random numbers: dropout must not change the loss between steps.
     compute = partial(forward_backward, model, strategy, batch, config, splitter)
     weights = _copy(parameters)
     try:
+        # the loss jumps where a number becomes active, so let all of them be
+        _restore(threshold, {name: torch.full_like(p, -100.0) for name, p in threshold.items()})
         _clear(parameters)
         sums = _under_anomaly_detection(compute)
         loss = float(sums.loss) / sums.tokens
@@ -90,7 +94,7 @@ def smoke_test(
                 f"the loss of the first batch is {loss}; run npt trace to find the operation"
             )
         _check_gradients(model)
-        start = _Start(parameters, weights, compute, loss, sums.tokens, processes or ProcessGroup())
+        start = _Start(moved, weights, compute, loss, sums.tokens, processes or ProcessGroup())
         after = start.descend(config.learning_rate)
     finally:
         _restore(parameters, weights)
@@ -274,8 +278,9 @@ def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
 
 
 def _check_gradients(model: PreTrainedModel) -> None:
-    # by the chain rule, an A whose B and M are all zero gets no gradient yet, nor does an L_in
-    silent = set[str]()
+    # by the chain rule, an A whose B and M are all zero gets no gradient yet, nor does an L_in; a
+    # threshold that all numbers pass needs none
+    silent = {f"model.layers.{npt_layers(model)[0][0]}.npt.log_tau"}
     for index, layer in npt_layers(model):
         adapter = layer.npt
         if not any(bool(p.any()) for p in [*adapter.B.values(), *adapter.M.values()]):

@@ -1,6 +1,7 @@
 """The token part and the threshold: fitted as their formulas say, and the student they make."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -125,10 +126,10 @@ def test_the_threshold_leaves_the_active_numbers_on_tokens_it_has_not_seen(
     counts = [layer["active"] for layer in fidelity.layers.values()]
     # 8 within the error of a few hundred tokens; the layers differ
     assert 6.5 < sum(counts) / 3 < 9.5 and max(counts) > 1.1 * min(counts)
-    tau = npt_layers(model)[0][1].npt.tau
-    assert all(layer.npt.tau is tau for _, layer in npt_layers(model))
+    tau = npt_layers(model)[0][1].npt.log_tau
+    assert all(layer.npt.log_tau is tau for _, layer in npt_layers(model))
     sizes, tokens = student_codes(model, samples(60, seed=9), 16)
-    kept = float((sizes >= tau.detach()).sum()) / tokens / 3
+    kept = float((sizes >= tau.detach().exp()).sum()) / tokens / 3
     assert kept == pytest.approx(sum(counts) / 3, rel=1e-6)
 
 
@@ -189,10 +190,10 @@ def test_a_number_below_the_threshold_is_0_and_nan_stays(load_model: Any) -> Non
     model = student(load_model, **FORM)
     adapter: Any = npt_layers(model)[0][1].npt
     with torch.no_grad():
-        adapter.tau.fill_(0.5)
+        adapter.log_tau.fill_(math.log(0.5))
         adapter.A.copy_(torch.eye(32, 64))
     e = torch.full((3, 64), 0.4)
-    e[0, 1], e[1, 2], e[2, 3] = 0.5, -0.7, torch.nan
+    e[0, 1], e[1, 2], e[2, 3] = 0.6, -0.7, torch.nan
     z = adapter.code(e)
     assert z[0].nonzero().flatten().tolist() == [1] and float(z[1, 2].detach()) == pytest.approx(
         -0.7
@@ -206,7 +207,7 @@ def test_gradients_pass_through_active_numbers_and_tau_is_drawn_to_their_count(
     model = student(load_model, **FORM)
     adapter: Any = npt_layers(model)[0][1].npt
     with torch.no_grad():
-        adapter.tau.fill_(0.5)
+        adapter.log_tau.fill_(math.log(0.5))
         adapter.A.copy_(torch.eye(32, 64))
     e = torch.zeros(2, 64)
     e[0, :20] = 1.0  # 20 numbers of one token are active, none of the other's
@@ -214,16 +215,16 @@ def test_gradients_pass_through_active_numbers_and_tau_is_drawn_to_their_count(
     adapter.code(e).sum().backward()
     assert e.grad is not None and e.grad.sum(dim=1).tolist() == [20.0, 0.0]
     # 16 are wanted of two tokens: tau has to grow, so its gradient is negative
-    assert adapter.tau.grad.item() < 0
-    adapter.tau.grad = None
+    assert adapter.log_tau.grad.item() < 0
+    adapter.log_tau.grad = None
     adapter.code(e * 0.1).sum().backward()
-    assert adapter.tau.grad.item() > 0
+    assert adapter.log_tau.grad.item() > 0
 
 
 def test_a_copy_shares_its_own_threshold(load_model: Any) -> None:
     model = student(load_model, **FORM)
     other = copy.deepcopy(model)
-    taus = {id(layer.npt.tau) for m in (model, other) for _, layer in npt_layers(m)}
+    taus = {id(layer.npt.log_tau) for m in (model, other) for _, layer in npt_layers(m)}
     assert len(taus) == 2
 
 
@@ -239,7 +240,7 @@ def test_a_saved_student_loads_with_threshold_and_scale(
     npt.load_adapter(model, folder)
     found = adapter_tensors(model)
     assert found.keys() == kept.keys() and all(torch.equal(found[n], kept[n]) for n in kept)
-    assert [name for name in kept if name.endswith("tau")] == ["model.layers.1.npt.tau"]
+    assert [name for name in kept if name.endswith("tau")] == ["model.layers.1.npt.log_tau"]
     assert kl(model, tokenizer) == near
 
 

@@ -172,7 +172,7 @@ def code(layer: nn.Module, h: Tensor, a: Tensor) -> tuple[Tensor, Tensor | float
     own = layer.input_layernorm(h) @ adapter.L_in.T @ adapter.L_out.T + adapter.b
     size = h.pow(2).mean(-1, keepdim=True).sqrt()
     z = adapter.scale * ((a - own) @ adapter.A.T) / size
-    z = z * (z.detach().abs() >= adapter.tau.detach())
+    z = z * (z.detach().abs() >= adapter.log_tau.detach().exp())
     return z, own, size * z / adapter.scale
 
 
@@ -307,7 +307,7 @@ def reference(
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     gradients = dict(zip(parameters, found, strict=True))
     for name, parameter in parameters.items():
-        if name.endswith(".tau"):  # the numbers that it lacks
+        if name.endswith(".log_tau"):  # the numbers that it lacks
             valid, lacking = batch.attention_mask.bool(), 0
             for i, (_, a) in states.items():
                 z = code(layers[i], read[i], a)[0][valid]

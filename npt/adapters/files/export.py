@@ -155,7 +155,7 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if tied and name == "lm_head.weight":
             continue
         statistic = ".weight." in name  # of a 4-bit weight
-        if name.endswith(".npt.tau"):
+        if name.endswith(".npt.log_tau"):
             tensor = tensor.clone()  # layers share it, but a file may not
         yield name, tensor if ".npt." in name or statistic else _smallest(tensor)
 

@@ -16,6 +16,9 @@ class NPTLlamaConfig(LlamaConfig):
     keep_residual    whether attention stays in the residual stream
     mult_form        form of m; the formula above is `sigmoid`
     mult_bound, additive_scale
+    token_part       whether z is what the token's own state cannot say of its attention output
+    token_rank       the rank of the map that says it; 0: a constant
+    active           numbers of z that are not 0 on average; 0: all
     """
 
     model_type = "npt_llama"

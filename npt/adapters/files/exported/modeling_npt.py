@@ -40,7 +40,7 @@ class LayerAdapter(nn.Module):
     """The modulation of one layer, in fp32 even if the model computes in another dtype.
 
     A [R, D]; M and B [O, R] by target. The stream has no M. With a token part b [D], scale (c) [R],
-    L_in [Q, D] and L_out [D, Q], tau [1].
+    L_in [Q, D], L_out [D, Q] and log_tau [1].
     """
 
     def __init__(self, config, index: int):
@@ -65,7 +65,7 @@ class LayerAdapter(nn.Module):
         if form["token_rank"]:
             self.L_in, self.L_out = empty(form["token_rank"], d), empty(d, form["token_rank"])
         if form["active"]:
-            self.tau = empty(1)
+            self.log_tau = empty(1)
 
     def _apply(self, fn, recurse: bool = True):
         """Move with the model but ignore casts: `model.to(torch.bfloat16)` is for the base."""
@@ -83,7 +83,7 @@ class LayerAdapter(nn.Module):
             if self.form["token_part"]:
                 z = self.scale * z
             if self.form["active"]:
-                z = torch.where(z.abs() < self.tau, 0.0, z)
+                z = torch.where(z.abs() < self.log_tau.exp(), 0.0, z)
             return z
 
     def own(self, x: Tensor) -> Tensor:
