@@ -5,14 +5,21 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from npt.cli.arguments import Student, add_number, add_student, add_switch, begin, print_json
+from npt.cli.arguments import Student, Task, add_number, add_student, add_switch, begin, print_json
 from npt.console import make_console, put
+from npt.errors import NPTError
 from npt.files import check_file, write_text
+
+if TYPE_CHECKING:
+    from npt.evaluation.modulation_map import ModulationMap
 
 MODES = ("teacher", "student", "floor")
 """Models that can write a text, in the order in which a page shows them."""
+
+NUMBERS, TOKENS, BEFORE = 16, 8192, 12
+"""Active numbers on a page, tokens of data to search for their passages, tokens of a passage."""
 
 
 def generate(flags: dict[str, Any]) -> int:
@@ -59,7 +66,7 @@ def generate(flags: dict[str, Any]) -> int:
         notes.say(f"{mode}: {len(text.ids)} tokens, {speed:.1f} tokens/s, {ending}")
     if page is not None:
         recipe = {"adapter": str(task.flags["adapter"]), "base": task.look.base.model_name}
-        _write_page(page, student, ids, figures, {**recipe, "tokens": f"{limit:,} at most"})
+        _write_page(page, task, student, ids, figures, {**recipe, "tokens": f"{limit:,} at most"})
         notes.say(f"wrote {page}")
     return 0
 
@@ -76,7 +83,12 @@ def _parting_line(figures: dict[str, Any]) -> str:
 
 
 def _write_page(
-    page: Path, student: Student, ids: list[int], figures: dict[str, Any], recipe: dict[str, str]
+    page: Path,
+    task: Task,
+    student: Student,
+    ids: list[int],
+    figures: dict[str, Any],
+    recipe: dict[str, str],
 ) -> None:
     from npt.evaluation.modulation_map import modulation_map
     from npt.figures import FIGURES
@@ -96,7 +108,46 @@ def _write_page(
     layers = ", ".join(str(index) for index in measured.layers)
     rows = [*recipe.items(), ("layers", layers), ("targets", ", ".join(measured.targets))]
     line = _parting_line(figures) if both else f"the {next(iter(texts))} continued the prompt"
-    write_text(page, generated_page(line[0].upper() + line[1:], facts, rows, passages))
+    numbers = _numbers(task, student, measured)
+    write_text(page, generated_page(line[0].upper() + line[1:], facts, rows, passages, numbers))
+
+
+def _numbers(task: Task, student: Student, measured: ModulationMap) -> list[list[str]]:
+    """Return the largest active numbers of a text, with passages of the adapter's data in which
+    they are largest; a note says why there are none.
+    """
+    from npt.calibration.samples import read_samples
+    from npt.data.samples import cut
+    from npt.data.source import open_source
+    from npt.evaluation.contexts import passages_of
+    from npt.evaluation.modulation_map import token_texts
+    from npt.report.generated import passage, visible
+
+    strongest = measured.strongest(NUMBERS)
+    if not strongest:
+        return []
+    model, tokenizer = student.model, student.tokenizer
+    try:
+        samples = read_samples(
+            cut(open_source(task.data), tokenizer, task.data),
+            tokenizer,
+            task.data.max_length,
+            TOKENS,
+            model.config.vocab_size,
+        )
+    except (NPTError, OSError) as error:
+        task.console.say(f"no passages of the adapter's data on the page: {error}")
+        return []
+    found = passages_of(model, samples, [number for number, *_ in strongest])
+    texts, rows = measured.texts(tokenizer), []
+    for number, at, value in strongest:
+        passages = " | ".join(
+            f"{passage(*token_texts(tokenizer, ids[-BEFORE:]))} {size:+.2g}"
+            for size, ids in found[number]
+        )
+        about = [str(number.layer), f"#{number.row}", f"{value:+.2g}"]
+        rows.append([*about, visible(texts[at]), passages])
+    return rows
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

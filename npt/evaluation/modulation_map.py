@@ -27,6 +27,7 @@ from npt.adapters.converted import adapter_mode, attached_config, evaluating, np
 from npt.adapters.layer import NPTLayer, student_output, within
 from npt.adapters.token_modulation import as_row, observed
 from npt.config import TARGETS
+from npt.evaluation.contexts import Number
 from npt.evaluation.metrics import COLUMNS, compare_tokens, most_likely
 
 Stages = dict[str, Tensor | None]
@@ -50,6 +51,7 @@ class ModulationMap:
         teacher_first: [T] int64, the teacher's most likely token at each position; -1 for the
             first.
         student_first: the student's, in the same form.
+        codes: by layer z, [T, R], if only some of its numbers are active; else empty.
     """
 
     ids: Tensor
@@ -59,6 +61,7 @@ class ModulationMap:
     kl: Tensor
     teacher_first: Tensor
     student_first: Tensor
+    codes: dict[int, Tensor]
 
     def texts(self, tokenizer: Any) -> list[str]:
         """Return the text of each token: `token_texts` of `ids`."""
@@ -74,7 +77,34 @@ class ModulationMap:
         for name in ("teacher_first", "student_first"):
             ids = getattr(self, name).tolist()
             values[name] = [None if token < 0 else tokenizer.decode([token]) for token in ids]
+        if self.codes:
+            values["active"] = [self.active_numbers(token) for token in range(len(self.ids))]
         return values
+
+    def active_numbers(self, token: int) -> list[list[list[float]]]:
+        """Return by layer a token's active numbers, as pairs of index and value, largest first."""
+        layers = []
+        for code in self.codes.values():
+            row = code[token]
+            order = row.abs().argsort(descending=True)[: int(row.count_nonzero())]
+            layers.append([[int(i), float(f"{float(row[i]):.3g}")] for i in order])
+        return layers
+
+    def strongest(self, count: int) -> list[tuple[Number, int, float]]:
+        """Return the numbers with the largest sums of squares over the text, each with the token at
+        which it is largest and its value there.
+        """
+        found = []
+        for layer, code in self.codes.items():
+            for sign in (1, -1):
+                sizes = (sign * code).clamp_min(0.0)
+                top = sizes.max(dim=0)
+                for index, total in enumerate(sizes.square().sum(dim=0).tolist()):
+                    at = int(top.indices[index])
+                    number = Number(layer, index, sign)
+                    found.append((total, number, at, sign * float(top.values[index])))
+        found.sort(key=lambda each: each[0], reverse=True)
+        return [(number, at, value) for total, number, at, value in found[:count] if total > 0]
 
 
 @torch.no_grad()
@@ -94,11 +124,14 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
     row, layers = as_row(model, ids), npt_layers(model)
     stages: dict[int, Stages] = {index: {} for index, _ in layers}
     changes: list[Tensor] = []
+    codes: dict[int, Tensor] = {}
 
     def compare(index: int, layer: NPTLayer) -> None:
         plain = _unmodulated(layer, stages[index])
         moved = torch.linalg.vector_norm(_row(stages[index], "mlp") - plain, dim=-1)
         changes.append((moved / torch.linalg.vector_norm(plain, dim=-1)).cpu())
+        if config.active:
+            codes[index] = _row(stages[index], "z").cpu()
         stages[index].clear()  # the adapter's observer is its `update`
 
     with evaluating(model), ExitStack() as stack:
@@ -112,14 +145,19 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
             of_student = model.model(row, use_cache=False).last_hidden_state[0, :-1]
         head, size = model.get_output_embeddings(), model.config.vocab_size
         columns = compare_tokens(of_student, of_teacher, row[0, 1:], head, size).cpu()
-        first = [most_likely(each, head, size).cpu() for each in (of_teacher, of_student)]
+        of_teacher_first, of_student_first = (
+            torch.cat([torch.tensor([-1]), most_likely(each, head, size).cpu()])
+            for each in (of_teacher, of_student)
+        )
     return ModulationMap(
         row[0].cpu(),
         tuple(index for index, _ in layers),
         tuple(target for target in TARGETS if target in config.targets),
         torch.stack(changes, dim=1),
         torch.cat([torch.tensor([torch.nan]), columns[:, COLUMNS.index("kl")]]),
-        *(torch.cat([torch.tensor([-1]), each]) for each in first),
+        of_teacher_first,
+        of_student_first,
+        codes,
     )
 
 

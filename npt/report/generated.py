@@ -16,6 +16,7 @@ from npt.report.words import clean, number
 
 COLOURS = 8  # steps of the colour scale: `.h0` to `.h7` in style.css
 LETTERS = 40  # the most that are shown of one token
+NUMBERS = 4  # the most active numbers of a layer in a token's hint
 
 Facts = Sequence[tuple[str, str]]
 Passages = Sequence[tuple[str, Mapping[str, Any]]]
@@ -24,11 +25,18 @@ prompt, and `parts`, that of the first token on which two texts differ.
 """
 
 
-def page(words: str, facts: Facts, recipe: Facts, passages: Passages) -> str:
-    """Return the page. `words` is its opening sentence, `recipe` names the adapter and settings."""
+def page(
+    words: str, facts: Facts, recipe: Facts, passages: Passages, numbers: Sequence[Any] = ()
+) -> str:
+    """Return the page. `words` is its opening sentence, `recipe` names the adapter and settings,
+    and `numbers` are rows of the table of active numbers.
+    """
+    sections = {"text": "Text and modulation"}
+    if numbers:
+        sections["numbers"] = "What its largest numbers stand for"
     return render(
         "generated.html.j2", title="Modulation, token by token", view=token_view(passages),
-        sections={"text": "Text and modulation", "recipe": "Settings"}, words=words, facts=facts,
+        sections={**sections, "recipe": "Settings"}, words=words, facts=facts, numbers=numbers,
         recipe=recipe, next="Next: measure agreement on held-out text with npt evaluate.",
     )  # fmt: skip
 
@@ -64,6 +72,8 @@ def _text(
         if i:
             first = [measured[f"{who}_first"][i] for who in ("teacher", "student")]
             hint += f"; most likely: teacher {visible(first[0])}, student {visible(first[1])}"
+        if "active" in measured:
+            hint += "".join(map(_numbers, measured["layers"], measured["active"][i]))
         cells = [("kl", number(measured["kl"][i], 2))]
         cells += [(colour(value, high), number(value, 2)) for value in change[i]]
         kind += " p" * (i == measured.get("parts"))
@@ -73,11 +83,25 @@ def _text(
     return {"title": title, "tokens": tokens, "rows": rows, "head": head}
 
 
+def _numbers(layer: int, pairs: Sequence[Sequence[float]]) -> str:
+    """Return a part of a hint: how many numbers of a layer are active, and the largest."""
+    largest = ", ".join(f"#{int(index)} {value:+.2g}" for index, value in pairs[:NUMBERS])
+    more = ", ..." if len(pairs) > NUMBERS else ""
+    return f"; layer {layer}, {len(pairs)} numbers: {largest}{more}"
+
+
 def colour(value: float, high: float) -> str:
     """Return the CSS class of a colour, or `hn` if the value is not finite."""
     if not math.isfinite(value):
         return "hn"
     return f"h{max(0, min(COLOURS - 1, int(COLOURS * (value / high))))}"
+
+
+def passage(*tokens: str) -> str:
+    """Return the end of a passage on one line, with its last token in brackets."""
+    *before, last = tokens
+    words = " ".join("".join(before).split()) + " " * "".join(before)[-1:].isspace()
+    return clean(words[-LETTERS:] + f"[{visible(last)}]", 2 * LETTERS)
 
 
 def visible(text: Any) -> str:

@@ -20,7 +20,7 @@ from npt.calibration.cut import Cut
 from npt.calibration.threshold import set_apart, student_codes
 from npt.calibration.token_part import RIDGE, TokenPart
 from npt.config import NPTConfig
-from npt.errors import ConfigError, DataError, NotSupportedError
+from npt.errors import AdapterFileError, ConfigError, DataError, NotSupportedError
 
 D, ROWS = 12, 400
 
@@ -242,6 +242,15 @@ def test_a_saved_student_loads_with_threshold_and_scale(
     assert found.keys() == kept.keys() and all(torch.equal(found[n], kept[n]) for n in kept)
     assert [name for name in kept if name.endswith("tau")] == ["model.layers.1.npt.log_tau"]
     assert kl(model, tokenizer) == near
+
+
+def test_a_file_with_a_factor_of_0_is_refused(load_model: Any, tmp_path: Any) -> None:
+    model = student(load_model, **FORM)
+    npt_layers(model)[0][1].npt.scale[3] = 0.0
+    folder = npt.save_adapter(model, tmp_path / "adapter")
+    npt.detach(model)
+    with pytest.raises(AdapterFileError, match=r"layers.1.npt.scale has a factor .* not above 0"):
+        npt.load_adapter(model, folder)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,21 @@ def test_the_page_has_the_prompt_and_the_text(written, base, tmp_path) -> None:
     assert "The student continued the prompt" in reader.text
 
 
+def test_the_page_shows_what_active_numbers_stand_for(tmp_path, capsys) -> None:
+    form = {"rank": 8, "active": 3, "token_rank": 4, "layers": "6,7"}
+    adapter = saved_adapter(tmp_path / "adapter", **form)
+    page = tmp_path / "page.html"
+    line = flags("generate --max_new_tokens 2 --adapter", adapter, "--html", page)
+    assert main([*line, "--prompt", PROMPT]) == 0
+    reader = Reader(page.read_text(encoding="utf-8"))
+    assert "largest in its data" in reader.sections["numbers"]
+    assert reader.sections["numbers"].count("#") >= 16
+    hints = [each.get("title") or "" for each in reader.of("span", class_="token")]
+    assert any("; layer 6, " in hint and "; layer 7, " in hint for hint in hints)
+    said = capsys.readouterr().err
+    assert "no passages" not in said
+
+
 def test_the_page_of_a_comparison_has_both_texts_and_where_they_part(written, tmp_path) -> None:
     page = tmp_path / "page.html"
     found, _ = written("--compare --json --html", page)

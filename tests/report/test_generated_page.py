@@ -6,8 +6,9 @@ from typing import Any
 
 from made_runs import Reader
 
-from npt.report.generated import COLOURS
+from npt.report.generated import COLOURS, LETTERS
 from npt.report.generated import page as generated_page
+from npt.report.generated import passage as text_of
 
 HOSTILE = "</script><script>alert(1)</script>"
 TOKENS_SHOWN = ["<s>", " the", "\n\n", "<script>", HOSTILE, "\u202e", "</td>", "&amp;", "\t", ""]
@@ -64,3 +65,22 @@ def test_numbers_that_are_not_finite_have_no_colour() -> None:
     assert [each["class"] for each in text.of("td")] == ["kl", *["hn"] * 3, "kl", "h7", "hn", "hn"]
     nothing = made(passage(["a"], change=[[math.nan] * 3]))
     assert "No token has a finite number" in nothing
+
+
+def test_active_numbers_are_in_the_hints_and_their_passages_in_a_table() -> None:
+    active = [[[[7, 0.5], [2, -0.25]], [], [[k, 1.0 / (k + 1)] for k in range(9)]]]
+    with_numbers = passage(["a"], active=active)
+    rows = [["4", "#7", "+0.5", HOSTILE, f"{HOSTILE}[b] +0.9"]]
+    reader = Reader(generated_page("Said", [], [], [("", with_numbers)], rows))
+    (span,) = reader.of("span", class_="token h7")[:1] or reader.of("span", class_="token")[:1]
+    hint = span["title"] or ""
+    assert "; layer 0, 2 numbers: #7 +0.5, #2 -0.25; layer 1, 0 numbers: ; layer 2, 9" in hint
+    assert hint.endswith(", ...") and hint.count("#") == 2 + 4
+    assert "#7" in reader.sections["numbers"] and not reader.of("script")
+    assert "numbers" not in Reader(made(passage())).sections
+
+
+def test_a_passage_ends_with_its_token_in_brackets() -> None:
+    assert text_of("def f(\n", "    ", "x") == "def f( [x]"
+    assert text_of("word " * 30, "x").endswith("word word [x]") and text_of("a") == "[a]"
+    assert len(text_of("word " * 30, "x")) == LETTERS + 3

@@ -282,6 +282,12 @@ def read_adapter(
     tensors = {name: on_disk[PREFIX + name] for name in shapes}
     if (bad := non_finite(tensors)) is not None:
         raise AdapterFileError(f"{path}: {bad} has a non-finite value; load another checkpoint")
+    for name, tensor in tensors.items():
+        if name.endswith(".scale") and not bool((tensor > 0).all()):
+            raise AdapterFileError(
+                f"{path}: {name} has a factor that is not above 0; restore the file from the"
+                " original"
+            )
     return config, tensors
 
 
