@@ -60,16 +60,17 @@ def check_fit(
     chosen = resolve_layers(config.layers, model_config.num_hidden_layers)
     ranks = config.ranks_of(len(chosen))
     largest, mean = max(ranks), sum(ranks) / len(ranks)
+    flag = "adapter_rank" if config.ranks is None else "ranks"
     if largest > model_config.hidden_size:
-        flag = "adapter_rank" if config.ranks is None else "ranks"
         raise ConfigError(
             f"--{flag} is {largest}, larger than the model's hidden size"
             f" {model_config.hidden_size}; lower it"
+            f"{' (by default it is four times --active)' if config.active else ''}"
         )
     if config.active > mean:
         raise ConfigError(
-            f"--active is {config.active}, but a code has only {mean:g} numbers (--adapter_rank);"
-            " lower it, or pass 0 for all of them"
+            f"--active is {config.active}, but a code has only {mean:g} numbers (--{flag}); lower"
+            " it, or pass 0 for all of them"
         )
     if config.token_rank > model_config.hidden_size:
         raise ConfigError(

@@ -66,8 +66,8 @@ STD_A, STD_B = 0.02, 0.001
 START_TAU = 0.01
 """tau at a random start, where most numbers are above it. Training raises it."""
 
-SMALLEST_SIZE = 1e-6
-"""Least r, for a token whose state is 0."""
+SMALLEST_SIZE = 1e-3
+"""Least r, for a token whose state is about 0, as after an embedding that was never trained."""
 
 COUNT_GRADIENT = 1e-6
 """Gradient of log tau for a number too few or too many. It is far below those of the weights, with

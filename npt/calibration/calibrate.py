@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,10 +22,11 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_shapes, set_adapters
+from npt.adapters.attach import adapter_shapes, at_random_start, set_adapters
 from npt.adapters.converted import (
     adapter_parameters,
     adapter_tensors,
+    attached,
     attached_config,
     evaluating,
     is_sharded,
@@ -39,19 +40,16 @@ from npt.calibration.report import Calibration, LayerCalibration
 from npt.calibration.samples import read_samples
 from npt.calibration.sensitivity import Sensitivity, measure
 from npt.calibration.threshold import set_apart, set_threshold
-from npt.calibration.together import together
+from npt.calibration.together import on_device_or_host, together
 from npt.config import STREAM, NPTConfig
 from npt.console import say, silent_console
 from npt.data.batch import Batch, Sample, batches
 from npt.data.source import Given
-from npt.distill.step import free_memory
 from npt.distributed.processes import ProcessGroup
-from npt.errors import ConfigError, DataError, NotSupportedError, first_line, is_out_of_memory
+from npt.errors import ConfigError, DataError, NotSupportedError
 from npt.random_state import kept_random_state
 
 T = TypeVar("T")
-
-HOST = torch.device("cpu")
 
 TOKENS_PER_RANK = 4
 """Fewest tokens per rank; with fewer, the start would fit noise."""
@@ -117,7 +115,8 @@ def calibrate(
         if tokens < 1:
             raise ConfigError(f"--calibration_tokens is {tokens}; it must be at least 1")
         samples = read_samples(data, tokenizer, max_length, tokens, model.config.vocab_size, seed)
-        count, mean = tokens_of(samples), max(config.ranks_of(len(npt_layers(model))))
+        fitted = samples[: len(samples) - (set_apart(samples) if config.active else 0)]
+        count, mean = tokens_of(fitted), max(config.ranks_of(len(npt_layers(model))))
         if count < TOKENS_PER_RANK * mean:
             raise DataError(
                 f"calibration has {count} tokens, but rank {mean} needs {TOKENS_PER_RANK * mean}:"
@@ -165,7 +164,8 @@ def calibrate(
             sums[index].average(processes, count)
             if number % processes.size != processes.index:
                 del sums[index]
-        sensitivity = {i: s.to_attention for i, s in sums.items()} if config.token_part else {}
+        # on the host: they are needed again only after the cuts
+        sensitivity = {i: s.to_attention.cpu() for i, s in sums.items() if config.token_part}
         cuts = together(processes, solved)
     finally:
         model.config._attn_implementation = attention
@@ -187,7 +187,7 @@ def calibrate(
         if name.partition(".npt.")[2] in SOLVED:
             processes.sum_(tensor)
     before = {name: tensor.clone() for name, tensor in adapter_tensors(model).items()}
-    form = attached_config(model)
+    form, at_random = attached_config(model), at_random_start(model)
     set_adapters(model, config, tensors)
     if config.token_part:
         find = partial(set_threshold, model, of_threshold, config.active, batch_size)
@@ -200,6 +200,7 @@ def calibrate(
                 npt_layers(model)[0][1].npt.log_tau.data.fill_(processes.first(lambda: log_tau))
         except BaseException:
             set_adapters(model, form, before)
+            attached(model).random_start = at_random
             raise
     return Calibration(figures, count, time.perf_counter() - started)
 
@@ -225,25 +226,6 @@ def tokens_of(samples: Iterable[Sample]) -> int:
 def of_all(processes: ProcessGroup, own: Mapping[int, T]) -> dict[int, T]:
     """Return the values of all processes by layer, in order of depth."""
     return dict(sorted(item for theirs in processes.gather(own) for item in theirs.items()))
-
-
-def on_device_or_host(
-    compute: Callable[[torch.device], T], device: torch.device, console: Console
-) -> T:
-    """Return `compute(device)`; if its matrices do not fit or cannot be factorised there, print a
-    line and compute with matrices on the host.
-    """
-    try:
-        return compute(device)
-    except (RuntimeError, MemoryError) as error:
-        # LAPACK and cuSOLVER fail on different matrices
-        failed = is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError)
-        if device == HOST or not failed:
-            raise
-        reason = first_line(error)[:160]
-    free_memory(device)  # only here: inside the handler the error keeps the tensors alive
-    say(console, f"calibration: {reason}; retrying with its matrices on the host")
-    return compute(HOST)
 
 
 def check_calibration(config: NPTConfig) -> None:

@@ -36,11 +36,12 @@ from npt.adapters.converted import (
 from npt.adapters.layer import NPTLayer, attention_output, student_output, within
 from npt.adapters.stream import Stream, open_stream
 from npt.calibration.cut import SOLVED, Cut
-from npt.calibration.sensitivity import product
-from npt.calibration.together import together
+from npt.calibration.sensitivity import bounded, product
+from npt.calibration.together import on_device_or_host, together
 from npt.calibration.token_part import TokenPart
 from npt.data.batch import Batch
 from npt.distributed.processes import ProcessGroup
+from npt.errors import NumericalError
 
 
 @dataclass
@@ -81,11 +82,7 @@ def refit(
     first, last = min(converted), max(converted)
     device = next(model.parameters()).device
     with evaluating(model), adapters_disabled(model):
-        walks = []
-        for number, batch in numbered:
-            stream = open_stream(model, batch.to(device))
-            stream = within(model.model, partial(stream.through, layers[:first]))
-            walks.append(Walk(stream, stream.hidden, number is not None, stream.hidden))
+        walks = together(processes, partial(_opened, model, numbered, layers[:first]), model)
         shown = track(
             range(first, last + 1),
             "fitting again",
@@ -96,22 +93,36 @@ def refit(
         for index in shown:
             layer: Any = layers[index]
             if index not in converted:
-                for walk in walks:
-                    walk.taught = walk.stream.after(layer, walk.taught)
-                    walk.stream = walk.stream.through([layer])
+                together(processes, partial(_through, layer, walks), model)
                 continue
             total = together(processes, partial(_moments, layer, walks), model)
             total = processes.sum_(total)
-            own = sensitivity.get(index)
-            solved = together(processes, partial(_solved, layer, total, own))
+            solve = partial(_solved, layer, total, sensitivity.get(index))
+            solved = together(processes, partial(on_device_or_host, solve, device, console))
+            tensors = adapter_tensors(model)
             for name, tensor in solved.items():
-                adapter_tensors(model)[f"model.layers.{index}.npt.{name}"].copy_(
-                    processes.sum_(tensor)
-                )
-            layer.npt.mode = "student"
-            for walk in walks:
-                within(layer, partial(_step, layer, walk))
-            layer.npt.mode = "teacher"
+                tensors[f"model.layers.{index}.npt.{name}"].copy_(processes.sum_(tensor))
+            together(processes, partial(_steps, layer, walks), model)
+
+
+def _opened(
+    model: PreTrainedModel, numbered: Iterable[tuple[int | None, Batch]], below: Any
+) -> list[Walk]:
+    """Return the batches, taken through the layers below the first converted one."""
+    walks = []
+    device = next(model.parameters()).device
+    for number, batch in numbered:
+        stream = open_stream(model, batch.to(device))
+        stream = within(model.model, partial(stream.through, below))
+        walks.append(Walk(stream, stream.hidden, number is not None, stream.hidden))
+    return walks
+
+
+def _through(layer: Any, walks: list[Walk]) -> None:
+    """Take both streams through a layer that is not converted."""
+    for walk in walks:
+        walk.taught = walk.stream.after(layer, walk.taught)
+        walk.stream = walk.stream.through([layer])
 
 
 def _moments(layer: NPTLayer, walks: list[Walk]) -> Tensor:
@@ -143,7 +154,7 @@ def _look(layer: NPTLayer, walk: Walk) -> Tensor:
     walk.attention = attention_output(layer, stream.hidden, **context)
     walk.taught = stream.clean(read + layer.mlp(layer.post_attention_layernorm(read)))
     h = stream.rows(stream.hidden)
-    size = layer.npt.size_of(h.to(torch.float32))
+    size = bounded(layer.npt.size_of(h.to(torch.float32)))
     inputs = [torch.ones_like(size)]
     if layer.npt.config.token_rank:
         inputs.insert(0, layer.input_layernorm.forward(h).to(torch.float32))
@@ -152,25 +163,46 @@ def _look(layer: NPTLayer, walk: Walk) -> Tensor:
     return product(torch.cat([y / size, columns], dim=-1), columns)
 
 
+def _steps(layer: NPTLayer, walks: list[Walk]) -> None:
+    """Take the student's stream through a converted layer."""
+    layer.npt.mode = "student"
+    try:
+        for walk in walks:
+            within(layer, partial(_step, layer, walk))
+    finally:
+        layer.npt.mode = "teacher"
+
+
 def _step(layer: NPTLayer, walk: Walk) -> None:
-    """Take the student's stream on."""
     output, _ = student_output(layer, walk.stream.hidden, walk.attention)
     walk.stream = replace(walk.stream, hidden=walk.stream.clean(output))
 
 
-def _solved(layer: NPTLayer, total: Tensor, sensitivity: Tensor | None) -> dict[str, Tensor]:
-    """Return the layer's tensors by name; zeros if another process solves it."""
+def _solved(
+    layer: NPTLayer, total: Tensor, sensitivity: Tensor | None, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the layer's tensors by name, solved on a device; zeros if another process solves it.
+
+    Raises:
+        NumericalError: the student's states are not finite.
+    """
+    index = layer.self_attn.layer_idx
+    if not bool(torch.isfinite(total).all()):
+        raise NumericalError(
+            f"calibration: the student's states at layer {index} are not finite; find the cause"
+            " with npt trace. The adapters are unchanged"
+        )
     form, width, read = layer.npt.config, len(layer.npt.b), _inputs(layer)
     names = dict(layer.npt.named_parameters()) | dict(layer.npt.named_buffers())
     solved = {name: torch.zeros_like(t) for name, t in names.items() if name in SOLVED}
     if sensitivity is None:
         return solved
-    total, sensitivity = total / total[-1, -1], sensitivity.to(total)
+    total = (total / total[-1, -1]).to(device)
+    sensitivity = sensitivity.to(total)
     of_y, of_a, of_x = total.split([width, width, read])
     (ya, yx), (aa, ax), (_, xx) = (rows.split([width, read], dim=1) for rows in (of_y, of_a, of_x))
     own = TokenPart.of(yx, xx, sensitivity, form.token_rank)
     cut = Cut.of(own.left(aa, ax, ax, xx), sensitivity, own.left(ya, yx, ax, xx))
-    index = layer.self_attn.layer_idx
     tensors = replace(cut, token_part=own).tensors(index, form.rank, form)
     for name, tensor in tensors.items():
         solved[name].copy_(tensor)

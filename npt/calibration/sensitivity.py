@@ -26,8 +26,10 @@ from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.distributed.processes import ProcessGroup
 from npt.errors import NumericalError
 
-LARGEST = 2.0
-"""Upper bound of a token's size r in S, in medians of its batch."""
+LARGEST, SMALLEST = 2.0, 0.25
+"""Bounds of a token's size r in medians of its batch: from above in S. With a token part, a token
+below the other bound is left out of S, and its r is the bound in the other sums: a token with a
+state of about 0, as after an embedding that was never trained, would dominate them."""
 
 
 class Sensitivity:
@@ -70,6 +72,10 @@ class Sensitivity:
         stream = seen["state" if self.form.token_part else "stream"].to(torch.float32)
         size = stream.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
         usual = torch.minimum(size, LARGEST * size.median())
+        if self.form.token_part:
+            # the norms multiply a gradient at a state of about 0 by 1 / sqrt(eps), layer by layer
+            usual = torch.where(size < SMALLEST * size.median(), 0.0, usual)
+            size = bounded(size)
         scaled = attention / size
         parts = [product(scaled, scaled), product(*[gradient * usual] * 2)]
         if self.form.token_part:
@@ -214,6 +220,11 @@ def _score(
             loss = F.cross_entropy(logits, drawn, reduction="sum")
             parts.append(torch.autograd.grad(loss, leaf)[0])
     return torch.cat(parts)
+
+
+def bounded(size: Tensor) -> Tensor:
+    """Return the sizes r = rms(h) of a batch's tokens, [N, 1], bounded from below."""
+    return torch.maximum(size, SMALLEST * size.median()).clamp_min(1e-12)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Work of a start that succeeds on every process or fails on all of them."""
+"""Work of a start that succeeds on every process or fails on all, and goes on on the host."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import is_sharded
+from npt.console import say
+from npt.distill.step import free_memory
 from npt.distributed.processes import ProcessGroup
 from npt.errors import NoMemoryError, NumericalError, first_line, is_out_of_memory
 
 T = TypeVar("T")
+
+HOST = torch.device("cpu")
 
 
 def together(
@@ -53,3 +58,22 @@ def together(
             other = torch.OutOfMemoryError(f"process {process}: {line}")
             raise processes.everywhere(failure or other)
     return result
+
+
+def on_device_or_host(
+    compute: Callable[[torch.device], T], device: torch.device, console: Console
+) -> T:
+    """Return `compute(device)`; if its matrices do not fit or cannot be factorised there, print a
+    line and compute with matrices on the host.
+    """
+    try:
+        return compute(device)
+    except (RuntimeError, MemoryError) as error:
+        # LAPACK and cuSOLVER fail on different matrices
+        failed = is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError)
+        if device == HOST or not failed:
+            raise
+        reason = first_line(error)[:160]
+    free_memory(device)  # only here: inside the handler the error keeps the tensors alive
+    say(console, f"calibration: {reason}; retrying with its matrices on the host")
+    return compute(HOST)

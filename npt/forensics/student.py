@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import attach
-from npt.adapters.converted import attached_config
+from npt.adapters.converted import adapter_parameters, adapter_tensors, attached_config
 from npt.base.attention import set_deterministic
 from npt.base.identity import base_hash
 from npt.base.load import load_base, load_teacher
@@ -42,6 +42,7 @@ _STUDENT: dict[str, tuple[type, ...]] = {
     "settings": (dict,),
     "samples_at_once": (int,),
     "matmul_precision": (str,),
+    "fixed": (dict,),
 }
 
 
@@ -75,6 +76,12 @@ def student_entry(
         "settings": settings,
         "samples_at_once": samples_at_once,
         "matmul_precision": matmul_precision(),
+        # what the weights of a bundle lack, because it is not trained
+        "fixed": {
+            name: tensor.tolist()
+            for name, tensor in adapter_tensors(model).items()
+            if name not in adapter_parameters(model)
+        },
     }
 
 
@@ -130,6 +137,8 @@ class StudentPostmortem:
                     " on the same kind of device (4-bit weights round differently)"
                 )
         attach(model, self.adapter)
+        for name, values in self.entry["fixed"].items():
+            adapter_tensors(model)[name].copy_(torch.tensor(values))
         set_deterministic(model, self.config.deterministic)
         return model.eval(), teacher
 
@@ -148,6 +157,7 @@ def read_student(folder: str | Path) -> StudentPostmortem:
             f"{path} is from your own guarded loop; replay it in Python:"
             f" print(npt.guard.replay({str(postmortem.folder)!r}, model))"
         )
+    entry = {"fixed": {}, **entry}  # missing in earlier versions
     check_entries(path, "student.", entry, _STUDENT, BundleError)
     if not postmortem.weights:
         raise BundleError(f"{path} has no weights: {postmortem.record['reason']}")

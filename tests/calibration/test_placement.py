@@ -15,8 +15,8 @@ from torch import Tensor
 from npt.adapters.attach import at_random_start
 from npt.base.precision import fp32_products
 from npt.calibration import sensitivity
-from npt.calibration.calibrate import HOST
 from npt.calibration.cut import Cut
+from npt.calibration.together import HOST
 
 CUDA = torch.device("cuda", 0)
 TINY = {"layers": "1-2", "rank": 8}

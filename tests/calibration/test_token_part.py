@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import npt
+from npt.adapters.attach import at_random_start
 from npt.adapters.converted import adapter_tensors, attached_config, npt_layers
 from npt.calibration import threshold
 from npt.calibration.cut import Cut
 from npt.calibration.threshold import set_apart, student_codes
 from npt.calibration.token_part import RIDGE, TokenPart
 from npt.config import NPTConfig
-from npt.errors import AdapterFileError, ConfigError, DataError, NotSupportedError
+from npt.errors import AdapterFileError, ConfigError, DataError, NotSupportedError, NumericalError
+from npt.forensics.student import student_entry
 
 D, ROWS = 12, 400
 
@@ -170,10 +172,51 @@ def test_a_threshold_that_fails_leaves_the_adapters_as_they_were(
     monkeypatch.setattr("npt.calibration.calibrate.set_threshold", fails)
     with pytest.raises(DataError):
         calibrate(model, tokenizer)
-    assert attached_config(model) == form
+    assert attached_config(model) == form and at_random_start(model)
     now = adapter_tensors(model)
     assert now.keys() == before.keys()
     assert all(torch.equal(now[name], value) for name, value in before.items())
+
+
+def test_a_token_whose_state_is_0_does_not_make_the_start(load_model: Any, tokenizer: Any) -> None:
+    """As after an embedding that was never trained: 1 / r^2 would be its weight."""
+    near = []
+    for scale in (1.0, 0.0):
+        model = student(load_model, layers="0-3", **FORM)
+        kept = model.model.embed_tokens.weight.data[40].clone()
+        model.model.embed_tokens.weight.data[40] *= scale
+        ranks = calibrate(model, tokenizer, samples(200), tokens=3000).layers
+        assert min(layer.rank for layer in ranks.values()) > 8
+        model.model.embed_tokens.weight.data[40] = kept
+        near.append(kl(model, tokenizer)[0])
+        npt.detach(model)
+    assert near[1] < 1.3 * near[0]
+
+
+def test_states_that_are_not_finite_are_named(
+    load_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from npt.calibration import refit
+
+    original = refit._step
+
+    def spoilt(layer: Any, walk: Any) -> None:
+        original(layer, walk)
+        walk.stream.hidden[0, 0, 0] = torch.inf
+
+    monkeypatch.setattr(refit, "_step", spoilt)
+    model = student(load_model, **FORM)
+    with pytest.raises(NumericalError, match="states at layer 2 are not finite"):
+        calibrate(model, tokenizer)
+
+
+def test_a_post_mortem_knows_the_factors(load_model: Any, tokenizer: Any) -> None:
+    model = student(load_model, **FORM)
+    calibrate(model, tokenizer)
+    fixed = student_entry(model, {}, "hash", 1)["fixed"]
+    assert list(fixed) == [f"model.layers.{i}.npt.scale" for i in (1, 2, 3)]
+    for name, values in fixed.items():
+        assert torch.equal(torch.tensor(values), adapter_tensors(model)[name])
 
 
 @pytest.mark.parametrize(("lengths", "count"), [((8,) * 16, 2), ((100, 4, 4, 4), 3), ((9, 9), 1)])

@@ -122,7 +122,7 @@ class NPTLlamaDecoderLayer(LlamaDecoderLayer):
         npt, mlp = self.npt, self.mlp
         if npt.form["token_part"]:
             own, h = npt.own(x), hidden_states.to(npt.A.dtype)
-            size = h.square().mean(dim=-1, keepdim=True).clamp_min(1e-12).sqrt()
+            size = h.square().mean(dim=-1, keepdim=True).clamp_min(1e-3**2).sqrt()
             z = npt.code((attention - own) / size)
             stream = npt.modulate("stream", h + own, size * (z / npt.scale))
             stream = stream.to(hidden_states.dtype)
