@@ -143,7 +143,7 @@ class NPTAdapter(nn.Module):
         M: [O, R] by target; the stream has none.
         b: [D], bias of the token part.
         L_in, L_out: [Q, D] and [D, Q], with L = L_out L_in.
-        scale: [R], c; it is not trained.
+        scale: [R], c; it is not trained. None without a token part.
         log_tau: [1], logarithm of tau, shared by all layers of a model.
         mode: what the layer computes.
         observer: called, if set, with the stages of each pass, from `h` to `o`.
@@ -180,10 +180,11 @@ class NPTAdapter(nn.Module):
         self.A = normal(rank, hidden_size, STD_A)
         self.B = nn.ParameterDict({t: normal(widths[t], rank, std_b(t)) for t in config.shifted})
         self.M = nn.ParameterDict({t: normal(widths[t], rank, 0.0) for t in config.multiplied})
+        self.scale: Tensor | None
+        ones = torch.ones(rank, dtype=torch.float32)
+        self.register_buffer("scale", ones if config.token_part else None)
         if config.token_part:
             self.b = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32))
-            self.scale: Tensor
-            self.register_buffer("scale", torch.ones(rank, dtype=torch.float32))
         if config.token_rank:
             self.L_in = normal(config.token_rank, hidden_size, STD_A)
             self.L_out = normal(hidden_size, config.token_rank, 0.0)
@@ -209,12 +210,12 @@ class NPTAdapter(nn.Module):
         """Return z [..., R] from a, or from (a - l) / r, [..., D], in fp32 even under autocast."""
         with torch.autocast(attention.device.type, enabled=False):
             z = F.linear(attention.to(self.A.dtype), self.A)
-            if self.config.token_part:
+            if self.scale is not None:
                 z = self.scale * z
             if self.config.active:
                 self.show(u=z)
                 z = _Threshold.apply(z, self.log_tau, self.config.active)
-        return z if self.recode is None else self.recode(z)
+        return z
 
     def size_of(self, state: Tensor) -> Tensor:
         """Return r = rms(h) of an fp32 state, [..., D] -> [..., 1]."""
@@ -332,8 +333,10 @@ def student_stream(
     form, floor = adapter.config, adapter.mode == "floor"
     z = read = None
     kept = hidden + attention if form.residual == "keep" else hidden
-    if not form.token_part:
-        z = read = None if floor else adapter.code(attention)
+    if adapter.scale is None:
+        if not floor:
+            z = adapter.code(attention)
+            z = read = z if adapter.recode is None else adapter.recode(z)
     else:
         # its hooks saw this call already, in attention
         own = adapter.token_part(layer.input_layernorm.forward(hidden))
@@ -342,6 +345,7 @@ def student_stream(
         if not floor:
             size = adapter.size_of(kept)
             z = adapter.code((attention - own) / size)
+            z = z if adapter.recode is None else adapter.recode(z)
             read = size * (z / adapter.scale)
         kept = kept + own
     stream, _, shift = adapter.apply_to(STREAM, kept, read)

@@ -546,7 +546,7 @@ def _strength(adapter: NPTAdapter, z: Tensor, middle: float, half: float) -> Ten
     # |s|^2 = z'(alpha^2 B'B) z, so the wide s is not computed
     gram = z.new_zeros(z.shape[-1], z.shape[-1])
     for target, add in adapter.B.items():
-        if target == STREAM and form.token_part:
+        if target == STREAM and adapter.scale is not None:
             add = add / adapter.scale  # in units of the token's size r
         gram.addmm_(add.t(), add, alpha=form.additive_scale**2)
     sums[4] = ((z @ gram) * z).sum(dim=-1).clamp_min_(0.0).sqrt_().sum()

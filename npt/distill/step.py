@@ -100,12 +100,12 @@ def student_guard(
 
 def parameter_groups(model: PreTrainedModel, config: TrainConfig) -> list[dict[str, Any]]:
     """Return the optimizer's groups of parameters: the products' M and B train at PRODUCT_RATE of
-    the learning rate if the student starts close to a teacher that it imitates, and the threshold
-    at THRESHOLD_RATE.
+    the learning rate if the student starts close to a teacher that it imitates, NATS times as fast
+    if they read nats, and the threshold at THRESHOLD_RATE.
     """
     form = attached_config(model)
     near = form.init == "calibrated" and config.judged_by == "kl"
-    share = PRODUCT_RATE * (NATS if form.token_part else 1.0)
+    share = (PRODUCT_RATE if near else 1.0) * (NATS if form.token_part else 1.0)
     stream: list[nn.Parameter] = []
     products: list[nn.Parameter] = []
     threshold: list[nn.Parameter] = []
@@ -114,7 +114,7 @@ def parameter_groups(model: PreTrainedModel, config: TrainConfig) -> list[dict[s
         if leaf == "log_tau":
             threshold.append(parameter)
         else:
-            (products if near and leaf in PRODUCTS else stream).append(parameter)
+            (products if share != 1.0 and leaf in PRODUCTS else stream).append(parameter)
     groups: list[dict[str, Any]] = [{"params": stream}]
     if products:
         groups.append({"params": products, RATE_SCALE: share})

@@ -54,7 +54,8 @@ OTHER_WAYS = {"max_steps": ("num_epochs", "num_samples")}
 
 
 RIVALS: dict[str, tuple[str, ...]] = {
-    "adapter_rank": ("ranks",),
+    "adapter_rank": ("ranks", "active", "token_rank"),
+    "ranks": ("active", "token_rank"),
     "max_steps": ("num_epochs",),
     "num_epochs": ("max_steps",),
     "modulation": ("safe_mode",),

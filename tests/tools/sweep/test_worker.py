@@ -23,7 +23,10 @@ DONE = {"outcome": "stable", "kl": 0.5, "refused": 0, "seconds": 0.1}
 @pytest.fixture(scope="module")
 def design(small: dict[str, Any]) -> Design:
     part = {"grid": {"mult_form": ["sigmoid", "unbounded"], "learning_rate": [1e-3, 30.0]}}
-    return design_of({"name": "small", "settings": small, "parts": {"forms": part}}, "study.yaml")
+    settings = {**small, "token_rank": 0}  # with a token part the first trial at 30.0 diverges too
+    return design_of(
+        {"name": "small", "settings": settings, "parts": {"forms": part}}, "study.yaml"
+    )
 
 
 @pytest.fixture
