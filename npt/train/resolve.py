@@ -54,14 +54,15 @@ OTHER_WAYS = {"max_steps": ("num_epochs", "num_samples")}
 
 
 RIVALS: dict[str, tuple[str, ...]] = {
-    "adapter_rank": ("ranks", "active", "token_rank"),
-    "ranks": ("active", "token_rank"),
+    "adapter_rank": ("ranks",),
     "max_steps": ("num_epochs",),
     "num_epochs": ("max_steps",),
     "modulation": ("safe_mode",),
     "safe_mode": ("modulation",),
 }
 """A flag makes these settings of --config, or of the run that is resumed, void."""
+RIVALS_OF_CONFIG = dict.fromkeys(("adapter_rank", "ranks"), ("active", "token_rank"))
+"""The same for --config alone: a rank that is given has a code of its own."""
 
 
 @dataclass(frozen=True)
@@ -209,14 +210,19 @@ def _with_config(flags: Mapping[str, Any], ignored: Collection[str]) -> dict[str
         return flags
     extra = {"safe_mode": bool, "any_base": bool, "adapter": str}
     settings = without_rivals(read_yaml(path, SETTINGS, extra), flags)
+    settings = without_rivals(settings, flags, RIVALS_OF_CONFIG)
     if "adapter" in flags:  # it has a form of its own
         ignored = {*ignored, "calibration_tokens", *(flag_of(f) for f in fields(NPTConfig))}
     return {name: value for name, value in settings.items() if name not in ignored} | flags
 
 
-def without_rivals(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+def without_rivals(
+    settings: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    rivals: Mapping[str, tuple[str, ...]] = RIVALS,
+) -> dict[str, Any]:
     """Return the settings that no flag makes void (see RIVALS)."""
-    void = {rival for name in flags for rival in RIVALS.get(name, ())}
+    void = {rival for name in flags for rival in rivals.get(name, ())}
     return {name: value for name, value in settings.items() if name not in void}
 
 

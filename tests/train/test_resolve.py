@@ -92,6 +92,15 @@ def test_a_start_is_random_where_none_can_be_solved_and_says_why(flags, reason):
     assert "random start" in notes[0] and reason in notes[0]
 
 
+def test_a_rank_voids_the_active_numbers_of_a_preset() -> None:
+    run = resolve({"config": "tiny", "adapter_rank": 8})
+    assert (run.adapter.rank, run.adapter.active, run.adapter.token_rank) == (8, 0, 8)
+    run = resolve({"config": "tiny", "adapter_rank": 8, "active": 4})
+    assert (run.adapter.rank, run.adapter.active, run.adapter.token_rank) == (8, 4, 8)
+    run = resolve({"config": "tiny", "active": 12})
+    assert (run.adapter.rank, run.adapter.active, run.adapter.token_rank) == (96, 12, 96)
+
+
 RECOMMENDED = flags(
     "--adapter_rank 16 --use_quantization --share_embeddings --safe_mode --streaming --batch_size 1"
     " --gradient_accumulation_steps 8 --learning_rate 5e-5 --regularization_lambda 0.01"
