@@ -15,6 +15,8 @@ from npt.adapters.layer import Mode, NPTLayer, in_parts
 from npt.config import NPTConfig
 from npt.errors import ModelError
 
+T = TypeVar("T")
+
 STATE = "_npt_state"
 VIEWED = "_npt_viewed"
 """Attribute of a view (npt/evaluation/view.py): the model that it shows."""
@@ -71,9 +73,6 @@ def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return all that a saved adapter holds: `adapter_parameters`, and what is not trained."""
     adapters = [(index, layer.npt) for index, layer in npt_layers(model)]
     return by_full_name((i, chain(a.named_parameters(), a.named_buffers())) for i, a in adapters)
-
-
-T = TypeVar("T")
 
 
 def by_full_name(layers: Iterable[tuple[int, Iterable[tuple[str, T]]]]) -> dict[str, T]:

@@ -38,7 +38,7 @@ from npt.adapters.stream import Stream, open_stream
 from npt.calibration.cut import SOLVED, Cut
 from npt.calibration.sensitivity import bounded, product
 from npt.calibration.together import on_device_or_host, together
-from npt.calibration.token_part import TokenPart
+from npt.calibration.token_part import TokenPart, read_by, read_width
 from npt.data.batch import Batch
 from npt.distributed.processes import ProcessGroup
 from npt.errors import NumericalError
@@ -129,19 +129,15 @@ def _moments(layer: NPTLayer, walks: list[Walk]) -> Tensor:
     """Take the teacher's stream through the layer. Return the sums over tokens that `_solved`
     reads, of what the layer is to add and what it can read.
     """
-    width, read = len(layer.npt.b), _inputs(layer)
-    total = torch.zeros(2 * width + read, width + read, dtype=torch.float64)
-    total = total.to(layer.npt.b.device)
+    width, device = len(layer.npt.b), layer.npt.b.device
+    read = read_width(width, layer.npt.config.token_rank)
+    shape = 2 * width + read, width + read
+    total = torch.zeros(shape, dtype=torch.float64, device=device)
     for walk in walks:
         part = within(layer, partial(_look, layer, walk))
         if walk.counts:
             total += part
     return total
-
-
-def _inputs(layer: NPTLayer) -> int:
-    """Return n, the size of x: x1 with a 1 appended, or 1 alone without L."""
-    return len(layer.npt.b) + 1 if layer.npt.config.token_rank else 1
 
 
 def _look(layer: NPTLayer, walk: Walk) -> Tensor:
@@ -155,11 +151,9 @@ def _look(layer: NPTLayer, walk: Walk) -> Tensor:
     walk.taught = stream.clean(read + layer.mlp(layer.post_attention_layernorm(read)))
     h = stream.rows(stream.hidden)
     size = bounded(layer.npt.size_of(h.to(torch.float32)))
-    inputs = [torch.ones_like(size)]
-    if layer.npt.config.token_rank:
-        inputs.insert(0, layer.input_layernorm.forward(h).to(torch.float32))
+    read_here = read_by(layer.input_layernorm.forward(h), size, layer.npt.config.token_rank)
     y, a = (stream.rows(states) for states in (read - stream.hidden, walk.attention))
-    columns = torch.cat([a, *inputs], dim=-1) / size
+    columns = torch.cat([a / size, read_here], dim=-1)
     return product(torch.cat([y / size, columns], dim=-1), columns)
 
 
@@ -192,18 +186,20 @@ def _solved(
             f"calibration: the student's states at layer {index} are not finite; find the cause"
             " with npt trace. The adapters are unchanged"
         )
-    form, width, read = layer.npt.config, len(layer.npt.b), _inputs(layer)
-    names = dict(layer.npt.named_parameters()) | dict(layer.npt.named_buffers())
-    solved = {name: torch.zeros_like(t) for name, t in names.items() if name in SOLVED}
+    form, width = layer.npt.config, len(layer.npt.b)
+    read = read_width(width, form.token_rank)
+    tensors = layer.npt.state_dict().items()
+    solved = {name: torch.zeros_like(tensor) for name, tensor in tensors if name in SOLVED}
     if sensitivity is None:
         return solved
-    total = (total / total[-1, -1]).to(device)
+    # sums serve as well as means: a factor of C changes neither L nor A nor B
+    total = total.to(device)
     sensitivity = sensitivity.to(total)
     of_y, of_a, of_x = total.split([width, width, read])
     (ya, yx), (aa, ax), (_, xx) = (rows.split([width, read], dim=1) for rows in (of_y, of_a, of_x))
     own = TokenPart.of(yx, xx, sensitivity, form.token_rank)
     cut = Cut.of(own.left(aa, ax, ax, xx), sensitivity, own.left(ya, yx, ax, xx))
-    tensors = replace(cut, token_part=own).tensors(index, form.rank, form)
-    for name, tensor in tensors.items():
+    found = replace(cut, token_part=own).tensors(index, form.rank, form)
+    for name, tensor in found.items():
         solved[name].copy_(tensor)
     return solved

@@ -19,7 +19,7 @@ from npt.adapters.stream import Stream, open_stream
 from npt.base.linear import cast_once
 from npt.base.precision import fp32_products
 from npt.calibration.cut import Cut
-from npt.calibration.token_part import TokenPart
+from npt.calibration.token_part import TokenPart, read_by, read_width
 from npt.config import NPTConfig
 from npt.data.batch import Batch
 from npt.distill.logit_losses import LOGIT_CHUNK
@@ -60,7 +60,7 @@ class Sensitivity:
 
         self.form = form
         self.covariance, self.to_attention = zeros(width, width), zeros(width, width)
-        read = width + 1 if form.token_rank else 1
+        read = read_width(width, form.token_rank)
         self.sums = [self.covariance, self.to_attention]
         if form.token_part:
             self.cross, self.inputs = zeros(width, read), zeros(read, read)
@@ -77,12 +77,10 @@ class Sensitivity:
             usual = torch.where(size < SMALLEST * size.median(), 0.0, usual)
             size = bounded(size)
         scaled = attention / size
-        parts = [product(scaled, scaled), product(*[gradient * usual] * 2)]
+        sensed = gradient * usual
+        parts = [product(scaled, scaled), product(sensed, sensed)]
         if self.form.token_part:
-            read = torch.ones_like(size)
-            if self.form.token_rank:
-                read = torch.cat([seen["input"].to(torch.float32), read], dim=-1)
-            read = read / size
+            read = read_by(seen["input"], size, self.form.token_rank)
             parts += [product(scaled, read), product(read, read)]
         for total, part in zip(self.sums, parts, strict=True):
             total += _moved(part, total.device)

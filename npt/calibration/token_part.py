@@ -82,6 +82,19 @@ class TokenPart:
         return TokenPart(*(t.to(device) for t in (self.inner, self.outer, self.bias)))
 
 
+def read_by(x1: Tensor, size: Tensor, rank: int) -> Tensor:
+    """Return the rows x / r that a token part of rank Q reads, [N, n]: of x1 [N, D] with a 1
+    appended, or of 1 alone for Q = 0. size: r, [N, 1].
+    """
+    ones = torch.ones_like(size)
+    return (torch.cat([x1.to(size.dtype), ones], dim=-1) if rank else ones) / size
+
+
+def read_width(width: int, rank: int) -> int:
+    """Return n of `read_by` for x1 of this width."""
+    return width + 1 if rank else 1
+
+
 def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return the square root of a covariance [n, n], and its inverse."""
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)

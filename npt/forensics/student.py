@@ -137,8 +137,9 @@ class StudentPostmortem:
                     " on the same kind of device (4-bit weights round differently)"
                 )
         attach(model, self.adapter)
+        tensors = adapter_tensors(model)
         for name, values in self.entry["fixed"].items():
-            adapter_tensors(model)[name].copy_(torch.tensor(values))
+            tensors[name].copy_(torch.tensor(values))
         set_deterministic(model, self.config.deterministic)
         return model.eval(), teacher
 
