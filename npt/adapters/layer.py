@@ -58,7 +58,8 @@ Terms = Sequence[tuple[Tensor | None, Tensor | None]]
 """(m, s) of each target, [..., O] each; None if the adapter's form lacks the term."""
 
 Observer = Callable[[dict[str, Tensor | None]], None]
-"""Receives stages of a layer's forward by name (None if absent) and must not change them."""
+"""Receives stages of a layer's forward by name (None if absent, or if it is `stream` and equals
+`h`) and must not change them."""
 
 STD_A, STD_B = 0.02, 0.001
 """Standard deviations of A and B at a random start. M starts at 0, so every multiplier is 1."""
@@ -331,6 +332,7 @@ def student_stream(
     """
     adapter = layer.npt
     form, floor = adapter.config, adapter.mode == "floor"
+    adapter.show(h=hidden, a=attention)
     z = read = None
     kept = hidden + attention if form.residual == "keep" else hidden
     if adapter.scale is None:
@@ -350,7 +352,7 @@ def student_stream(
         kept = kept + own
     stream, _, shift = adapter.apply_to(STREAM, kept, read)
     stream = stream.to(hidden.dtype)
-    adapter.show(h=hidden, a=attention, z=z, s_stream=shift, stream=stream)
+    adapter.show(z=z, s_stream=shift, stream=None if stream is hidden else stream)
     return stream, z
 
 

@@ -18,7 +18,9 @@ An NPT layer also has:
 
     h             the residual stream before the layer
     a             the attention output, after o_proj
-    z             the low-rank code A a
+    l             what the token itself says of a, if the form has a token part
+    u             the code before its threshold, if the form has one
+    z             the code
     s_stream      the shift of the stream
     stream        what the MLP reads and adds to, if not h: h plus any shift, and plus a where the
                   attention residual is kept
@@ -63,6 +65,7 @@ from npt.tracer.tensors import tensors_in
 
 # The stage that each stage of an NPT layer is made from; growth from there can be an explosion.
 _MADE_OF = {
+    "u": "a",
     "z": "a",
     "s_stream": "a",
     "activation": "gate",
@@ -224,7 +227,7 @@ class Recorder:
         if "h" in stages:
             self._stages[site.name] = {}
         for stage, tensor in stages.items():
-            if tensor is not None and not (stage == "stream" and tensor is stages["h"]):
+            if tensor is not None:
                 self._quietly(site, stage, self._add_stage, site, adapter, stage, tensor)
 
     def _add_stage(self, site: Site, adapter: NPTAdapter, stage: str, tensor: Tensor) -> None:

@@ -57,7 +57,12 @@ def test_the_change_is_that_of_the_mlps_output(load_model, residual) -> None:
     model = student_of(load_model, residual=residual)
     found = modulation_map(model, IDS)
     own = stages_of(model, "student")
-    plain = stages_of(model, "teacher", {i: stages["stream"] for i, stages in own.items()})
+    # an unchanged stream is h
+    read = {
+        i: stages["h"] if stages["stream"] is None else stages["stream"]
+        for i, stages in own.items()
+    }
+    plain = stages_of(model, "teacher", read)
     assert found.layers == (1, 3) and found.change.shape == (len(IDS), 2)
     for place, index in enumerate(found.layers):
         seen, base = own[index], plain[index]["mlp"][0]

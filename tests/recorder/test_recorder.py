@@ -501,6 +501,9 @@ def test_end_to_end_strategy_records_teacher_and_student_as_two_calls(load_model
     assert "model.layers.2 out#2" in gradients and "model.layers.2 out" not in gradients
 
 
+TOKEN_PART = {"targets": tuple(TARGETS), "active": 2, "token_rank": 3}
+
+
 @pytest.mark.parametrize(
     ("config", "missing", "more"),
     [
@@ -516,6 +519,7 @@ def test_end_to_end_strategy_records_teacher_and_student_as_two_calls(load_model
         ),
         ({"residual": "keep", "targets": tuple(PRODUCTS)}, set(), {"stream"}),
         ({"targets": tuple(TARGETS)}, set(), {"s_stream", "stream"}),
+        (TOKEN_PART, set(), {"l", "u", "s_stream", "stream"}),
     ],
 )
 def test_a_layer_has_the_stages_of_its_form(load_model, batch, config, missing, more) -> None:
@@ -527,26 +531,33 @@ def test_a_layer_has_the_stages_of_its_form(load_model, batch, config, missing, 
     o = found["model.layers.1.npt o"]
     assert found["model.layers.1 out"].update_ratio == o.update_ratio > 0
     assert all(row.finite for row in record.rows)
+    shown = [stage for stage in stages(record, 1) if stage in ("h", "a", "l", "u", "z", "stream")]
+    assert shown == sorted(shown, key=["h", "a", "l", "u", "z", "stream"].index)
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
 @pytest.mark.parametrize(
-    ("parameter", "first"),
+    ("config", "parameter", "first"),
     [
-        ("A", "z"),
-        ("M.gate", "m_gate"),
-        ("B.gate", "s_gate"),
-        ("B.up", "s_up"),
-        ("M.down", "m_down"),
-        ("B.down", "s_down"),
+        ({}, "A", "z"),
+        ({}, "M.gate", "m_gate"),
+        ({}, "B.gate", "s_gate"),
+        ({}, "B.up", "s_up"),
+        ({}, "M.down", "m_down"),
+        ({}, "B.down", "s_down"),
+        (TOKEN_PART, "b", "l"),
+        (TOKEN_PART, "L_in", "l"),
+        (TOKEN_PART, "L_out", "l"),
+        (TOKEN_PART, "A", "u"),
+        (TOKEN_PART, "B.stream", "s_stream"),
     ],
 )
 def test_the_first_bad_row_is_of_the_stage_that_made_the_bad_number(
-    load_model, batch, strategy, parameter, first
+    load_model, batch, strategy, config, parameter, first
 ) -> None:
-    model = student(load_model)
+    model = student(load_model, **config)
     with torch.no_grad():
-        npt_layers(model)[1][1].npt.get_parameter(parameter)[0, 0] = NAN
+        npt_layers(model)[1][1].npt.get_parameter(parameter).view(-1)[0] = NAN
     with Recorder(model) as recorder:
         STRATEGIES[strategy](model, batch, TrainConfig(strategy=strategy))
     assert recorder.record().bad[0].name == f"model.layers.3.npt {first}"
