@@ -15,11 +15,13 @@ export PYTHONDONTWRITEBYTECODE =
 pretrain: $(VENV)/.core
 	$(BIN)/python pretrain_npt_safe.py --config tiny --output_dir outputs/pretrain-$(STAMP)
 
-# The same with SmolLM2-135M-Instruct (93 MB, downloaded once). `make real REAL_MODEL=PATH` uses another GGUF file, or a folder with one, and
-# downloads nothing.
+# The same with SmolLM2-135M-Instruct (93 MB, downloaded once), on prose and on chats that it writes itself, then measured on its answers to
+# questions. `make real REAL_MODEL=PATH` uses another GGUF file, or a folder with one, and downloads nothing.
 real: $(VENV)/.real
 	model=$$($(BIN)/python benchmarks/fetch_model.py) && \
-	$(BIN)/python pretrain_npt_safe.py --config real --model_name "$$model" --output_dir outputs/real-$(STAMP)
+	text=$$($(BIN)/python benchmarks/real_data.py --model "$$model") && \
+	$(BIN)/python pretrain_npt_safe.py --config real --model_name "$$model" --dataset_name "$$text" --output_dir outputs/real-$(STAMP) && \
+	$(BIN)/npt evaluate --adapter outputs/real-$(STAMP) --model_name "$$model" --use_quantization --dataset_name "$$(dirname "$$text")/questions.jsonl"
 
 # Find out which settings train the embedded model, with some 300 short runs shared by two workers. Run it again to continue a killed study;
 # remove outputs/stability to start from scratch.

@@ -69,8 +69,13 @@ def model_path() -> Path:
         if not Path(name).expanduser().exists():
             raise ModelError(f"REAL_MODEL {name} does not exist: check the path")
         return Path(name).expanduser()
+    return downloads() / FILE
+
+
+def downloads() -> Path:
+    """Return the folder of downloads in npt's cache."""
     cache = os.environ.get("NPT_CACHE") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/npt"
-    return Path(cache).expanduser() / "downloads" / FILE
+    return Path(cache).expanduser() / "downloads"
 
 
 def download(folder: Path) -> Path:
