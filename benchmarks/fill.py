@@ -11,7 +11,8 @@ in the file, and a format:
     345 MiB<!-- cpu-0.2b:runs.local.peak_bytes/1048576:,.0f MiB -->
 
 In a list, a path names an entry by its `name`. `/N` or `*N` converts units. Text after the format's
-type is copied. With --check the exit status is 1 if a figure differs.
+type is copied. PICTURES are drawn from files too. With --check the exit status is 1 if a figure or
+the points of a picture differ.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+import pictures  # noqa: E402
 import tables  # noqa: E402
 from npt.console import put  # noqa: E402
 from npt.files import write_text  # noqa: E402
@@ -39,6 +41,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "embedded": (tables.embedded, ("embedded",)),
     "real.py": (tables.real, ("real",)),
     "real.py, codes": (tables.real, ("real-code",)),
+    "real.py, bits": (tables.rounded, ("real-code",)),
     "speed.py --shape cpu-0.2b": (tables.speed, ("cpu-0.2b",)),
     "step_cost.py": (tables.step_cost, ("step_cost",)),
     "gpu_check.py": (tables.gpu_check, ("gpu_check",)),
@@ -49,6 +52,12 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "kernels": (tables.kernels, ("kernels",)),
 }
 """The renderer and the files of each table, by its name on the page."""
+
+PICTURES: dict[str, tuple[Callable[..., str], str]] = {
+    "docs/assets/numbers.svg": (pictures.numbers, "real-code"),
+    "docs/assets/bits.svg": (pictures.bits_by_layer, "real-code"),
+}
+"""What draws each picture, and the file that it draws."""
 
 ELSEWHERE = {"embedded": ROOT / "npt" / "demo" / "tiny" / "build.json"}
 """Files outside benchmarks/results/."""
@@ -158,6 +167,11 @@ def filled(text: str, results: Path = RESULTS) -> tuple[str, list[str]]:
     return TABLE.sub(with_table, filled_in), problems
 
 
+def points_of(drawn: str) -> str:
+    """Return the last line of a picture, which has its points."""
+    return drawn.rstrip().rpartition("\n")[2]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -175,6 +189,16 @@ def main(argv: list[str] | None = None) -> int:
         for problem in problems:
             put(f"{page.relative_to(ROOT)}:{problem}; run python benchmarks/fill.py")
         stale = stale or bool(problems)
+    for path, (draw, name) in PICTURES.items():
+        file, drawn = ROOT / path, draw(read(name, RESULTS))
+        if file.is_file() and points_of(file.read_text(encoding="utf-8")) == points_of(drawn):
+            continue
+        if check:
+            put(f"{path} does not show {name}.json; run python benchmarks/fill.py")
+            stale = True
+        else:
+            write_text(file, drawn)
+            put(f"drew {path}")
     return 1 if stale else 0
 
 

@@ -13,17 +13,22 @@ documents of their own (`real_text.py`).
     start_passes        time of the closed-form start over that of a forward pass of the base over
                         the same tokens
     forward_passes      the same for all the row's minutes, training included
+    rounded             of the row `bits`, for each step that codes are rounded to: bits of a code
+                        (`real_bits.py`), mean over held-out tokens and layers, and by layer; the
+                        bound; and the figures
     figures             KL(teacher, student), perplexity ratio, top-1 agreement, ..., with errors
     kl_share_of_nf4     this KL over the KL that NF4 adds to the 16-bit model (row nf4)
 
-Each row is written to --out at once; other rows of the file are kept, so --rows adds to it. Run it
-on an idle machine.
+Each row is written to --out at once; other rows of the file are kept, so --rows adds to it. A name
+K/R/Q in --rows, as in 16/4/4, is a closed-form start with D/K active numbers of D/R, and a token
+part of rank D/Q (0: all numbers, no token part). Run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -46,6 +51,7 @@ from npt.data.batch import Sample
 from npt.errors import ConfigError, NPTError
 from npt.evaluation.evaluate import Fidelity, reference_outputs
 from npt.files import finite_or_null, to_json, write_json
+from real_bits import count_bits, rounded_codes
 from real_text import Text, read_text
 from tables import real as markdown
 from this_machine import code_hash, machine
@@ -53,6 +59,8 @@ from this_machine import code_hash, machine
 QUANTIZATION = "nf4"
 BATCH = 4
 """Samples of an evaluation batch."""
+HISTOGRAM_SAMPLES = 32
+"""Samples that histograms of rounded codes are taken from."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class Row:
         token: the rank of the token part is D / token; 0: there is none.
         form: settings of the adapter besides rank and layers.
         training: settings of the training with `max_steps`, or None.
+        steps: the student is measured again with its codes rounded to each of these steps.
     """
 
     about: str
@@ -76,6 +85,7 @@ class Row:
     token: int = 0
     form: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] | None = None
+    steps: tuple[float, ...] = ()
 
     def config(self, base: Any) -> npt.NPTConfig:
         """Return the adapter's settings on a base of this configuration."""
@@ -110,9 +120,9 @@ ROWS = {
     ),
     "start-small": Row("closed-form start, D/16", divisor=16, form=STREAM),
     "code-small": Row("D/16 active numbers of D/4, token part D/4: start", **SMALL),
-    "code-small-trained": Row("the same, trained", training=CAREFUL, **SMALL),
+    "code-small-trained": Row("`code-small`, trained", training=CAREFUL, **SMALL),
     "code": Row("D/4 active numbers of D/2, token part D/4: start", **LARGE),
-    "code-trained": Row("the same, trained", training=CAREFUL, **LARGE),
+    "code-trained": Row("`code`, trained", training=CAREFUL, **LARGE),
     "code-small-deep": Row(
         "all layers but the first: `code-small`, trained",
         layers="1-{last}",
@@ -120,6 +130,13 @@ ROWS = {
         **SMALL,
     ),
     "code-deep": Row("all layers but the first: `code`, start", layers="1-{last}", **LARGE),
+    "bits": Row(
+        "all D numbers, token part D: start",
+        divisor=1,
+        token=1,
+        form=STREAM,
+        steps=(0.01, 0.015, 0.03),
+    ),
     "all-but-first": Row(
         "all layers but the first, D/4, trained", layers="1-{last}", form=STREAM, training=NEAR
     ),
@@ -131,6 +148,26 @@ ROWS = {
     ),
 }
 """Rows by name, in the order of the table."""
+
+
+def named(name: str) -> Row:
+    """Return a row by its name in ROWS, or by its sizes K/R/Q.
+
+    Raises:
+        ConfigError: the name is neither.
+    """
+    if name in ROWS:
+        return ROWS[name]
+    sizes = re.fullmatch(r"(\d+)/([1-9]\d*)/(\d+)", name)
+    if sizes is None:
+        raise ConfigError(
+            f"--rows has no row {name!r}: choose from {', '.join(ROWS)}, or name sizes as in 16/4/4"
+        )
+    active, rank, token = map(int, sizes.groups())
+    about = f"D/{active} of D/{rank}" if active else f"D/{rank}"
+    about += f", token part D/{token}" if token else ", no token part"
+    about = about.replace("D/1,", "D,")
+    return Row(f"{about}: start", divisor=rank, active=active, token=token, form=STREAM)
 
 
 @dataclass
@@ -184,10 +221,17 @@ class Bench:
                 "numbers": sum(numbers) / len(numbers),
                 "parameters": sum(p.numel() for p in adapter_parameters(self.model).values()),
                 **cost,
+                **({"rounded": [self._rounded(step) for step in row.steps]} if row.steps else {}),
                 "figures": found.student.as_dict(),
             }
         finally:
             npt.detach(self.model)
+
+    def _rounded(self, step: float) -> dict[str, Any]:
+        other = self.text.fitted[:HISTOGRAM_SAMPLES]
+        bits = count_bits(self.model, other, self.text.heldout, step)
+        with rounded_codes(self.model, step):
+            return {**bits, "figures": self._evaluate().student.as_dict()}
 
     def _evaluate(self, **settings: Any) -> Fidelity:
         return npt.evaluate(
@@ -349,7 +393,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="file, folder or glob, or a name for --dataset_name (default: %(default)s)",
     )
     parser.add_argument(
-        "--rows", default=",".join(ROWS), help="comma-separated rows (default: %(default)s)"
+        "--rows",
+        default=",".join(ROWS),
+        help="comma-separated rows, or sizes K/R/Q (default: %(default)s)",
     )
     parser.add_argument("--steps", type=int, help="training steps of each row")
     parser.add_argument(
@@ -381,14 +427,12 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         names = args.rows.split(",")
-        if unknown := [name for name in names if name not in ROWS]:
-            raise ConfigError(f"--rows has no row {unknown[0]!r}: choose from {', '.join(ROWS)}")
+        chosen = {name: named(name) for name in names}
         bench, about = open_bench(args)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         same = {key: about[key] for key in ("model", "products", "sizes", "text")}
         rows = {row["name"]: row for row in rows_in(args.out, same)}
-        for name in names:
-            row = ROWS[name]
+        for name, row in chosen.items():
             if args.steps is not None and row.training is not None:
                 row = Row(**{**vars(row), "training": {**row.training, "max_steps": args.steps}})
             complain(f"{name}: {row.about}")

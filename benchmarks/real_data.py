@@ -1,6 +1,6 @@
-"""Write the text of `make real`: English prose, and chats that the model wrote itself.
+"""Write the text of `make real`: English prose, and as much of chats that the model writes itself.
 
-    python benchmarks/real_data.py [--model FOLDER_OR_FILE.gguf] [--chats 160] [--out FOLDER]
+    python benchmarks/real_data.py [--model FOLDER_OR_FILE.gguf] [--chats 256] [--out FOLDER]
 
 It prints the path of `train.jsonl`, which it writes once. For a chat, the model continues its
 template's opening of a user's message, and then answers it; both are sampled (Xu et al., Magpie,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,6 +51,8 @@ MESSAGE_TOKENS, ANSWER_TOKENS = 64, 192
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9}
 BATCH = 64
 """Chats written at a time."""
+FEWEST = 8
+"""The same for the last ones; of so many messages one is new."""
 SHORTEST = 12
 """Characters of the shortest message that is kept."""
 MARK = "\x00"
@@ -81,7 +84,8 @@ def write_chats(model: Any, tokenizer: Any, count: int) -> list[dict[str, Any]]:
     opening = render(tokenizer, asked, to_answer=False).partition(MARK)[0]
     chats: dict[str, dict[str, Any]] = {}
     while len(chats) < count:
-        messages = answers(model, tokenizer, [opening] * BATCH, MESSAGE_TOKENS, **SAMPLED)
+        openings = [opening] * max(FEWEST, min(BATCH, count - len(chats)))
+        messages = answers(model, tokenizer, openings, MESSAGE_TOKENS, **SAMPLED)
         new = [m for m in map(str.strip, messages) if len(m) >= SHORTEST and m not in chats]
         if not new:
             raise ModelError("the model writes no messages of a user: pass a chat model")
@@ -111,6 +115,19 @@ def record(tokenizer: Any, message: str, answer: str) -> dict[str, Any]:
     return {"messages": [user, {"role": "assistant", "content": answer}]}
 
 
+def documents(size: int) -> list[dict[str, Any]]:
+    """Return documents of English prose, in a random order, until they have `size` characters."""
+    chosen, left = [], size
+    every = list(prose("train"))
+    random.Random(0).shuffle(every)
+    for name, text in every:
+        if left <= 0:
+            break
+        chosen.append({"text": text, "id": name})
+        left -= len(text)
+    return chosen
+
+
 def lines(records: Iterable[dict[str, Any]]) -> str:
     """Return records as JSON lines."""
     return "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)
@@ -119,7 +136,7 @@ def lines(records: Iterable[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="default: the model of fetch_model.py")
-    parser.add_argument("--chats", type=int, default=160, help="(default: %(default)s)")
+    parser.add_argument("--chats", type=int, default=256, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: in npt's cache")
     args = parser.parse_args(argv)
     try:
@@ -134,9 +151,9 @@ def main(argv: list[str] | None = None) -> int:
             asked = [record(tokenizer, *pair) for pair in zip(QUESTIONS, replies, strict=True)]
             folder.mkdir(parents=True, exist_ok=True)
             write_text(questions, lines(asked))
-            documents = [{"text": text, "id": name} for name, text in prose("train")]
             chats = write_chats(model, tokenizer, args.chats) if has_template(tokenizer) else []
-            write_text(train, lines([*documents, *chats]))
+            size = len(lines(chats)) if chats else sys.maxsize
+            write_text(train, lines([*documents(size), *chats]))
     except (NPTError, OSError) as error:
         complain(f"real_data.py: {error}")
         return getattr(error, "exit_status", 2)

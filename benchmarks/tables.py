@@ -249,6 +249,20 @@ def real(figures: Json) -> str:
     )
 
 
+def rounded(figures: Json) -> str:
+    """Return the row `bits` of `real.py`: its student with rounded codes."""
+    row = next(row for row in figures["rows"] if row["name"] == "bits")
+    columns: dict[str, Cell] = {
+        "step": "{step}",
+        "bits": "{bits:.0f}",
+        "bound": "{bits_bound:.0f}",
+        "bits / bound": lambda entry: f"{entry['bits'] / entry['bits_bound']:.2f}",
+        "KL, nats": lambda entry: figure("kl", entry["figures"]),
+        "top-1": lambda entry: figure("top1", entry["figures"]),
+    }
+    return table(columns, row["rounded"], words=1)
+
+
 def speed(figures: Json) -> str:
     """Return machine, setting and table of `speed.py`."""
     roofline, device = figures["roofline"], figures["machine"]["device"]

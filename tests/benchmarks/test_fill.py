@@ -5,6 +5,7 @@ import json
 import pytest
 
 import fill
+import pictures
 import tables
 
 FIGURES = {
@@ -125,3 +126,36 @@ class TestRenderers:
         shown = tables.trainers(one, one, {**one, "cases": [harmed]}, *others)
         assert "| `accelerate` | 1 | 1 | 1 | 0 | 0 | 0 |\n" in shown
         assert "\nFailed: NaN in a gate in hf (harmed).\n" in shown
+
+
+class TestPictures:
+    @pytest.fixture
+    def one_picture(self, monkeypatch, results, tmp_path):
+        def draw(figures):
+            points = [("a", [1.0, 2.0], [figures["tokens"], 5.0])]
+            return pictures.picture("tokens", points, x="step", log=False)
+
+        monkeypatch.setattr(fill, "ROOT", tmp_path)
+        monkeypatch.setattr(fill, "RESULTS", results)
+        monkeypatch.setattr(fill, "pages", list)
+        monkeypatch.setattr(fill, "PICTURES", {"a.svg": (draw, "run")})
+        return tmp_path / "a.svg"
+
+    def test_one_that_does_not_show_its_file_is_named_and_drawn(self, one_picture, capsys) -> None:
+        assert fill.main(["--check"]) == 1 and not one_picture.exists()
+        assert capsys.readouterr().out.startswith("a.svg does not show run.json; run python")
+        assert fill.main([]) == 0 and one_picture.read_text().startswith("<svg")
+        assert fill.main(["--check"]) == 0
+        one_picture.write_text(one_picture.read_text().replace("16095", "16096"))
+        assert fill.main(["--check"]) == 1
+
+    def test_another_way_of_drawing_the_same_points_passes(self, one_picture) -> None:
+        fill.main([])
+        *drawing, points = one_picture.read_text().splitlines()
+        one_picture.write_text("\n".join([*drawing, "<!-- more -->", points, ""]))
+        assert fill.main(["--check"]) == 0
+
+    def test_every_picture_is_on_a_page(self) -> None:
+        text = "".join(page.read_text("utf-8") for page in fill.pages())
+        names = [path.rpartition("/")[2] for path in fill.PICTURES]
+        assert [name for name in names if name not in text] == []

@@ -108,6 +108,22 @@ class TestRows:
         assert made["figures"]["kl"] == pytest.approx(made["trained"]["choosing_kl"], rel=1e-4)
         assert not npt_layers(bench.model) and npt.base_hash(bench.model) == before
 
+    def test_a_student_is_measured_again_with_rounded_codes(self, bench):
+        row = replace(real.named("0/4/4"), layers="6-7", steps=(1e-6, 0.3))
+        made = bench.make(row)
+        fine, coarse = made["rounded"]
+        assert fine["figures"]["kl"] == pytest.approx(made["figures"]["kl"], rel=1e-3)
+        assert coarse["figures"]["kl"] > 1.1 * made["figures"]["kl"]
+        assert fine["bits"] > coarse["bits"] > 0 and list(coarse["bits_by_layer"]) == [6, 7]
+        # the model is as it was
+        assert not npt_layers(bench.model)
+
+
+def test_a_row_is_named_by_its_sizes(base):
+    form = real.named("16/4/8").config(base[0].config)
+    assert (form.active, form.rank, form.token_rank) == (12, 48, 24)
+    assert real.named("0/16/0").config(base[0].config) == ROWS["start-small"].config(base[0].config)
+
 
 ARGUMENTS = ["--model", "tiny", "--length", "64", "--heldout_tokens", "256"]
 ARGUMENTS += ["--choosing_tokens", "128", "--tokens", "512", "--steps", "1"]
@@ -142,6 +158,7 @@ class TestCommand:
         ("flags", "words"),
         [
             (["--rows", "floor,fast"], "'fast'"),
+            (["--rows", "16/0/4"], "'16/0/4'"),
             (["--model", "./nowhere"], "./nowhere"),
             (["--length", "-1"], "max_length is -1"),
         ],
