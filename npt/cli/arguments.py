@@ -164,7 +164,7 @@ class Task(NamedTuple):
         samples, held_out = evaluation_samples(
             records, tokenizer, self.data, count, model.config.vocab_size, heldout
         )
-        return Heldout(samples, held_out, self.data.dataset_name)
+        return Heldout(samples, held_out or self.look.unread, self.data.dataset_name)
 
 
 def begin(flags: Mapping[str, Any], *, stderr: bool = False) -> Task:

@@ -151,6 +151,7 @@ class Look:
         date: the date that chat templates wrote in that run: on another day an evaluation must see
             the same tokens.
         notes: lines to print.
+        unread: whether the adapter's run is known to have read other data than these.
     """
 
     stored: StoredAdapter | None
@@ -159,6 +160,7 @@ class Look:
     training: TrainConfig
     date: str | None = None
     notes: tuple[str, ...] = ()
+    unread: bool = False
 
 
 def resolve_look(flags: Mapping[str, Any]) -> Look:
@@ -179,8 +181,12 @@ def resolve_look(flags: Mapping[str, Any]) -> Look:
         training = {"strategy": strategy}
         if strategy == END_TO_END_DEFAULTS["strategy"]:
             training = END_TO_END_DEFAULTS
+    read = {source.get("dataset") for source in record.get("sources") or [{}]}
+    # a path may have been relative to another folder: its last part must differ
+    names = {name and Path(name).name for name in read}
+    unread = None not in names and Path(data.dataset_name).name not in names
     date = record.get("date")
-    return Look(stored, base, data, build(TrainConfig, training), date, notes)
+    return Look(stored, base, data, build(TrainConfig, training), date, notes, unread)
 
 
 def _data_to_look_at(

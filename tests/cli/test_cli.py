@@ -293,6 +293,10 @@ def test_what_was_trained_on_is_not_called_held_out(tmp_path, capsys) -> None:
     asked = flags("--use_quantization --max_length 32 --json")
     assert main(["evaluate", "--adapter", str(folder), *asked, *data]) == 0
     assert json.loads(capsys.readouterr().out)["heldout"] is False
+    # nothing of another file was trained on, however small it is
+    other = ["--dataset_name", write_ids(tmp_path / "other.jsonl", [[9, 8, 7, 6, 5]])]
+    assert main(["evaluate", "--adapter", str(folder), *asked, *other]) == 0
+    assert json.loads(capsys.readouterr().out)["heldout"] is True
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
