@@ -225,6 +225,8 @@ def test_the_printed_commands_of_npt_run(command, place, monkeypatch, capsys, tm
         ]
     if verb == "pretrain" and "--adapter" not in given:
         given += FRESH
+        if "--active" in given:  # a part of the smaller rank
+            given += ["--active", "4"]
     assert main([verb, *given, *SHORT[verb].split()]) == 0, capsys.readouterr().err
     assert "Traceback" not in capsys.readouterr().err
 
