@@ -436,9 +436,10 @@ def main(argv: list[str] | None = None) -> int:
             if args.steps is not None and row.training is not None:
                 row = Row(**{**vars(row), "training": {**row.training, "max_steps": args.steps}})
             complain(f"{name}: {row.about}")
+            made = {"name": name, "about": row.about, "code": code_hash()}
+            figures = bench.make(row, name)
             ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            made = {"name": name, "about": row.about, "code": code_hash(), "ended": ended}
-            rows[name] = {**made, **bench.make(row, name)}
+            rows[name] = {**made, "ended": ended, **figures}
             figures = write(args.out, about, rows)
     except (NPTError, OSError) as error:
         complain(str(error))
