@@ -14,8 +14,8 @@ from npt.report.charts import HEIGHT, WIDTH, Series, lines
 
 Json = Mapping[str, Any]
 
-FIXED = ("start-small", "0/8/0", "start")
-CHOSEN = ("64/4/4", "code-small", "8/2/4", "code")
+FIXED = ("start-small", "start")
+CHOSEN = ("64/4/4", "code-small", "code")
 TRAINED = ("code-small-trained", "code-trained")
 
 
@@ -24,8 +24,7 @@ def numbers(figures: Json) -> str:
     rows = {row["name"]: row for row in figures["rows"]}
 
     def series(name: str, chosen: tuple[str, ...]) -> Series:
-        found = [rows[row] for row in chosen if row in rows]
-        points = sorted((row["numbers"], row["figures"]["kl"]) for row in found)
+        points = sorted((rows[row]["numbers"], rows[row]["figures"]["kl"]) for row in chosen)
         return name, [x for x, _ in points], [kl for _, kl in points]
 
     drawn = [
