@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,8 +26,8 @@ from npt.errors import DataError
 RENDER_SECONDS = 10.0
 """Many times what any template takes, which is less than a millisecond."""
 
-TIMED_OUT = 1
-"""The status with which `faulthandler` ends a process."""
+TIMED_OUT = -signal.SIGALRM
+"""The status of a process that the limit has ended."""
 
 _SCRIPT = Path(__file__).with_name("template_process.py")
 
