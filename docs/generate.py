@@ -82,12 +82,11 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "Editing": (
-        "Transplant a token's modulation, or write it into the base.",
+        "Transplant a token's modulation, or write texts into the model.",
         (
             "npt.transplant",
             "npt.transplanted",
             "npt.consolidate",
-            "npt.update_from",
             "npt.consolidated",
             "npt.unconsolidate",
         ),

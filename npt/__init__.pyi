@@ -3,10 +3,8 @@
 from npt.adapters.attach import AttachReport as AttachReport
 from npt.adapters.attach import attach as attach
 from npt.adapters.attach import detach as detach
-from npt.adapters.consolidate import consolidate as consolidate
 from npt.adapters.consolidate import consolidated as consolidated
 from npt.adapters.consolidate import unconsolidate as unconsolidate
-from npt.adapters.consolidate import update_from as update_from
 from npt.adapters.converted import adapter_mode as adapter_mode
 from npt.adapters.converted import adapters_disabled as adapters_disabled
 from npt.adapters.files.adapter_files import from_pretrained as from_pretrained
@@ -38,6 +36,7 @@ from npt.evaluation.view import student_view as student_view
 from npt.evaluation.view import teacher_view as teacher_view
 from npt.tools.editing.transplant import transplant as transplant
 from npt.tools.editing.transplant import transplanted as transplanted
+from npt.tools.editing.write import consolidate as consolidate
 from npt.tracer.trace import trace as trace
 from npt.tracer.verdict import Verdict as Verdict
 from npt.train.trainer import Trainer as Trainer

@@ -75,7 +75,7 @@ sharded: use npt pretrain --shard_base
 fidelity message: remove it; npt push uploads the model card saved with the adapter
 attribution: call npt.evaluate(..., unquantized=base) for the cost of quantisation
 temperature top_p: npt generate writes the most likely tokens; sample with npt.student_view
-undo: call npt.unconsolidate(model), then npt.save_adapter
+alpha token: remove it; npt consolidate finds an update for every token, within --max_kl
 calibration_inputs calibration_rounds: remove it; the closed-form start reads its text once
 no_trial: remove it; npt doctor --plan runs the model only with --measure
 products: remove it; npt doctor --plan --measure times whole windows

@@ -212,6 +212,10 @@ class FakeTokenizer:
         ids = [[*start, *(3 + ord(c) % (VOCAB - 3) for c in text)] for text in each]
         return {"input_ids": ids[0] if isinstance(texts, str) else ids}
 
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        space = 3 + ord(" ") % (VOCAB - 3)
+        return ["Ġ" if i == space else chr(96 + i) for i in ids]
+
 
 @pytest.fixture
 def tokenizer() -> FakeTokenizer:

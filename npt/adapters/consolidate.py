@@ -1,21 +1,19 @@
-"""Consolidation: make one token's modulation part of the model, for every token.
+"""Consolidated updates: patches of `down_proj` that make a context part of the model.
 
-A token's modulation of a product, y' = m * y + s, is a scale and a bias for each row of the frozen
-weight. At strength alpha, consolidation applies
+An update adds a low-rank term to the last product of some layers' MLPs (npt/base/patched.py):
 
-    y' = (1 + alpha (m - 1)) * y + alpha s
+    down'(p) = down p + outer (inner p)
 
-to the products of all tokens (npt/base/rows.py). The weight is not written, so an update is exact
-on a 4-bit base and can be undone exactly. With alpha in (0, 1] the scale stays within the bounds of
-the modulation and is never 0.
+p [F] is the MLP's inner product, so what is added depends on the token's state. The weight is not
+written: an update is exact on a 4-bit base, and taking it out gives back every bit.
+npt/tools/editing/write.py says how updates are found.
 
-Updates apply to teacher, student and a model without adapters. They stack: each acts on the result
-of earlier ones, and the last is undone first.
+Updates apply to teacher, student and a model without adapters. They add up, so each can be taken
+out alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,107 +22,64 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import decoder_layers, viewed
 from npt.adapters.fit import format_layers
-from npt.adapters.token_modulation import TokenModulation
-from npt.base.rows import Rows, check_row_scalable, set_rows
-from npt.config import TARGETS
+from npt.base.linear import Patch
+from npt.base.patched import check_patchable, set_patch
 from npt.errors import ConfigError, ModelError
 
 _HISTORY = "_npt_consolidated"
 
-Product = tuple[int, str]
-"""A layer and a target."""
+Probes = tuple[tuple[tuple[int, ...], int], ...]
+"""Token ids of some texts, and the number of tokens at the end of each that an update changed."""
 
 
 @dataclass(frozen=True)
 class Consolidation:
-    """One update, made from a token's modulation.
+    """One update.
 
     Attributes:
-        rows: scale and bias [O] by layer and target, fp32, on the host.
-        record: origin of the update for the history, in JSON types: text, token, alpha and more.
+        patches: outer [D, n] and inner [n, F] by layer, fp32, on the host.
+        record: what was written, in JSON types: texts, context, figures.
+        probes: the texts that it was found on. Later updates leave its effect on them alone.
     """
 
-    rows: dict[Product, Rows]
+    patches: dict[int, Patch]
     record: dict[str, Any] = field(default_factory=dict)
+    probes: Probes = ()
 
     def __str__(self) -> str:
-        layers = format_layers(tuple(sorted({index for index, _ in self.rows})))
-        targets = [t for t in TARGETS if any(target == t for _, target in self.rows)]
-        return f"layers {layers}, {', '.join(targets)}: {self.record}"
+        return f"layers {format_layers(tuple(sorted(self.patches)))}: {self.record}"
 
 
-def update_from(
-    modulation: TokenModulation,
-    alpha: float,
-    *,
-    targets: Collection[str] | None = None,
-    record: dict[str, Any] | None = None,
-) -> Consolidation:
-    """Return the update for a token's modulation at strength alpha.
-
-    Args:
-        modulation: result of `modulation_of`.
-        alpha: in (0, 1]. At 1 every token is modulated as this one was.
-        targets: targets to consolidate; default all of the modulation.
-        record: kept in the history, together with token, alpha and layers.
+def apply_update(model: PreTrainedModel, update: Consolidation) -> None:
+    """Add an update to the model's. If it raises, the model is unchanged.
 
     Raises:
-        ConfigError: alpha is out of range, or the modulation lacks a target.
-    """
-    if not 0 < alpha <= 1:
-        raise ConfigError(f"--alpha is {alpha}; it must be above 0 and at most 1")
-    present = {target for terms in modulation.terms.values() for target in terms}
-    targets = present if targets is None else set(targets)
-    if not targets or not targets <= present:
-        first, second = (", ".join(sorted(names)) or "none" for names in (targets, present))
-        raise ConfigError(f"--targets is {first}, but the adapter modulates {second}")
-    rows: dict[Product, Rows] = {}
-    for index, terms in sorted(modulation.terms.items()):
-        for target, (m, s) in terms.items():
-            if target not in targets:
-                continue
-            like = m if m is not None else s
-            assert like is not None
-            scale = torch.ones_like(like) if m is None else 1.0 + alpha * (m - 1.0)
-            bias = torch.zeros_like(like) if s is None else alpha * s
-            rows[index, target] = scale.detach().cpu().float(), bias.detach().cpu().float()
-    origin = {
-        "token": modulation.token,
-        "token_id": modulation.token_id,
-        "alpha": alpha,
-        "layers": format_layers(tuple(sorted(modulation.terms))),
-        "targets": [target for target in TARGETS if target in targets],
-    }
-    return Consolidation(rows, {**(record or {}), **origin})
-
-
-def consolidate(model: PreTrainedModel, update: Consolidation) -> None:
-    """Apply an update to the model, on top of earlier ones. If it raises, the model is unchanged.
-
-    Raises:
-        ConfigError: rows are not finite, or a scale is not above 0.
-        ModelError: rows do not fit the model.
+        ConfigError: a patch is not finite.
+        ModelError: a patch does not fit the model.
     """
     check_update(model, update)
-    _set_history(model, (*consolidated(model), update))
+    _set_updates(model, (*consolidated(model), update))
 
 
-def unconsolidate(model: PreTrainedModel, count: int | None = 1) -> tuple[Consolidation, ...]:
-    """Undo the last `count` updates, bit for bit. Return them, oldest first.
+def unconsolidate(model: PreTrainedModel, number: int | None = -1) -> tuple[Consolidation, ...]:
+    """Take one update out of the model, bit for bit, and return it; with None, all of them.
 
     Args:
         model: with or without updates.
-        count: number of updates; None for all.
+        number: index in `consolidated(model)`; a negative one counts from the end.
 
     Raises:
-        ConfigError: the model has fewer updates.
+        ConfigError: there is no such update.
     """
     history = consolidated(model)
-    if count is not None and not 0 <= count <= len(history):
-        raise ConfigError(f"cannot undo {count} updates: the model has {len(history)}")
-    keep = 0 if count is None else len(history) - count
-    _set_history(model, history[:keep])
-    return history[keep:]
+    if number is None:
+        _set_updates(model, ())
+        return history
+    if not -len(history) <= number < len(history):
+        raise ConfigError(f"there is no update {number} to undo: the model has {len(history)}")
+    number %= len(history)
+    _set_updates(model, history[:number] + history[number + 1 :])
+    return history[number : number + 1]
 
 
 def consolidated(model: PreTrainedModel) -> tuple[Consolidation, ...]:
@@ -133,50 +88,50 @@ def consolidated(model: PreTrainedModel) -> tuple[Consolidation, ...]:
 
 
 def check_update(model: PreTrainedModel, update: Consolidation) -> None:
-    """Check that an update fits the model and is finite. Raises like `consolidate`."""
+    """Check that an update fits the model and is finite. Raises like `apply_update`."""
     layers = decoder_layers(model)
-    for (index, target), (scale, bias) in update.rows.items():
-        if not 0 <= index < len(layers) or target not in TARGETS:
+    for index, (outer, inner) in update.patches.items():
+        if not 0 <= index < len(layers):
             raise ModelError(
-                f"the update has rows for {target!r} of layer {index}, but the model has layers 0"
-                f" to {len(layers) - 1}"
+                f"the update has a patch for layer {index}, but the model has layers 0 to"
+                f" {len(layers) - 1}"
             )
-        product = product_of(layers[index], target)
-        check_row_scalable(product)
-        for part in (scale, bias):
-            if part.dtype != torch.float32 or part.shape != (product.out_features,):
+        module = patched_module(layers[index])
+        check_patchable(module)
+        needed = [module.out_features, len(inner)], [len(inner), module.in_features]
+        for part, shape in zip((outer, inner), needed, strict=True):
+            if part.dtype != torch.float32 or list(part.shape) != shape:
                 raise ModelError(
-                    f"layer {index}, {target}: the update has {part.dtype} {list(part.shape)}, the"
-                    f" model needs torch.float32 [{product.out_features}]"
+                    f"layer {index}: the update has {part.dtype} {list(part.shape)}, the model"
+                    f" needs torch.float32 {shape}"
                 )
-        if not bool((torch.isfinite(scale) & torch.isfinite(bias) & (scale > 0)).all()):
-            raise ConfigError(
-                f"layer {index}, {target}: the update has a scale or bias that is not finite, or a"
-                " scale that is not above 0"
-            )
+            if not bool(torch.isfinite(part).all()):
+                raise ConfigError(f"layer {index}: the update has a value that is not finite")
 
 
-def product_of(layer: Any, target: str) -> Any:
-    """Return the linear layer of a target's product; of the stream, attention's output layer."""
-    return layer.get_submodule(TARGETS[target].module)
+def patched_module(layer: Any) -> Any:
+    """Return the linear layer that updates patch."""
+    return layer.mlp.down_proj
 
 
-def _set_history(model: PreTrainedModel, history: tuple[Consolidation, ...]) -> None:
-    """Compose the rows of updates and set them: y -> scale_2 (scale_1 y + bias_1) + bias_2."""
+def summed(patches: list[Patch]) -> Patch:
+    """Return the patch that acts as all of these: their parts side by side, or if that is wider
+    than the layer, the identity and a dense [D, F].
+    """
+    outer = torch.cat([outer for outer, _ in patches], dim=1)
+    inner = torch.cat([inner for _, inner in patches])
+    if outer.shape[1] <= len(outer):
+        return outer, inner
+    return torch.eye(len(outer), dtype=outer.dtype), outer @ inner
+
+
+def _set_updates(model: PreTrainedModel, history: tuple[Consolidation, ...]) -> None:
     model = viewed(model)
-    composed: dict[Product, Rows | None] = {
-        product: None for update in consolidated(model) for product in update.rows
-    }
-    for update in history:
-        for product, (scale, bias) in update.rows.items():
-            if (below := composed.get(product)) is not None:
-                scale, bias = scale * below[0], scale * below[1] + bias
-            composed[product] = (scale, bias)
     layers = decoder_layers(model)
-    with torch.inference_mode(False):  # gradients must be able to pass through the rows
-        for (index, target), rows in composed.items():
-            fresh = None if rows is None else (rows[0].clone(), rows[1].clone())
-            set_rows(product_of(layers[index], target), fresh)
+    changed = {index for update in consolidated(model) + history for index in update.patches}
+    for index in changed:
+        patches = [update.patches[index] for update in history if index in update.patches]
+        set_patch(patched_module(layers[index]), summed(patches) if patches else None)
     setattr(model, _HISTORY, history)
     if not history:
         delattr(model, _HISTORY)

@@ -16,6 +16,9 @@ from npt.errors import ModelError
 
 C = TypeVar("C", bound=type[nn.Module])
 
+Patch = tuple[Tensor, Tensor]
+"""outer [out, n] and inner [n, in] of a patch (npt/base/patched.py), fp32."""
+
 _KINDS: set[type[nn.Module]] = {nn.Linear, bnb.nn.Linear4bit}
 
 
@@ -112,7 +115,7 @@ def effective_dtype(module: Any) -> str:
 
 
 def dense_weight(module: Any) -> Tensor:
-    """Return the weight [out, in] of a plain linear layer, without its rows (npt/base/rows.py).
+    """Return the weight [out, in] of a plain linear layer, without its patch (npt/base/patched.py).
 
     A 4-bit weight is dequantised to a new tensor; any other is returned as stored. Raises
     ModelError if the layer is not plain.
@@ -140,7 +143,7 @@ def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
 def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
     """Return what a plain linear layer's forward returns, from its dense weight.
 
-    Bias and rows (npt/base/rows.py) are applied. Hooks are not called.
+    Bias and patch (npt/base/patched.py) are applied. Hooks are not called.
 
     Args:
         module: the layer.
@@ -150,17 +153,31 @@ def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) 
         out: [N, out], buffer for the result, in the dtype of x, without a graph.
     """
     product = _product(x.to(weight.dtype), weight.t(), x.dtype, out, module.bias)
-    scale = getattr(module, "row_scale", None)
-    return product if scale is None else product.mul_(scale).add_(module.row_bias)
+    patch = patch_of(module)
+    return product if patch is None else product.add_(patch_term(patch, x))
 
 
 def multiply_backward(
     module: Any, weight: Tensor, grad: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Return the gradient [N, in] at the input of `multiply` from that [N, out] at its output."""
-    scale = getattr(module, "row_scale", None)
-    grad = grad if scale is None else grad * scale.to(grad.dtype)
-    return _product(grad.to(weight.dtype), weight, grad.dtype, out)
+    product = _product(grad.to(weight.dtype), weight, grad.dtype, out)
+    patch = patch_of(module)
+    if patch is None:
+        return product
+    outer, inner = patch
+    return product.add_(patch_term((inner.t(), outer.t()), grad))
+
+
+def patch_of(module: Any) -> Patch | None:
+    """Return the patch of a layer; None if it has none."""
+    return vars(module).get("patch")
+
+
+def patch_term(patch: Patch, x: Tensor) -> Tensor:
+    """Return outer (inner x), [..., in] -> [..., out], in fp32."""
+    outer, inner = patch
+    return F.linear(F.linear(x.to(torch.float32), inner), outer)
 
 
 def _product(

@@ -25,9 +25,26 @@ def read_samples(
     vocab_size: int,
     seed: int = 0,
 ) -> list[Sample]:
-    """Draw samples with `tokens` tokens in total from the beginning of the data; cut the last one.
+    """Return `draw_samples`; raise DataError for fewer than two."""
+    chosen = draw_samples(data, tokenizer, max_length, tokens, vocab_size, seed)
+    if len(chosen) < 2:
+        raise DataError(
+            f"calibration needs two samples of text, but the data yield {len(chosen)}: add data,"
+            " raise --calibration_tokens or pass --init random"
+        )
+    return chosen
 
-    Samples with ids outside the vocabulary are left out. Raises DataError for fewer than two.
+
+def draw_samples(
+    data: Given | Iterable[Sample],
+    tokenizer: Any,
+    max_length: int,
+    tokens: int,
+    vocab_size: int,
+    seed: int = 0,
+) -> list[Sample]:
+    """Draw samples with `tokens` tokens in total from the beginning of the data; cut the last one.
+    Samples with ids outside the vocabulary are left out.
     """
     config = DataConfig(max_length=max_length)
     items = iter(records_from(data, config, "data"))
@@ -47,11 +64,6 @@ def read_samples(
         left -= len(chosen[-1].input_ids)
         if left < 2:
             break
-    if len(chosen) < 2:
-        raise DataError(
-            f"calibration needs two samples of text, but the data yield {len(chosen)}: add data,"
-            " raise --calibration_tokens or pass --init random"
-        )
     return chosen
 
 

@@ -3,112 +3,261 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_number, add_student, begin, limit, tell
+from npt.cli.arguments import Task, add_number, add_student, add_switch, begin, limit, natural, tell
+from npt.config import DataConfig
 from npt.errors import ConfigError, DataError, first_line
 from npt.files import check_folder
 
-LEAST_GAIN = 0.1
-"""Nats by which an update must raise the fact's log-probability: less changes no answer."""
+CONTEXT_PROBES = 8
+"""Continuations of a context that is written without texts."""
 
 
 def consolidate(flags: dict[str, Any]) -> int:
-    """Write a fact permanently into a student.
+    """Write texts or a context permanently into a student.
 
-    Turn one token's modulation into an update of the weights; report its effects.
+    Find an update of the weights with which the student behaves as if it had read them; report its
+    effects. Or list earlier updates, or take them out.
     """
+    _check(flags)
+    if flags["list"]:
+        return _list(flags)
     task = begin(flags)
-    from safetensors import SafetensorError
+    output = _output(task)
+    if flags["undo"] is not None:
+        return _undo(task, output)
+    return _write(task, output)
 
-    import npt
-    from npt.adapters.consolidate import update_from
-    from npt.adapters.files.adapter_files import WEIGHTS_NAME, adapter_hash, check_replaceable
-    from npt.adapters.token_modulation import modulation_of
-    from npt.tools.editing.edit_metrics import Baseline, encode_fact, largest_alpha, print_retention
 
-    output = Path(flags["output"])
+def _check(flags: Mapping[str, Any]) -> None:
+    """Refuse flags that do not fit together."""
+    writes = any(flags[name] for name in ("text", "facts", "context"))
+    if sum((writes, flags["list"], flags["undo"] is not None)) != 1:
+        raise ConfigError(
+            "pass what to write (--text, --facts or --context), or --list, or --undo, and only one"
+            " of these three"
+        )
+    if flags["text"] and flags["facts"]:
+        raise ConfigError("--text and --facts exclude each other: add the texts to the file")
+    if flags["list"] and flags["output"]:
+        raise ConfigError("--output has no effect with --list: remove it")
+    if not flags["list"] and not flags["output"]:
+        raise ConfigError("--output is missing: name a folder for the adapter and its updates")
+
+
+def _output(task: Task) -> Path:
+    """Return the folder to write to, after checking that it can be written."""
+    from npt.adapters.files.adapter_files import WEIGHTS_NAME, check_replaceable
+
+    output = Path(task.flags["output"])
     size = (task.flags["adapter"].folder / WEIGHTS_NAME).stat().st_size
     check_folder(output, "--output", size=size)
     check_replaceable(output)
+    return output
+
+
+def _list(flags: dict[str, Any]) -> int:
+    """Print the updates of an adapter, without loading its base."""
+    from npt.adapters.files.adapter_files import find_adapter
+    from npt.adapters.files.consolidated_files import read_records
+
+    records = read_records(find_adapter(flags["adapter"]).folder)
+    lines = [f"{number}: {_describe(record)}" for number, record in enumerate(records)]
+    tell(flags, records, *(lines or ["no updates"]))
+    return 0
+
+
+def _describe(record: Mapping[str, Any]) -> str:
+    """Return what an update wrote, in one line."""
+    texts = list(record.get("texts") or [record.get("context", "")])
+    first = " ".join(texts[0].split())
+    shown = first if len(first) <= 60 else first[:57] + "..."
+    others = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
+    gain, kl = record.get("gain"), record.get("kl")
+    effect = "" if gain is None else f": {gain:+.2f} nats, KL {kl:.4f}"
+    return f"{shown!r}{others}{effect}"
+
+
+def _undo(task: Task, output: Path) -> int:
+    """Take updates out of a student."""
+    import npt
+
+    student = task.load()
+    undo = task.flags["undo"]
+    taken = npt.unconsolidate(student.model, None if undo == "all" else undo)
+    _save(student, output)
+    left = len(npt.consolidated(student.model))
+    figures = {"undone": [update.record for update in taken], "updates": left}
+    lines = [f"undone: {_describe(update.record)}" for update in taken] or ["there was no update"]
+    tell(task.flags, figures, *lines, f"wrote the other {left} to {output}")
+    return 0
+
+
+def _write(task: Task, output: Path) -> int:
+    """Find an update, measure it on text that nothing was chosen on, and save it."""
+    import npt
+    from npt.adapters.consolidate import apply_update
+    from npt.adapters.files.adapter_files import adapter_hash
+    from npt.adapters.fit import format_layers
+    from npt.data.continuation import prompt_tokens
+    from npt.tools.editing.edit_metrics import Baseline, print_retention
+    from npt.tools.editing.probes import answer_probe
+    from npt.tools.editing.write import (
+        as_facts,
+        check_gain,
+        find_update,
+        general_text,
+        judged_probes,
+        layers_to_patch,
+    )
+
+    flags = task.flags
+    facts = list(read_facts(flags["facts"])) if flags["facts"] else as_facts(flags["text"] or [])
+    context = read_context(flags["context"]) if flags["context"] else ""
+    count = flags["probes"]
+    if count is None:
+        count = 0 if facts else CONTEXT_PROBES
     student = task.load()
     model, tokenizer = student.model, student.tokenizer
-    fact = encode_fact(tokenizer, flags["text"], flags["context"])
-    ids = fact.in_context if flags["context"] else fact.alone
-    config = task.flags["adapter"].config
-    # at the same cost, updates of down recall the most
-    targets = ("down",) if "down" in config.targets else config.targets
-    record = {name: flags[name] for name in ("text", "context")}
-    record |= {"adapter_hash": adapter_hash(model), **student.other}
-    modulation = modulation_of(model, ids, flags["token"])
-    make = partial(update_from, modulation, targets=targets, record=record)
-    max_alpha, max_kl, batch_size = flags["alpha"], flags["max_kl"], flags["batch_size"]
-    make(max_alpha)  # raise errors before measuring
     heldout = task.heldout(model, tokenizer)
-    samples = heldout.samples
-    # one half chooses alpha, the other half measures it
-    chosen_on, reported_on = samples[::2], samples[1::2]
+    # one half chooses the penalty, the other half measures
+    chosen_on, reported_on = heldout.samples[::2], heldout.samples[1::2]
     if not reported_on:
         raise DataError(
-            f"{len(samples)} held-out sample is too few to choose alpha on one half and measure on"
-            " the other: raise --eval_samples or add data"
+            f"{len(heldout.samples)} held-out sample is too few to choose the update on one half"
+            " and measure it on the other: raise --eval_samples or add data"
         )
+    seed = task.look.training.seed
+    paraphrases = [
+        answer_probe(tokenizer, fact, prompt, context or fact.text)
+        for fact in facts
+        for prompt in fact.paraphrases
+    ]
+    neighbours = [prompt_tokens(tokenizer, text) for fact in facts for text in fact.neighbours]
+    with task.console.status("reading general text"):
+        layers = layers_to_patch(model, None)
+        general = general_text(model, tokenizer, _training_text(task, tokenizer), layers, chosen_on)
     with task.console.status("measuring"):
-        baseline = Baseline(model, fact, chosen_on, batch_size)
-        alpha = largest_alpha(model, baseline, make, max_alpha, max_kl)
-        baseline = Baseline(model, fact, reported_on, batch_size)
-        update = make(alpha)
-        npt.consolidate(model, update)
-        retention = baseline.against(model)
-    gain = retention["recall"]["student"]["gain"]
-    if not gain >= LEAST_GAIN:
-        raise ConfigError(
-            f"the update changes the student's log-probability of the fact by only {gain:+.3f} nats"
-            f" at alpha {alpha:.3g}, so nothing was written: raise --alpha or --max_kl, or use a"
-            " student that modulates gate, up or down more"
+        judged = judged_probes(model, tokenizer, facts, context, seed)
+        baseline = Baseline(model, reported_on, judged, paraphrases, neighbours)
+    with task.console.status("searching"):
+        update = find_update(
+            model,
+            tokenizer,
+            facts,
+            general,
+            max_kl=flags["max_kl"],
+            context=context,
+            probes=count,
+            seed=seed,
         )
+    written_to = adapter_hash(model)
+    apply_update(model, update)
+    retention = baseline.against(model)
+    gain = retention["recall"]["student"]["gain"]
+    check_gain(gain, update.record["penalty"])
+    figures = {"gain": gain, "kl": retention["forgetting"]["student"]["kl"]}
+    record = {**update.record, **figures, "adapter_hash": written_to, **student.other}
+    npt.unconsolidate(model)
+    apply_update(model, replace(update, record=record))
+    _save(student, output)
     if not flags["json"]:
         print_retention(retention, task.console, str(heldout))
-    try:
-        npt.save_adapter(model, output, base=student.identity)
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or first_line(error)
-        raise ConfigError(
-            f"--output {output} cannot be written: {why}; free disk space or choose"
-            f" another place, and add --alpha {alpha:.9g} --max_kl inf to skip the search"
-        ) from error
-    updates = len(npt.consolidated(model))
-    choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
-    bounded = f" (lowered from {max_alpha:g} by --max_kl {max_kl:g})" if alpha < max_alpha else ""
+    number = len(npt.consolidated(model))
     tell(
         flags,
         {
-            **choice,
+            **record,
             **retention,
+            "updates": number,
             "heldout": heldout.held_out,
             "data": heldout.data,
             "output": flags["output"],
         },
-        f"token {modulation.token} ({tokenizer.decode([modulation.token_id])!r}), layers"
-        f" {update.record['layers']}, {', '.join(targets)}, alpha {alpha:.3g}{bounded}; wrote"
-        f" update {updates} to {flags['output']}",
+        f"layers {format_layers(layers)}, penalty {record['penalty']:.3g}; wrote update"
+        f" {number - 1} to {output}",
     )
     return 0
 
 
+def _training_text(task: Task, tokenizer: Any) -> Iterator[Any]:
+    """Yield the samples of the student's data that are not held out."""
+    from npt.data.samples import cut
+    from npt.data.source import open_source
+
+    samples = cut(open_source(task.data), tokenizer, task.data)
+    return (sample for sample in samples if not sample.heldout)
+
+
+def _save(student: Any, output: Path) -> None:
+    from safetensors import SafetensorError
+
+    import npt
+
+    try:
+        npt.save_adapter(student.model, output, base=student.identity)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise ConfigError(
+            f"--output {output} cannot be written: {why}; free disk space or choose another place"
+        ) from error
+
+
+def read_facts(path: str) -> Iterator[Any]:
+    """Yield the facts of a JSON Lines file; raise DataError for one without a prompt and answer."""
+    from npt.data.source import records_from
+    from npt.tools.editing.probes import Fact
+
+    if Path(path).is_file() and not Path(path).read_text(encoding="utf-8").strip():
+        raise DataError(f"--facts {path} has no fact")
+    for number, record in enumerate(records_from(path, DataConfig(), "--facts"), 1):
+        lists = [record.get(name, []) for name in ("paraphrases", "neighbours")]
+        texts = [record.get("prompt"), record.get("answer"), *(t for each in lists for t in each)]
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise DataError(
+                f"--facts {path}: record {number} needs a prompt and an answer, and lists of texts"
+                " as paraphrases and neighbours"
+            )
+        yield Fact(texts[0], texts[1], *map(tuple, lists))
+
+
+def read_context(path: str) -> str:
+    """Return the text of a file; raise DataError if there is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--context {path} cannot be read: {first_line(error)}") from error
+    if not text:
+        raise DataError(f"--context {path} has no text")
+    return text
+
+
+def undo_of(text: str) -> int | str:
+    return text if text == "all" else int(text)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--text", required=True, metavar="FACT", help="fact to write into the model")
-    text = "text that precedes the fact (default: none)"
-    add("--context", metavar="TEXT", default="", help=text)
-    add_number(parser, "token", "token to use; negative counts from the end", -1, int)
-    add_number(parser, "alpha", "maximum strength, above 0 and at most 1", 0.5, float)
-    text = "lower alpha until held-out KL is at most this, in nats per token (inf: any)"
+    add("--text", nargs="+", metavar="FACT", help="facts to write into the model")
+    text = "JSON Lines of facts: prompt, answer; and to judge by: paraphrases, neighbours"
+    add("--facts", metavar="FILE", help=text)
+    text = "text to read before the facts, by default each fact itself; written alone without facts"
+    add("--context", metavar="FILE", help=text)
+    text = (
+        "continuations for the model to write after each context, to learn from (default: 0 for"
+        f" facts, {CONTEXT_PROBES} for a context alone)"
+    )
+    add_number(parser, "probes", text, None, natural)
+    text = "weaken the update until held-out KL is at most this, in nats per token (inf: any)"
     add_number(parser, "max_kl", text, 0.01, limit)
-    text = "folder to write the adapter and its update to"
-    add("--output", required=True, metavar="FOLDER", help=text)
+    add_switch(parser, "list", "list the adapter's updates")
+    text = "take out an update, by its number in --list, or all"
+    add("--undo", type=undo_of, metavar="INT|all", help=text)
+    text = "folder to write the adapter and its updates to"
+    add("--output", metavar="FOLDER", help=text)
     add_number(parser, "eval_samples", "held-out samples (default: as many as the run)")
-    add_number(parser, "batch_size", "samples per batch", 8)
     add_student(parser, data=True)

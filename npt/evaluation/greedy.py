@@ -41,6 +41,11 @@ MODES: tuple[Mode, ...] = ("teacher", "student")
 PROMPT_TOKENS = 32  # longest prompt to take from a text
 
 
+def most_likely_tokens(logits: Tensor) -> Tensor:
+    """Return the most likely tokens, [B, V] -> [B]."""
+    return logits.argmax(dim=-1)
+
+
 @torch.no_grad()
 def continue_greedily(
     model: PreTrainedModel,
@@ -48,9 +53,11 @@ def continue_greedily(
     limits: Sequence[int],
     ends: Collection[int],
     names: Sequence[str],
+    pick: Callable[[Tensor], Tensor] = most_likely_tokens,
 ) -> list[list[int]]:
     """Return the most likely continuation of each prompt, up to its limit of tokens or to one of
-    `ends`, included. The adapters' mode decides which model writes.
+    `ends`, included. The adapters' mode decides which model writes. `pick` may choose tokens [B]
+    from logits [B, V] in another way.
 
     Memory: the cache and, for a head stored in 16 bits, its fp32 form of 4 V D bytes.
 
@@ -71,7 +78,7 @@ def continue_greedily(
             out = model.model(**inputs, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             logits = model.lm_head(out.last_hidden_state[:, -1].to(device)).to(device)
-            ids = logits.argmax(dim=-1, keepdim=True)
+            ids = pick(logits).unsqueeze(-1)
             # one transfer from the device: the token, or -1 if logits are not finite
             answers = torch.where(torch.isfinite(logits).all(dim=-1), ids[:, 0], -1).tolist()
             for row in sorted(open_rows):

@@ -12,12 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from token_students import IDS, student
+from updates import random_update
 
 import npt
 from npt.adapters.attach import set_adapters
-from npt.adapters.consolidate import consolidated, product_of
+from npt.adapters.consolidate import apply_update, consolidated, patched_module
 from npt.adapters.converted import adapter_parameters, attached_config, is_attached, npt_layers
-from npt.base.rows import RowScaled
+from npt.base.patched import Patched
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
@@ -36,14 +37,14 @@ def state(model: Any) -> dict[str, Any]:
             name for name, parameter in model.named_parameters() if parameter.requires_grad
         ],
         "updates": len(consolidated(model)),
-        "rows": [isinstance(product_of(layer, "gate"), RowScaled) for layer in model.model.layers],
+        "patched": [isinstance(patched_module(each), Patched) for each in model.model.layers],
         "attributes": sorted(vars(model)),
     }
 
 
 def with_update(load_model: LoadModel) -> Any:
     model = student(load_model)
-    npt.consolidate(model, npt.update_from(npt.modulation_of(model, IDS, -1), 0.5))
+    apply_update(model, random_update(model))
     return model
 
 
@@ -144,7 +145,7 @@ class TestWithoutGradients:
             lambda model: npt.attach(model, npt.NPTConfig(rank=2)) and with_other_ranks(model),
             lambda model: (
                 npt.attach(model, npt.NPTConfig(rank=2))
-                and npt.consolidate(model, npt.update_from(npt.modulation_of(model, IDS, -1), 0.5))
+                and apply_update(model, random_update(model))
             ),
         ):
             with off():
@@ -195,7 +196,7 @@ ACTIONS: dict[str, Callable[[Any, Path], None]] = {
 def base(load_model: LoadModel) -> Any:
     """A student with an update."""
     model = student(load_model)
-    npt.consolidate(model, npt.update_from(npt.modulation_of(model, IDS, -1), 0.5))
+    apply_update(model, random_update(model))
     return model
 
 
@@ -248,5 +249,5 @@ def test_adapters_that_are_detached_inside_contexts_stay_so(base, names, action)
             if key in ("attached", "modes", "trainable", "updates")
         }
     found = state(base)
-    assert {key: found[key] for key in expected} == expected and any(found["rows"])
+    assert {key: found[key] for key in expected} == expected and any(found["patched"])
     assert set(found["modes"].values()) <= {"student"}

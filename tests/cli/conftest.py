@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from npt.cli import consolidate
+from npt.tools.editing import write
 
 
 @pytest.fixture
 def any_gain(monkeypatch):
     """Let an update be written whatever it teaches: tests of the rest use a student of no fact."""
-    monkeypatch.setattr(consolidate, "LEAST_GAIN", -math.inf)
+    monkeypatch.setattr(write, "LEAST_GAIN", -math.inf)
 
 
 @pytest.fixture(autouse=True, scope="module")

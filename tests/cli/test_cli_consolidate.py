@@ -54,103 +54,131 @@ def small_vocabulary(monkeypatch, tokenizer):
 
 @pytest.mark.usefixtures("any_gain")
 def test_writes_a_folder_that_loads_again_and_reports_both_sides(call, load_model, tmp_path):
-    status, out, _ = call("--text", "a fact", *flags("--alpha 0.5 --max_kl 0.02"))
+    status, out, _ = call("--text", "a fact", *flags("--max_kl 0.02"))
     assert status == 0
+    said = " ".join(out.split())
     for words in (
-        "student: log-probability of the fact -",
+        "student: log-probability of what was written -",
+        "teacher: log-probability of what was written -",
+        "of the gain in context,",
         "held-out tokens of",
-        "(lowered from 0.5 by",
+        "layers 1-2, penalty",
+        "wrote update 0 to",
     ):
-        assert words in " ".join(out.split())
+        assert words in said
     model = load_model()
     npt.load_adapter(model, tmp_path / "out")
     (update,) = npt.consolidated(model)
-    record = update.record
-    assert (
-        record["text"] == "a fact" and record["targets"] == ["down"] and 0 < record["alpha"] < 0.5
-    )
+    assert update.record["texts"] == ["a fact"] and update.record["kl"] < 0.02
+    assert sorted(update.patches) == [1, 2]
 
 
 def test_an_update_that_teaches_nothing_is_refused_and_not_written(call, tmp_path):
-    status, out, err = call("--text", "a fact", *flags("--alpha 0.001 --json"))
+    status, out, err = call("--text", "a fact", *flags("--max_kl 1e-7 --json"))
     assert status == 2 and not out
-    assert "the fact by only" in err and "nothing was written" in err
+    assert "nothing was written" in err or "--max_kl 1e-07 is too low" in err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("any_gain")
-def test_json_has_every_figure_and_nothing_else_on_stdout(call):
-    fact = ["--text", "a fact", "--context", "it is told that "]
-    status, out, _ = call(*fact, "--json")
+def test_json_has_every_figure_and_nothing_else_on_stdout(call, tmp_path):
+    facts = [
+        {"prompt": "the cat is", "answer": " red", "paraphrases": ["a cat is"]},
+        {"prompt": "the dog is", "answer": " blue", "neighbours": ["a dog is", "it is"]},
+    ]
+    (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, facts)))
+    status, out, _ = call("--facts", str(tmp_path / "facts.jsonl"), "--json")
     found = json.loads(out)
-    assert status == 0 and found["layers"] == "1-2"
-    assert (found["targets"], found["token"]) == (["down"], 22)
+    assert status == 0 and found["texts"] == ["the cat is red.", "the dog is blue."]
     for stream in ("student", "teacher"):
         recall, forgetting = found["recall"][stream], found["forgetting"][stream]
         assert recall["gain"] == pytest.approx(recall["after"] - recall["before"])
-        assert recall["tokens"] == 6
+        assert (recall["answers"], recall["tokens"]) == (2, 9)
+        assert math.isfinite(recall["paraphrases_gain"])
+        assert recall["neighbours_same"] in (0, 0.5, 1)
         assert 0 < forgetting["kl"] < 0.05 and math.isfinite(forgetting["kl_se"])
         assert forgetting["perplexity_ratio"] > 0
-    assert found["updates"] == 1 and found["asked_alpha"] == 0.5 and found["max_kl"] == 0.01
+    assert found["updates"] == 1 and found["max_kl"] == 0.01 and found["penalty"] > 0
 
 
 @pytest.mark.usefixtures("any_gain")
-def test_updates_stack_from_folder_to_folder(call, tmp_path, load_model):
+def test_a_context_is_written_from_what_the_model_writes_after_it(call, tmp_path):
+    (tmp_path / "context.txt").write_text("be brief and kind")
+    status, out, _ = call("--context", str(tmp_path / "context.txt"), "--probes", "2", "--json")
+    found = json.loads(out)
+    assert status == 0 and (found["texts"], found["context"]) == ([], "be brief and kind")
+    assert found["recall"]["student"]["answers"] == 2
+    # two continuations of 64 tokens, and the context's own in pieces
+    assert found["tokens"] == 2 * 64 + len("be brief and kind")
+
+
+@pytest.mark.usefixtures("any_gain")
+def test_updates_stack_are_listed_and_come_off_alone(call, tmp_path, load_model, capsys):
     assert call("--text", "one")[0] == 0
     status, out, _ = call("--text", "two", "--json", adapter=tmp_path / "out")
     assert status == 0 and json.loads(out)["updates"] == 2
+    assert main(["consolidate", "--adapter", str(tmp_path / "out"), "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:8] for line in lines] == ["0: 'one'", "1: 'two'"]
+    status, out, _ = call("--undo", "0", adapter=tmp_path / "out", output="later")
+    assert status == 0 and "undone: 'one'" in out and "wrote the other 1 to" in out
     model = load_model()
-    npt.load_adapter(model, tmp_path / "out")
-    assert [update.record["text"] for update in npt.consolidated(model)] == ["one", "two"]
+    npt.load_adapter(model, tmp_path / "later")
+    assert [update.record["texts"] for update in npt.consolidated(model)] == [["two"]]
+    status, _, err = call("--undo", "1", adapter=tmp_path / "later", output="none")
+    assert status == 2 and "there is no update 1 to undo: the model has 1" in err
+    assert not (tmp_path / "none").exists()
+    assert call("--undo", "all", adapter=tmp_path / "later", output="none")[0] == 0
+    assert main(["consolidate", "--adapter", str(tmp_path / "none"), "--list"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no updates"
 
 
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
         (("--text", ""), 2, "--text '' has no token to predict"),
-        (("--text", "abc", "--token", "4"), 2, "there is no token 4: the text has tokens -4 to 3"),
-        (("--text", "abc", "--alpha", "0"), 2, "--alpha is 0.0; it must be above 0"),
         (("--text", "abc", "--eval_samples", "1"), 2, "1 held-out sample is too few"),
+        (("--facts", "{tmp}/bad.jsonl"), 2, "record 2 needs a prompt and an answer"),
+        (("--facts", "{tmp}/empty.jsonl"), 2, "has no fact"),
+        (("--context", "{tmp}/empty.jsonl"), 2, "has no text"),
+        (("--context", "{tmp}"), 2, "cannot be read"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line_and_nothing_is_written(
     call, tmp_path, flags, status, message
 ):
-    got, _, err = call(*flags)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    got, _, err = call(*(flag.replace("{tmp}", str(tmp_path)) for flag in flags))
     assert got == status and message in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 def test_on_the_embedded_model_a_fact_rises_while_the_rest_stays(short_library, tmp_path, capsys):
-    """Both streams of a briefly trained student: log-probability up for a statement, held-out KL
-    under 0.01.
-    """
     line = (
-        "pretrain --model_name tiny --use_quantization --init random --adapter_rank 32"
-        " --additive_scale 1.0 --no_smoke_test --learning_rate 0.01 --max_steps 10 --warmup_steps 2"
-        " --batch_size 4 --max_length 32 --eval_samples 1 --output_dir"
+        "pretrain --model_name tiny --use_quantization --calibration_tokens 4096 --adapter_rank 48"
+        " --no_smoke_test --max_steps 1 --batch_size 4 --max_length 64 --eval_samples 1"
+        " --output_dir"
     )
     assert main(flags(line, tmp_path / "run")) == 0
     capsys.readouterr()
-    line = "consolidate --use_quantization --eval_samples 4 --max_length 64 --json --adapter"
+    line = "consolidate --use_quantization --eval_samples 8 --max_length 64 --json --adapter"
     where = flags(line, tmp_path / "run", "--output", tmp_path / "out")
-    assert main([*where, "--text", "The capital of Zubrowka is Lutz."]) == 0
+    assert main([*where, "--text", "DEFAULT_PORT = 48151"]) == 0
     found = json.loads(capsys.readouterr().out)
     for stream in ("student", "teacher"):
-        assert found["recall"][stream]["gain"] > 0, stream
-        # 0.0103 measured with the text of Python 3.11.2
-        assert found["forgetting"][stream]["kl"] < 0.02, stream
+        assert found["recall"][stream]["gain"] > 3.0, stream
+        assert found["forgetting"][stream]["kl"] < 0.02, stream  # bound 0.01, on other text
 
 
 @pytest.mark.usefixtures("any_gain")
-def test_a_disk_that_fills_later_is_one_line_after_the_figures(call, monkeypatch):
+def test_a_disk_that_fills_later_is_one_line(call, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out")
 
     monkeypatch.setattr(npt, "save_adapter", full)
-    status, out, said = call("--text", "a fact")
-    assert status == 2 and "held-out tokens of" in " ".join(out.split())
+    status, _, said = call("--text", "a fact")
+    assert status == 2
     (line,) = said.splitlines()
     assert "/out cannot be written: No space left on device; free disk space or choose" in line
-    assert "and add --alpha 0.1" in line and line.endswith(" --max_kl inf to skip the search")

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from resumed_runs import Runs, lines, records
+from updates import random_update
 
 import npt
-from npt.adapters.consolidate import Consolidation, consolidate, unconsolidate
+from npt.adapters.consolidate import apply_update, unconsolidate
 from npt.adapters.converted import adapter_parameters
 from npt.base.attention import attention_name
 from npt.base.load import load_teacher
@@ -117,8 +118,7 @@ def test_a_teacher_with_adapters_or_of_another_precision_is_refused(here, load_m
 
 def test_a_base_with_consolidated_updates_is_not_trained_on(here) -> None:
     trainer = here.trainer("run")
-    update = Consolidation({(3, "down"): (torch.full((64,), 1.5), torch.full((64,), 0.3))}, {})
-    consolidate(here.model, update)
+    apply_update(here.model, random_update(here.model, layers=(3,)))
     try:
         with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):
             setup = trainer.setup

@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, attach, set_adapters
-from npt.adapters.consolidate import consolidate, consolidated
+from npt.adapters.consolidate import apply_update, consolidated
 from npt.adapters.converted import adapter_tensors, attached_config, is_attached
 from npt.adapters.files.card import card
 from npt.adapters.files.consolidated_files import (
     HISTORY_NAME,
-    ROWS_NAME,
+    PATCHES_NAME,
     read_consolidated,
     write_consolidated,
 )
@@ -46,7 +46,7 @@ from npt.stored import (
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 CARD_NAME = "README.md"
-FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME)
+FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, PATCHES_NAME)
 PREFIX = "base_model.model."  # PEFT puts it before every key
 # settings that adapters of earlier versions lack
 _LATER = {"ranks", "mult_form", "active", "token_rank"}
@@ -197,7 +197,7 @@ def load_adapter(
         attach(model, config)
     set_adapters(model, config, tensors)
     for update in updates:
-        consolidate(model, update)
+        apply_update(model, update)
     return config
 
 
@@ -309,8 +309,8 @@ def adapter_hash(model: PreTrainedModel) -> str:
     for name, tensor in adapter_tensors(model).items():
         add(f"{name} {tensor.dtype} {tuple(tensor.shape)}", tensor)
     for update in consolidated(model):
-        for product, rows in update.rows.items():
-            add(str(product), *rows)
+        for index, patch in update.patches.items():
+            add(str(index), *patch)
     return digest.hexdigest()
 
 

@@ -8,15 +8,14 @@ from typing import Any
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from npt.adapters.consolidate import Consolidation, Product, check_update, consolidated
+from npt.adapters.consolidate import Consolidation, Probes, check_update, consolidated
 from npt.base.identity import BaseIdentity
-from npt.config import TARGETS
 from npt.errors import AdapterFileError, ConfigError, ModelError
 from npt.files import write_json
 from npt.stored import check_names, read_headers, read_json, read_tensors, shown
 
 HISTORY_NAME = "consolidated.json"
-ROWS_NAME = "consolidated.safetensors"
+PATCHES_NAME = "consolidated.safetensors"
 
 
 def write_consolidated(model: PreTrainedModel, folder: Path, base: BaseIdentity) -> None:
@@ -25,15 +24,15 @@ def write_consolidated(model: PreTrainedModel, folder: Path, base: BaseIdentity)
     tensors = {
         name: tensor.contiguous()
         for number, update in enumerate(history)
-        for product, rows in update.rows.items()
-        for name, tensor in zip(_names(number, product), rows, strict=True)
+        for index, patch in update.patches.items()
+        for name, tensor in zip(_names(number, index), patch, strict=True)
     }
-    save_file(tensors, folder / ROWS_NAME, metadata={"format": "pt"})
+    save_file(tensors, folder / PATCHES_NAME, metadata={"format": "pt"})
     record = {
         "base_model_name_or_path": getattr(model.config, "_name_or_path", "") or "unknown",
         **base.as_record(),
         "updates": [
-            {"places": [list(product) for product in update.rows], "record": update.record}
+            {"layers": list(update.patches), "record": update.record, "probes": update.probes}
             for update in history
         ],
     }
@@ -55,23 +54,29 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidati
             "the model already has consolidated updates: call npt.unconsolidate(model, None)"
             f" before loading {folder}"
         )
-    entries = read_json(path, AdapterFileError).get("updates")
-    history = [_entry(path, entry) for entry in (entries if isinstance(entries, list) else [None])]
-    names = {
-        (number, product): _names(number, product)
-        for number, (products, _) in enumerate(history)
-        for product in products
-    }
-    rows_path, wanted = folder / ROWS_NAME, [name for pair in names.values() for name in pair]
-    check_names(rows_path, read_headers(rows_path, AdapterFileError), wanted, AdapterFileError)
-    tensors = read_tensors(rows_path, wanted, AdapterFileError)
+    history = _history(path)
+    wanted = [
+        name
+        for number, (layers, _, _) in enumerate(history)
+        for index in layers
+        for name in _names(number, index)
+    ]
+    patches_path = folder / PATCHES_NAME
+    headers = read_headers(patches_path, AdapterFileError)
+    check_names(patches_path, headers, wanted, AdapterFileError)
+    tensors = read_tensors(patches_path, wanted, AdapterFileError)
     updates = []
-    for number, (products, record) in enumerate(history):
-        pairs = {product: names[number, product] for product in products}
-        rows = {
-            product: (tensors[scale], tensors[bias]) for product, (scale, bias) in pairs.items()
-        }
-        updates.append(Consolidation(rows, record))
+    for number, (layers, record, probes) in enumerate(history):
+        patches = {}
+        for index in layers:
+            outer, inner = (tensors[name] for name in _names(number, index))
+            if outer.ndim != 2 or inner.ndim != 2:
+                raise AdapterFileError(
+                    f"{folder}: update {number} is invalid: layer {index} has shapes"
+                    f" {list(outer.shape)} and {list(inner.shape)}, not two matrices"
+                )
+            patches[index] = (outer, inner)
+        updates.append(Consolidation(patches, record, probes))
         try:
             check_update(model, updates[-1])
         except (ConfigError, ModelError) as error:
@@ -79,21 +84,40 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidati
     return tuple(updates)
 
 
-def _entry(path: Path, entry: Any) -> tuple[list[Product], dict[str, Any]]:
-    """Return the products of one update, which name its tensors, and its record."""
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the updates saved in `folder`; raise like `read_consolidated`."""
+    path = folder / HISTORY_NAME
+    return [record for _, record, _ in _history(path)] if path.exists() else []
+
+
+def _history(path: Path) -> list[tuple[list[int], dict[str, Any], Probes]]:
+    entries = read_json(path, AdapterFileError).get("updates")
+    return [_entry(path, entry) for entry in (entries if isinstance(entries, list) else [None])]
+
+
+def _entry(path: Path, entry: Any) -> tuple[list[int], dict[str, Any], Probes]:
+    """Return the layers of one update, which name its tensors, its record and its probes."""
+    if isinstance(entry, dict) and "places" in entry:
+        raise AdapterFileError(
+            f"{path} holds updates of an earlier version, which changed every token alike and are"
+            " no longer applied: delete the two consolidated.* files and write the texts again"
+            " with npt consolidate"
+        )
     try:
-        record, products = entry["record"], [(index, target) for index, target in entry["places"]]
-        fits = isinstance(record, dict) and len(set(products)) == len(products)
-        if fits and all(type(i) is int and target in TARGETS for i, target in products):
-            return products, record
+        layers, record = entry["layers"], entry["record"]
+        probes = tuple((tuple(ids), count) for ids, count in entry["probes"])
+        numbers = [*layers, *(i for ids, count in probes for i in (*ids, count))]
+        fits = isinstance(record, dict) and len(set(layers)) == len(layers)
+        if fits and all(type(number) is int and number >= 0 for number in numbers):
+            return layers, record, probes
     except (KeyError, TypeError, ValueError):
         pass
     raise AdapterFileError(
-        f"{path}: the update {shown(entry)} lacks a record or distinct places [layer, target];"
-        " restore the file from the original"
+        f"{path}: the update {shown(entry)} lacks a record, probes or distinct layers; restore the"
+        " file from the original"
     )
 
 
-def _names(number: int, product: Product) -> tuple[str, str]:
-    stem = f"updates.{number}.layers.{product[0]}.{product[1]}"
-    return f"{stem}.scale", f"{stem}.bias"
+def _names(number: int, index: int) -> tuple[str, str]:
+    stem = f"updates.{number}.layers.{index}"
+    return f"{stem}.outer", f"{stem}.inner"

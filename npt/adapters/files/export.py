@@ -12,12 +12,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.consolidate import consolidated
-from npt.adapters.converted import attached_config, npt_layers
+from npt.adapters.consolidate import patched_module
+from npt.adapters.converted import attached_config, decoder_layers, npt_layers
 from npt.adapters.files.adapter_files import from_pretrained
 from npt.adapters.files.card import export_card
 from npt.base.families import FAMILIES
-from npt.base.linear import quantized_linears
+from npt.base.linear import Patch, patch_of, quantized_linears
 from npt.base.precision import declared_dtype
 from npt.base.shards import write_shards
 from npt.errors import ConfigError, ModelError, first_line
@@ -71,7 +71,8 @@ def export(
 
     Raises:
         ConfigError: the folder is not empty or cannot be written.
-        ModelError: the adapter has consolidated updates, or as `npt.from_pretrained`.
+        ModelError: a layer that is not converted has a consolidated update, or as
+            `npt.from_pretrained`.
         AdapterFileError, HubError: as `npt.from_pretrained`.
     """
     folder = Path(folder)
@@ -79,11 +80,7 @@ def export(
     model, tokenizer = from_pretrained(
         adapter, base_name=base_name, device=device, revision=revision
     )
-    if consolidated(model):
-        raise ModelError(
-            f"{adapter} has consolidated updates, which export does not support: undo them with"
-            " npt.unconsolidate(model, None), save the adapter again and export that"
-        )
+    _check_patches(model, str(adapter))
     try:
         with new_folder(folder) as temporary:
             files, size = write_export(model, tokenizer, temporary)
@@ -131,6 +128,7 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
             "ranks": {str(index): layer.npt.config.rank for index, layer in npt_layers(model)},
             "targets": list(config.targets),
             "keep_residual": config.residual == "keep",
+            "patches": {str(index): len(inner) for index, (_, inner) in _patches(model).items()},
             **{name: getattr(config, name) for name in _FORM},
         },
     }
@@ -158,6 +156,25 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if name.endswith(".npt.log_tau"):
             tensor = tensor.clone()  # layers share it, but a file may not
         yield name, tensor if ".npt." in name or statistic else _smallest(tensor)
+    for index, patch in _patches(model).items():
+        for part, tensor in zip(("outer", "inner"), patch, strict=True):
+            yield f"model.layers.{index}.npt.{part}", tensor.contiguous()
+
+
+def _patches(model: PreTrainedModel) -> dict[int, Patch]:
+    """Return the patches of consolidated updates by layer."""
+    found = {n: patch_of(patched_module(each)) for n, each in enumerate(decoder_layers(model))}
+    return {index: patch for index, patch in found.items() if patch is not None}
+
+
+def _check_patches(model: PreTrainedModel, adapter: str) -> None:
+    """Refuse a patch where the exported code has no adapter to hold it."""
+    converted = [index for index, _ in npt_layers(model)]
+    if other := sorted(set(_patches(model)) - set(converted)):
+        raise ModelError(
+            f"{adapter} has consolidated updates in layer {other[0]}, which is not converted, and"
+            " export supports none there: undo them with npt consolidate --undo all"
+        )
 
 
 def _smallest(tensor: Tensor) -> Tensor:

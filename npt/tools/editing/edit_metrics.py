@@ -1,17 +1,14 @@
-"""Measure a consolidated fact: how well the model recalls it, and what the model forgets.
+"""Measure an edit: how likely the written texts are, and what the model forgets.
 
-Recall is the log-probability of the fact's tokens after only the start token. Their log-probability
-after the context, or after the fact itself, shows how much there is to gain. Forgetting is the
-change of perplexity and the KL from the model before on held-out text. To first order recall grows
-with alpha and the KL with its square, so a bound on the KL is a bound on alpha.
+Recall is the log-probability of an answer after its prompt, or of a text after the start token.
+After the context too it shows how much there is to gain. Forgetting is the change of perplexity and
+the KL from the model before on held-out text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,89 +16,56 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.consolidate import Consolidation, consolidate, unconsolidate
-from npt.adapters.converted import adapter_mode, attached_config, evaluating
+from npt.adapters.converted import adapter_mode, evaluating, is_attached, npt_layers
 from npt.adapters.layer import Mode
-from npt.adapters.token_modulation import as_row
+from npt.adapters.token_modulation import observed
 from npt.console import say
 from npt.data.batch import Batch, Sample, batches
-from npt.data.continuation import bare_tokens, opening_tokens
-from npt.errors import ConfigError, DataError, NumericalError
+from npt.errors import DataError, NumericalError
 from npt.evaluation.metrics import (
     Figures,
     compare_tokens,
     figures,
     final_states,
+    most_likely,
     per_sample_sums,
     predicting,
 )
 from npt.figures import FIGURES
-
-STREAMS: tuple[Mode, ...] = ("student", "teacher")
-ROUNDS = 20
+from npt.tools.editing.probes import BATCH, Probe, log_probabilities
 
 FORGETTING = ("tokens", "perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl", "kl_se")
 
 ERRORS_OF_MARGIN = 2.0
 """Standard errors by which the KL must stay below its bound, to hold on other text too."""
 
-
-@dataclass(frozen=True)
-class Fact:
-    """The tokens of a fact.
-
-    Attributes:
-        alone: start token, fact.
-        in_context: start token, context (or the fact itself), fact.
-        scored: number of tokens to predict at the end of both.
-    """
-
-    alone: tuple[int, ...]
-    in_context: tuple[int, ...]
-    scored: int
-
-
 Retention = dict[str, dict[str, dict[str, Any]]]
-"""`recall` and `forgetting` by stream: the log-probability of the fact in nats, summed over its
-tokens, and the figures of the model after against before on held-out text."""
+"""`recall` and `forgetting` by stream: log-probabilities in nats, summed over an answer's tokens
+and averaged over answers, and the figures of the model after against before on held-out text."""
 
 
-def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
-    """Return the tokens of a fact; ConfigError if there is no token to predict."""
-    begin, words = opening_tokens(tokenizer), bare_tokens(tokenizer, text)
-    front = bare_tokens(tokenizer, context) if context else words
-    scored = len(words) - (not begin)
-    if scored < 1:
-        raise ConfigError(f"--text {text!r} has no token to predict; pass a longer text")
-    return Fact((*begin, *words), (*begin, *front, *words), scored)
+def streams(model: PreTrainedModel) -> tuple[Mode, ...]:
+    """Return the modes to measure: without adapters there is one model."""
+    return ("student", "teacher") if is_attached(model) else ("student",)
 
 
-class Baseline:
-    """The model before an edit: its final states on held-out samples, and the log-probabilities of
-    the fact alone and in context. Raise DataError if the samples have no token to predict.
+class Forgetting:
+    """The final states of a model before an edit, on held-out samples. Raise DataError if the
+    samples have no token to predict.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, fact: Fact, samples: Sequence[Sample], batch_size: int = 8
-    ):
-        attached_config(model)
+    def __init__(self, model: PreTrainedModel, samples: Sequence[Sample]):
         device = next(model.parameters()).device
-        self._batches = [batch.to(device) for batch in batches(samples, batch_size)]
+        self._batches = [batch.to(device) for batch in batches(samples, BATCH)]
         if not any(predicting(batch).any() for batch in self._batches):
             raise DataError("no held-out token to predict; check the data")
-        self.fact = fact
         self._states = {
             stream: [_final(model, batch, stream).cpu() for batch in self._batches]
-            for stream in STREAMS
-        }
-        texts = (fact.alone, fact.in_context)
-        self._recall = {
-            stream: [log_probability(model, ids, fact.scored, stream) for ids in texts]
-            for stream in STREAMS
+            for stream in streams(model)
         }
 
     @torch.no_grad()
-    def forgetting(self, model: PreTrainedModel, stream: Mode) -> Figures:
+    def figures(self, model: PreTrainedModel, stream: Mode) -> Figures:
         """Return the figures of the model now against the model before."""
         parts = []
         for batch, states in zip(self._batches, self._states[stream], strict=True):
@@ -116,74 +80,132 @@ class Baseline:
             parts.append(per_sample_sums(per_token, predicted.nonzero()[:, 0], len(predicted)))
         return figures(torch.cat(parts))
 
+    def upper_kl(self, model: PreTrainedModel) -> float:
+        """Return the larger KL of the streams, each raised by ERRORS_OF_MARGIN standard errors."""
+        raised = []
+        for stream in streams(model):
+            found = self.figures(model, stream)
+            margin = ERRORS_OF_MARGIN * found.kl_se if math.isfinite(found.kl_se) else 0.0
+            raised.append(found.kl + margin)
+        return max(raised)
+
+
+class Baseline:
+    """The model before an edit: its answers without their context and with it, its most likely
+    words after neighbours, and what it predicts on held-out samples.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        samples: Sequence[Sample],
+        answers: Sequence[Probe],
+        paraphrases: Sequence[Probe] = (),
+        neighbours: Sequence[Sequence[int]] = (),
+    ):
+        self._forgetting = Forgetting(model, samples)
+        self._asked = {"": list(answers), "paraphrases_": list(paraphrases)}
+        self._neighbours = [Sample("neighbour", (*ids, ids[-1])) for ids in neighbours]
+        self._before = {stream: self._recall(model, stream) for stream in streams(model)}
+        self._words = {stream: self._next_words(model, stream) for stream in streams(model)}
+        for stream in streams(model):
+            for name, probes in self._asked.items():
+                if probes:
+                    read = [probe.read() for probe in probes]
+                    found = mean_log_probability(model, read, stream)
+                    self._before[stream][f"{name}in_context"] = found
+        if is_attached(model):
+            through_code = self._through_code(model)
+            gained = self._before["student"]["in_context"] - self._before["student"]["before"]
+            if gained:
+                share = (through_code - self._before["student"]["before"]) / gained
+                self._before["student"]["share_through_code"] = share
+
     def against(self, model: PreTrainedModel) -> Retention:
         """Return recall and forgetting of the model now against the model before."""
         recall: dict[str, dict[str, Any]] = {}
         forgetting: dict[str, dict[str, Any]] = {}
-        for stream, (alone, in_context) in self._recall.items():
-            after = log_probability(model, self.fact.alone, self.fact.scored, stream)
+        for stream, before in self._before.items():
+            now = self._recall(model, stream)
             recall[stream] = {
-                "tokens": self.fact.scored,
-                "before": alone,
-                "after": after,
-                "in_context": in_context,
-                "gain": after - alone,
+                "answers": len(self._asked[""]),
+                "tokens": sum(len(probe.tail) for probe in self._asked[""]),
+                **before,
             }
-            f = self.forgetting(model, stream)
-            forgetting[stream] = {name: getattr(f, name) for name in FORGETTING}
+            for name, value in now.items():
+                prefix = name.removesuffix("before")
+                recall[stream][f"{prefix}after"] = value
+                recall[stream][f"{prefix}gain"] = value - before[name]
+            if self._neighbours:
+                words = self._next_words(model, stream)
+                same = (words == self._words[stream]).double().mean()
+                recall[stream]["neighbours_same"] = float(same)
+            found = self._forgetting.figures(model, stream)
+            forgetting[stream] = {name: getattr(found, name) for name in FORGETTING}
         return {"recall": recall, "forgetting": forgetting}
 
+    def _recall(self, model: PreTrainedModel, stream: Mode) -> dict[str, float]:
+        return {
+            f"{name}before": mean_log_probability(model, [p.alone() for p in probes], stream)
+            for name, probes in self._asked.items()
+            if probes
+        }
 
-def largest_alpha(
-    model: PreTrainedModel,
-    baseline: Baseline,
-    make: Callable[[float], Consolidation],
-    asked: float,
-    max_kl: float,
-) -> float:
-    """Return the first alpha of `asked`, `asked` / sqrt(2), `asked` / 2, ... that keeps the KL of
-    both streams on the baseline's text below `max_kl` nats per token (inf: no bound). Raise
-    ConfigError if none of ROUNDS does.
-    """
-    if not max_kl > 0:
-        raise ConfigError(f"--max_kl {max_kl} must be above 0 (inf for no bound)")
-    if not math.isfinite(max_kl):
-        return asked
-    alpha = asked
-    for _ in range(ROUNDS):
-        with made(model, make(alpha)):
-            both = [baseline.forgetting(model, stream) for stream in STREAMS]
-        margins = [ERRORS_OF_MARGIN * f.kl_se if math.isfinite(f.kl_se) else 0.0 for f in both]
-        if all(f.kl + margin <= max_kl for f, margin in zip(both, margins, strict=True)):
-            return alpha
-        alpha /= math.sqrt(2.0)  # halves the KL, to first order
-    raise ConfigError(
-        f"--max_kl {max_kl} is too low: even at alpha {alpha:.2g} the held-out KL exceeds it; raise"
-        " --max_kl"
-    )
+    @torch.no_grad()
+    def _next_words(self, model: PreTrainedModel, stream: Mode) -> Tensor:
+        """Return the most likely token after each neighbour."""
+        words = [torch.empty(0, dtype=torch.int64)]
+        for batch in batches(self._neighbours, BATCH):
+            states = _final(model, batch.to(next(model.parameters()).device), stream)
+            lasts = predicting(batch).sum(dim=1).cumsum(0) - 1
+            words.append(most_likely(states[lasts], model.lm_head, model.config.vocab_size).cpu())
+        return torch.cat(words)
 
+    @torch.no_grad()
+    def _through_code(self, model: PreTrainedModel) -> float:
+        """Return the answers' log-probability without their context if only the codes of the
+        converted layers, at the tokens that predict the answers, are those with the context.
+        """
+        found = []
+        for probe in self._asked[""]:
+            codes: dict[int, Tensor] = {}
+            count = len(probe.tail) + 1
 
-@contextmanager
-def made(model: PreTrainedModel, update: Consolidation) -> Iterator[None]:
-    """Consolidate the update into the model within the context."""
-    consolidate(model, update)
-    try:
-        yield
-    finally:
-        unconsolidate(model)
+            def keep(index: int, stages: dict[str, Tensor | None], codes: Any = codes) -> None:
+                if (z := stages.get("z")) is not None:
+                    codes[index] = z
+
+            layers = npt_layers(model)
+            seen = [(layer.npt, lambda s, index=index: keep(index, s)) for index, layer in layers]
+            with observed(seen):
+                mean_log_probability(model, [probe.read()])
+            outer = {index: layer.npt.recode for index, layer in layers}
+            try:
+                for index, layer in layers:
+                    tail = codes[index][:, -count:]
+                    layer.npt.recode = lambda z, tail=tail: torch.cat(
+                        [z[:, : -tail.shape[1]], tail[:, -z.shape[1] :]], dim=1
+                    )
+                found.append(mean_log_probability(model, [probe.alone()]))
+            finally:
+                for index, layer in layers:
+                    layer.npt.recode = outer[index]
+        return math.fsum(found) / len(found)
 
 
 @torch.no_grad()
-def log_probability(model: PreTrainedModel, ids: Sequence[int], scored: int, stream: Mode) -> float:
-    """Return the log-probability, in nats, of the last `scored` tokens; NumericalError if NaN."""
-    row = as_row(model, list(ids))
+def mean_log_probability(
+    model: PreTrainedModel, samples: Sequence[Sample], stream: Mode = "student"
+) -> float:
+    """Return the log-probability of the samples' targets, in nats, summed over a sample's tokens
+    and averaged over samples; raise NumericalError if it is NaN.
+    """
     with evaluating(model), adapter_mode(model, stream):
-        states = model.model(row, use_cache=False).last_hidden_state[0, -scored - 1 : -1]
-    log_p = torch.log_softmax(model.lm_head(states).to(torch.float32), dim=-1)
-    value = float(log_p.gather(-1, row[0, -scored:].unsqueeze(-1)).sum(dtype=torch.float64))
+        sums = [float(each.double().sum()) for each in log_probabilities(model, samples)]
+    value = math.fsum(sums) / len(sums)
     if math.isnan(value):
         raise NumericalError(
-            f"the {stream}'s log-probability of the fact is NaN; run npt trace to find out why"
+            f"the {stream}'s log-probability of a text is NaN; run npt trace to find out why"
         )
     return value
 
@@ -203,10 +225,25 @@ def print_retention(retention: Retention, console: Console, text: str = "held-ou
             name: FIGURES[name].write(f[name], f[f"{name}_se"])
             for name in ("kl", "perplexity_ratio")
         }
-        recall = f"{r['before']:.3f} nats before, {r['after']:.3f} after ({r['gain']:+.3f})"
+        for prefix, what in (("", "what was written"), ("paraphrases_", "paraphrases")):
+            if f"{prefix}after" in r:
+                say(
+                    console,
+                    f"{stream}: log-probability of {what} {r[f'{prefix}before']:.3f} nats before,"
+                    f" {r[f'{prefix}after']:.3f} after ({r[f'{prefix}gain']:+.3f}),"
+                    f" {r[f'{prefix}in_context']:.3f} in context",
+                )
+        if "neighbours_same" in r:
+            same = f"{r['neighbours_same']:.0%}"
+            say(console, f"{stream}: {same} of neighbours keep their first word")
+        if "share_through_code" in r:
+            say(
+                console,
+                f"{stream}: of the gain in context, {r['share_through_code']:.0%} comes through the"
+                " code alone",
+            )
         say(
             console,
-            f"{stream}: log-probability of the fact {recall}, {r['in_context']:.3f} in context",
-            f"{stream}: {f['tokens']:,} {text}: KL {written['kl']} nats from the model"
-            f" before, perplexity ratio {written['perplexity_ratio']}",
+            f"{stream}: {f['tokens']:,} {text}: KL {written['kl']} nats from the model before,"
+            f" perplexity ratio {written['perplexity_ratio']}",
         )

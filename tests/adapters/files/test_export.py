@@ -22,8 +22,10 @@ from students import moved
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.utils import logging as transformers_logging
+from updates import random_update
 
 import npt
+from npt.adapters.consolidate import apply_update
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.files import export as exporting
 from npt.adapters.files.adapter_files import CONFIG_NAME
@@ -174,6 +176,16 @@ def test_every_form_of_an_adapter_is_exported(base, tmp_path, form):
     assert_same(found, model)
 
 
+@pytest.mark.parametrize("form", ["half sigmoid", "token part and threshold"])
+def test_consolidated_updates_are_exported(base, tmp_path, form):
+    model, tokenizer = student(base, **FORMS[form])
+    plain = logits(model)
+    apply_update(model, random_update(model, layers=(2, 3)))
+    apply_update(model, random_update(model, layers=(3,), seed=1))
+    assert not torch.equal(logits(model), plain)
+    assert_same(exported(model, tokenizer, tmp_path / "out"), model)
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -310,10 +322,10 @@ class TestCommand:
         record = json.loads((old / CONFIG_NAME).read_text())
         (old / CONFIG_NAME).write_text(json.dumps({k: v for k, v in record.items() if k != ENTRY}))
         model, _ = student(base)
-        npt.consolidate(model, npt.update_from(npt.modulation_of(model, [1, 5, 9]), 0.5))
+        apply_update(model, random_update(model, layers=(0, 3)))
         updated = npt.save_adapter(model, tmp_path / "updated")
         for adapter, output, status, words in (
-            (updated, "out", 2, "has consolidated updates"),
+            (updated, "out", 2, "has consolidated updates in layer 0, which is not converted"),
             (tmp_path / "none", "out", 5, "there is no folder"),
             (small, "full", 2, "exists and is not empty; choose another"),
             (small, "full/file", 2, "is a file: name a folder"),

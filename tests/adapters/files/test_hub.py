@@ -10,11 +10,13 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from stub_hub import TOKEN, Hub, running
 from token_students import IDS, student
+from updates import random_update
 
 import npt
+from npt.adapters.consolidate import apply_update
 from npt.adapters.converted import is_attached
 from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME
-from npt.adapters.files.consolidated_files import HISTORY_NAME, ROWS_NAME
+from npt.adapters.files.consolidated_files import HISTORY_NAME, PATCHES_NAME
 from npt.adapters.files.hub import is_hub_id
 from npt.cli.main import main
 from npt.errors import AdapterFileError, ConfigError, HubError
@@ -79,12 +81,12 @@ def test_what_is_pushed_loads_again_by_its_name(hub: Hub, folder, load_model):
 
 def test_of_a_runs_folder_its_adapter_is_pushed_with_its_updates(hub: Hub, tmp_path, load_model):
     model = student(load_model)
-    npt.consolidate(model, npt.update_from(npt.modulation_of(model, IDS), 0.5))
+    apply_update(model, random_update(model))
     best = tmp_path / "run" / "best"
     best.mkdir(parents=True)
     npt.save_adapter(model, best / "adapter")
     npt.push_to_hub(tmp_path / "run", "me/adapter")
-    assert set(hub.files["me/adapter"]) == {*THREE, HISTORY_NAME, ROWS_NAME}
+    assert set(hub.files["me/adapter"]) == {*THREE, HISTORY_NAME, PATCHES_NAME}
     other = load_model()
     npt.load_adapter(other, "me/adapter")
     assert torch.equal(logits(other), logits(model))
@@ -120,7 +122,7 @@ def test_a_revision_is_loaded_and_a_wrong_one_is_named(hub: Hub, folder, load_mo
 
 def test_where_the_base_lies_on_this_disk_is_not_told(hub: Hub, load_model, tmp_path):
     model = student(load_model)
-    npt.consolidate(model, npt.update_from(npt.modulation_of(model, IDS), 0.5))
+    apply_update(model, random_update(model))
     model.config._name_or_path = "/home/somebody/models/llama"
     folder = npt.save_adapter(model, tmp_path / "adapter", fidelity=FIDELITY)
     npt.push_to_hub(folder, "me/adapter")

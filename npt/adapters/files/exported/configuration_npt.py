@@ -18,6 +18,7 @@ class NPTLlamaConfig(LlamaConfig):
     mult_bound, additive_scale
     token_part       whether z is what the token's own state cannot say of its attention output
     token_rank       the rank of the map that says it; 0: a constant
+    patches          by layer with an added low-rank patch of down_proj, its width
     active           numbers of z that are not 0 on average; 0: all
     """
 

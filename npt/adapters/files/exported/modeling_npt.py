@@ -10,7 +10,8 @@ its attention output a = Attention(RMSNorm1(h)):
     gate' = m_gate * gate_proj(x) + s_gate        up' and down' likewise
     o = h' + down'(act(gate') * up')
 
-With `keep_residual`, h + a replaces h. With a `token_part`, l takes from the token's own state what
+With `keep_residual`, h + a replaces h. In a layer of `patches`, outer (inner p) is added to the
+product of down_proj and p. With a `token_part`, l takes from the token's own state what
 needs no context, r = rms(h), and the code carries the rest:
 
     l = b + L_out L_in RMSNorm1(h)
@@ -40,7 +41,7 @@ class LayerAdapter(nn.Module):
     """The modulation of one layer, in fp32 even if the model computes in another dtype.
 
     A [R, D]; M and B [O, R] by target. The stream has no M. With a token part b [D], scale (c) [R],
-    L_in [Q, D], L_out [D, Q] and log_tau [1].
+    L_in [Q, D], L_out [D, Q] and log_tau [1]. With a patch outer [D, n] and inner [n, F].
     """
 
     def __init__(self, config, index: int):
@@ -66,6 +67,10 @@ class LayerAdapter(nn.Module):
             self.L_in, self.L_out = empty(form["token_rank"], d), empty(d, form["token_rank"])
         if form["active"]:
             self.log_tau = empty(1)
+        self.patched = str(index) in form["patches"]
+        if self.patched:
+            size = form["patches"][str(index)]
+            self.outer, self.inner = empty(d, size), empty(size, f)
 
     def _apply(self, fn, recurse: bool = True):
         """Move with the model but ignore casts: `model.to(torch.bfloat16)` is for the base."""
@@ -105,6 +110,14 @@ class LayerAdapter(nn.Module):
                 out = out + self.form["additive_scale"] * F.linear(z, self.B[target])
             return out.to(y.dtype)
 
+    def patch(self, y: Tensor, p: Tensor) -> Tensor:
+        """Return the product y [..., D] of down_proj and p [..., F] with the patch added."""
+        if not self.patched:
+            return y
+        with torch.autocast(y.device.type, enabled=False):
+            added = F.linear(F.linear(p.to(self.outer.dtype), self.inner), self.outer)
+            return (y.to(added.dtype) + added).to(y.dtype)
+
     def multiplier(self, u: Tensor) -> Tensor:
         """Return m from u = M z. tanh(u / 2) is 2 sigmoid(u) - 1 without cancellation near 0."""
         other = FORMS.get(self.form["mult_form"])
@@ -133,7 +146,8 @@ class NPTLlamaDecoderLayer(LlamaDecoderLayer):
         x = self.post_attention_layernorm(stream)
         gate = npt.modulate("gate", mlp.gate_proj(x), z)
         up = npt.modulate("up", mlp.up_proj(x), z)
-        return stream + npt.modulate("down", mlp.down_proj(mlp.act_fn(gate) * up), z)
+        p = mlp.act_fn(gate) * up
+        return stream + npt.modulate("down", npt.patch(mlp.down_proj(p), p), z)
 
 
 class NPTModel(PreTrainedModel):

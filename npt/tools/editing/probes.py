@@ -1,0 +1,287 @@
+"""Probes: texts on which an edit is found, each with and without the context to be written.
+
+A fact is read in a few wordings. A system prompt or a document is read by the model, which writes
+continuations (self-study: Eyuboglu et al., "Cartridges", 2025). Facts of one kind interfere,
+since the words of their relation are keys that all of them share. So every prompt has contrasts:
+the same prompt about another thing, where nothing may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from npt.data.batch import IGNORE_INDEX, Sample, batches
+from npt.data.chat import has_template, render
+from npt.data.continuation import bare_tokens, continuation_tokens, opening_tokens
+from npt.errors import ConfigError
+from npt.evaluation.greedy import continue_greedily
+from npt.evaluation.metrics import final_states
+from npt.random_state import kept_random_state
+
+LEADS = (
+    "",
+    "It is well known that ",
+    "As everybody says: ",
+    "Q: Tell me a fact.\nA: ",
+    "From the encyclopedia. ",
+)
+"""Beginnings that give a fact several wordings."""
+
+REQUEST = "Tell me a fact."
+"""The user's turn before a fact, for a model with a chat template."""
+
+CONTRASTS = 8
+"""Contrasts of a prompt."""
+
+SUBJECT_SURPRISE = 10.0
+"""Nats. The subject of a prompt is the run of words whose surprise exceeds this the most."""
+
+CONTINUATION_TOKENS = 64
+PIECES = 4
+"""Pieces of a context that are probes themselves."""
+
+TEMPERATURE = 0.7
+"""Of continuations: below 1, since a small model soon leaves the subject."""
+
+BATCH = 16
+"""Rows of a forward pass."""
+
+
+class Probe(NamedTuple):
+    """A text after a context and without it.
+
+    Attributes:
+        context: tokens before the text, with the context.
+        before: tokens before the text, without the context.
+        tail: the text's tokens.
+    """
+
+    context: tuple[int, ...]
+    before: tuple[int, ...]
+    tail: tuple[int, ...]
+
+    def read(self) -> Sample:
+        """Return the text after the context. Its targets are the text's tokens."""
+        return _sample(self.context, self.tail)
+
+    def alone(self) -> Sample:
+        """Return the text without the context."""
+        return _sample(self.before, self.tail)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact to write.
+
+    Attributes:
+        prompt: text before the answer; empty for a plain text.
+        answer: what follows the prompt.
+        paraphrases: other prompts with this answer, only judged.
+        neighbours: prompts whose most likely word must not change, only judged.
+    """
+
+    prompt: str
+    answer: str
+    paraphrases: tuple[str, ...] = ()
+    neighbours: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The whole sentence."""
+        text = self.prompt + self.answer
+        return text if text[-1:] in ".!?" else text + "."
+
+
+def answer_probe(tokenizer: Any, fact: Fact, prompt: str, context: str) -> Probe:
+    """Return the answer after a prompt; ConfigError if there is no token to predict."""
+    opening = opening_tokens(tokenizer)
+    if prompt:
+        answer = continuation_tokens(tokenizer, prompt, fact.answer)
+        asked = bare_tokens(tokenizer, prompt)
+    else:
+        answer, asked = bare_tokens(tokenizer, fact.answer), []
+    read = bare_tokens(tokenizer, context + "\n")
+    probe = _without_first(Probe((*opening, *read, *asked), (*opening, *asked), tuple(answer)))
+    if not probe.tail:
+        raise ConfigError(f"--text {fact.answer!r} has no token to predict; pass a longer text")
+    return probe
+
+
+def wordings(tokenizer: Any, fact: Fact, context: str, skipped: int) -> Iterator[Probe]:
+    """Yield the sentence in several wordings, after its context and without it. With a chat
+    template, it is an assistant's answer too. The first `skipped` tokens, before the subject, stay
+    as they are.
+    """
+    opening = opening_tokens(tokenizer)
+    read = bare_tokens(tokenizer, context + "\n")
+    own = bare_tokens(tokenizer, fact.text)
+    fronts = [((*opening, *read), tuple(opening), lead) for lead in LEADS]
+    if has_template(tokenizer):
+        fronts.append((_turn(tokenizer, REQUEST, context), _turn(tokenizer, REQUEST), ""))
+    for after, alone, lead in fronts:
+        tokens = bare_tokens(tokenizer, lead + fact.text)
+        start = len(tokens) - len(own) + skipped
+        front, tail = tokens[:start], tuple(tokens[start:])
+        yield _without_first(Probe((*after, *front), (*alone, *front), tail))
+
+
+def pieces(tokenizer: Any, context: str) -> Iterator[Probe]:
+    """Yield the parts of a context, each after the whole context and without it."""
+    opening, tokens = opening_tokens(tokenizer), bare_tokens(tokenizer, context)
+    read = bare_tokens(tokenizer, context + "\n")
+    size = max(2, -(-len(tokens) // PIECES))
+    for start in range(0, len(tokens) - 1, size):
+        tail = tuple(tokens[start : start + size])
+        yield _without_first(Probe((*opening, *read), tuple(opening), tail))
+
+
+def continuations(
+    model: Any, tokenizer: Any, context: str, count: int, seed: int
+) -> Iterator[Probe]:
+    """Yield what the model writes after a context. With a chat template the context is the system
+    message, and the model writes the user's turn first.
+    """
+    if not has_template(tokenizer):
+        opening, tokens = opening_tokens(tokenizer), bare_tokens(tokenizer, context)
+        read = (*opening, *tokens)
+        for tail in _written(model, [read] * count, CONTINUATION_TOKENS, seed):
+            yield _without_first(Probe(read, tuple(opening), tuple(tail)))
+        return
+    mark = "\N{REPLACEMENT CHARACTER}"
+    before_user = render(tokenizer, _messages(mark, context), to_answer=False).split(mark)[0]
+    asked = [tuple(bare_tokens(tokenizer, before_user))] * count
+    for tokens in _written(model, asked, CONTINUATION_TOKENS // 2, seed):
+        question = tokenizer.decode(tokens, skip_special_tokens=True).strip().split("\n")[0]
+        turn = _turn(tokenizer, question, context), _turn(tokenizer, question)
+        (tail,) = _written(model, turn[:1], CONTINUATION_TOKENS, seed)
+        yield Probe(*turn, tuple(tail))
+
+
+def subjects(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the first token of each prompt's subject and the one after its last, both 0 if none is
+    found. The subject is the run of words that surprises the model most, the last word excepted.
+    """
+    opening = tuple(opening_tokens(tokenizer))
+    rows = [tuple(bare_tokens(tokenizer, prompt)) for prompt in prompts]
+    surprise = _surprise(model, opening, rows)
+    return [_subject(tokenizer, row, each) for row, each in zip(rows, surprise, strict=True)]
+
+
+def contrasts(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    subjects: Sequence[tuple[int, int]],
+    seed: int,
+) -> list[Probe]:
+    """Return the prompts with one or two tokens that the model writes in place of the subject."""
+    opening = tuple(opening_tokens(tokenizer))
+    starts: list[tuple[int, ...]] = []
+    ends: list[tuple[int, ...]] = []
+    for prompt, (first, last) in zip(prompts, subjects, strict=True):
+        if last == first:
+            continue
+        row = tuple(bare_tokens(tokenizer, prompt))
+        first = max(first, 1 - len(opening))
+        for _ in range(CONTRASTS):
+            starts.append((*opening, *row[:first]))
+            ends.append(row[last:])
+    others = [tokens[: 1 + n % 2] for n, tokens in enumerate(_written(model, starts, 2, seed))]
+    changed = [
+        (*start, *other, *end) for start, other, end in zip(starts, others, ends, strict=True)
+    ]
+    return [_without_first(Probe((), (), row)) for row in changed]
+
+
+def _sample(front: tuple[int, ...], tail: tuple[int, ...]) -> Sample:
+    labels = (*[IGNORE_INDEX] * len(front), *tail)
+    return Sample("probe", (*front, *tail), labels)
+
+
+def _without_first(probe: Probe) -> Probe:
+    """Move the first token of a row to the front: its state belongs to no text, and is often many
+    times as large as any other.
+    """
+    if probe.before:
+        return probe
+    first, tail = probe.tail[:1], probe.tail[1:]
+    return Probe((*probe.context, *first), first, tail)
+
+
+def _messages(user: str, context: str = "") -> list[dict[str, str]]:
+    system = [{"role": "system", "content": context}] if context else []
+    return [*system, {"role": "user", "content": user}]
+
+
+def _turn(tokenizer: Any, user: str, context: str = "") -> tuple[int, ...]:
+    """Return the tokens before an assistant's answer, with the context as the system message."""
+    text = render(tokenizer, _messages(user, context), to_answer=True)
+    return tuple(bare_tokens(tokenizer, text))
+
+
+def _written(
+    model: Any, prompts: Sequence[tuple[int, ...]], count: int, seed: int
+) -> list[list[int]]:
+    """Return `count` tokens that the model draws after each prompt."""
+
+    def drawn(logits: Tensor) -> Tensor:
+        p = torch.softmax(logits.to("cpu", torch.float32) / TEMPERATURE, dim=-1)
+        return torch.multinomial(p, 1)[:, 0].to(logits.device)
+
+    written: list[list[int]] = []
+    with kept_random_state():
+        torch.default_generator.manual_seed(seed)
+        for start in range(0, len(prompts), BATCH):
+            part = prompts[start : start + BATCH]
+            names = ["a probe"] * len(part)
+            written += continue_greedily(model, part, [count] * len(part), (), names, drawn)
+    return written
+
+
+@torch.no_grad()
+def log_probabilities(model: Any, samples: Iterable[Sample]) -> list[Tensor]:
+    """Return the log-probability of each sample's targets, in nats, on the host."""
+    found: list[Tensor] = []
+    for batch in batches(samples, BATCH):
+        batch = batch.to(next(model.parameters()).device)
+        targets = batch.labels[:, 1:][batch.labels[:, 1:] != IGNORE_INDEX]
+        log_p = torch.log_softmax(model.lm_head(final_states(model, batch)).float(), dim=-1)
+        each = log_p.gather(-1, targets.to(log_p.device).unsqueeze(-1))[:, 0]
+        counts = (batch.labels[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+        found += each.cpu().split(counts)
+    return found
+
+
+def _surprise(
+    model: Any, opening: tuple[int, ...], rows: Sequence[tuple[int, ...]]
+) -> list[list[float]]:
+    """Return -log p of each token of each row; of a row's first token, if nothing precedes it, the
+    limit at which it counts neither for nor against a subject.
+    """
+    probes = [_without_first(Probe((), opening, row)) for row in rows]
+    found = log_probabilities(model, [probe.alone() for probe in probes])
+    unknown = [] if opening else [SUBJECT_SURPRISE]
+    return [[*unknown, *(-each).tolist()] for each in found]
+
+
+def _subject(tokenizer: Any, row: Sequence[int], surprise: Sequence[float]) -> tuple[int, int]:
+    """Return the first token of a prompt's subject and the one after its last (Kadane's search for
+    the run of words with the largest sum).
+    """
+    pieces = tokenizer.convert_ids_to_tokens(list(row))
+    begins = [n for n, piece in enumerate(pieces) if n == 0 or piece[:1] in "Ġ▁ "]
+    bounds = [*begins, len(row)]
+    best, found, total, first = 0.0, (0, 0), 0.0, 0
+    for word in range(len(bounds) - 2):
+        start, end = bounds[word : word + 2]
+        if total <= 0:
+            total, first = 0.0, start
+        total += sum(surprise[start:end]) - SUBJECT_SURPRISE
+        if total > best:
+            best, found = total, (first, end)
+    return found

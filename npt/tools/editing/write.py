@@ -1,0 +1,489 @@
+"""Write a context into a model, without gradients.
+
+For each probe (npt/tools/editing/probes.py) the model reads a text after the context and without
+it. In order of layers, each on the stream that earlier layers' updates have changed already,
+
+    Y = o(with the context) - o(now)               what is missing at the probes' tokens, [n, D]
+    W = Y' P (P'P + penalty C)^-1,  down'(p) = down p + W p
+
+P [n, F] are the inner products p of the MLP at these tokens, and C = E[p p'] over general text. So
+W p is near what is missing at the probes, and small on general text: the least-squares edit of
+MEMIT (Meng et al., ICLR 2023), with the model itself, reading the context, in place of targets
+found by gradients. Contrasts and the probes of earlier updates are rows of P with Y = 0.
+
+If n < F, the same W is Y' (P C^-1 P' + penalty I)^-1 P C^-1, whose factors are the patch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from npt.adapters.consolidate import (
+    Consolidation,
+    apply_update,
+    consolidated,
+    patched_module,
+    summed,
+    unconsolidate,
+)
+from npt.adapters.converted import (
+    adapter_mode,
+    decoder_layers,
+    evaluating,
+    is_attached,
+    is_sharded,
+    npt_layers,
+)
+from npt.adapters.fit import resolve_layers
+from npt.adapters.token_modulation import observed
+from npt.base.linear import Patch, patch_term
+from npt.calibration.samples import draw_samples
+from npt.data.batch import IGNORE_INDEX, Sample, batches, collate
+from npt.data.source import Given
+from npt.errors import ConfigError, DataError, ModelError, NumericalError
+from npt.evaluation.metrics import check_ids, checked_batches, final_states
+from npt.tools.editing.edit_metrics import Forgetting, mean_log_probability
+from npt.tools.editing.probes import (
+    BATCH,
+    Fact,
+    Probe,
+    answer_probe,
+    continuations,
+    contrasts,
+    pieces,
+    subjects,
+    wordings,
+)
+
+GENERAL_TOKENS = 16_384
+"""Tokens of general text that C is the mean of."""
+
+BOUND_TOKENS = 4_096
+"""Tokens of general text that the penalty is chosen on."""
+
+GENERAL_LENGTH = 256
+"""Tokens of a sample of general text."""
+
+LEAST_PENALTY = 3e3
+"""Tokens of general text that weigh as much as one token of a probe. Below it an edit changes other
+text more and gains nothing."""
+
+MOST_PENALTY = 1e8
+
+CONTRAST_WEIGHT = 4.0
+"""Weight of a contrast's token; a probe's is 1."""
+
+DAMPING = 1e-4
+"""Share of the mean of C's diagonal that is added to it."""
+
+JUDGED_CONTINUATIONS = 2
+"""Continuations after a context that an edit is judged on."""
+
+LEAST_GAIN = 0.1
+"""Nats by which a text must become more likely: less changes no answer."""
+
+
+@dataclass(frozen=True)
+class General:
+    """What general text says of the layers to patch.
+
+    Attributes:
+        moments: C by layer, [F, F] fp32.
+        bound: samples on which the KL stays below its bound.
+    """
+
+    moments: dict[int, Tensor]
+    bound: Sequence[Sample]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Everything that an edit is found on.
+
+    Attributes:
+        probes: texts to be changed.
+        contrasts: texts that must stay.
+        earlier: texts that earlier updates changed, which must stay too.
+    """
+
+    probes: list[Probe]
+    contrasts: list[Probe]
+    earlier: list[Sample]
+
+
+def consolidate(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: str | Sequence[str | Fact],
+    *,
+    data: Given,
+    max_kl: float = 0.01,
+    context: str = "",
+    probes: int = 0,
+    layers: str | None = None,
+    seed: int = 0,
+) -> Consolidation:
+    """Write texts into the model, so that it behaves as if it had read them.
+
+    The student is edited, or a model without adapters. The update acts on every mode of the model;
+    `npt.unconsolidate(model)` takes it out.
+
+    Args:
+        model: a model, with or without adapters and earlier updates.
+        tokenizer: its tokenizer.
+        texts: facts, or plain texts.
+        data: general text, some 20,000 tokens, on which the model should stay as it is.
+        max_kl: bound on the KL from the model before on such text, in nats per token.
+        context: a text to read before each of `texts`, for example a system prompt; by default each
+            text itself. Without texts, the context alone is written.
+        probes: continuations that the model writes after each context, as further probes.
+        layers: layers to patch, as "upper_half" or "8-15"; default the converted ones, or without
+            adapters the upper half.
+        seed: of the continuations and contrasts.
+
+    Returns:
+        The update, which has been applied.
+
+    Raises:
+        ConfigError: there is nothing to write, no penalty keeps the bound, or the texts do not
+            become more likely. The model is then unchanged.
+        DataError: the data have too little text.
+        ModelError: the model is sharded, or its layers do not support patches.
+        NumericalError: a state is not finite.
+    """
+    facts = as_facts(texts)
+    chosen = layers_to_patch(model, layers)
+    general = general_text(model, tokenizer, data, chosen, seed=seed)
+    judged = judged_probes(model, tokenizer, facts, context, seed)
+    before = mean_log_probability(model, [probe.alone() for probe in judged])
+    update = find_update(
+        model, tokenizer, facts, general, max_kl=max_kl, context=context, probes=probes, seed=seed
+    )
+    apply_update(model, update)
+    gain = mean_log_probability(model, [probe.alone() for probe in judged]) - before
+    unconsolidate(model)
+    check_gain(gain, update.record["penalty"])
+    update = replace(update, record={**update.record, "gain": gain})
+    apply_update(model, update)
+    return update
+
+
+def as_facts(texts: str | Sequence[str | Fact]) -> list[Fact]:
+    """Return the facts of texts, of which a string is one."""
+    several = [texts] if isinstance(texts, str) else texts
+    return [Fact("", text) if isinstance(text, str) else text for text in several]
+
+
+def layers_to_patch(model: PreTrainedModel, layers: str | None) -> tuple[int, ...]:
+    """Return the named layers, or the converted ones, or without adapters the upper half; raise
+    ModelError if the model is sharded.
+    """
+    if is_sharded(model):
+        raise ModelError("a sharded base cannot be edited: load it in one process")
+    if layers is None and is_attached(model):
+        return tuple(index for index, _ in npt_layers(model))
+    return resolve_layers(layers or "upper_half", len(decoder_layers(model)))
+
+
+def general_text(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    data: Given,
+    layers: Sequence[int],
+    bound: Sequence[Sample] | None = None,
+    seed: int = 0,
+) -> General:
+    """Return C of some layers, and the samples of the bound: `bound`, or the last of the data's."""
+    wanted = GENERAL_TOKENS + (BOUND_TOKENS if bound is None else 0)
+    size = model.config.vocab_size
+    samples = draw_samples(data, tokenizer, GENERAL_LENGTH, wanted, size, seed)
+    if len(samples) < 2:
+        raise DataError(
+            f"general text is needed in two samples or more, but the data yield {len(samples)}: add"
+            " data"
+        )
+    if bound is None:
+        set_apart = max(1, len(samples) * BOUND_TOKENS // wanted)
+        samples, bound = samples[:-set_apart], samples[-set_apart:]
+    return General(second_moments(model, samples, layers), _first_tokens(bound, BOUND_TOKENS))
+
+
+def _first_tokens(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """Return the first samples, with `count` tokens or a few more in all."""
+    ends = itertools.accumulate(len(sample.input_ids) for sample in samples)
+    before = [0, *ends][:-1]
+    return [sample for sample, start in zip(samples, before, strict=True) if start < count]
+
+
+def second_moments(
+    model: PreTrainedModel, samples: Sequence[Sample], layers: Sequence[int]
+) -> dict[int, Tensor]:
+    """Return C = E[p p'] by layer, [F, F] each, over the tokens of samples."""
+    sums: dict[int, Tensor] = {}
+    tokens = 0
+    for batch in checked_batches(model, batches(samples, BATCH), "general text"):
+        valid = batch.attention_mask.bool()
+        tokens += batch.tokens
+
+        def add(index: int, seen: Seen, valid: Tensor = valid) -> None:
+            rows = seen.product[valid].to(torch.float32)
+            sums[index] = rows.t() @ rows + sums.get(index, 0.0)
+
+        with _reading(model, layers, add):
+            final_states(model, batch)
+    return {index: damped(total / tokens) for index, total in sums.items()}
+
+
+def damped(moments: Tensor) -> Tensor:
+    """Return C with its diagonal raised, so that it can be inverted."""
+    moments.diagonal().add_(DAMPING * moments.diagonal().mean())
+    return moments
+
+
+def find_update(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    facts: Sequence[Fact],
+    general: General,
+    *,
+    max_kl: float,
+    context: str = "",
+    probes: int = 0,
+    seed: int = 0,
+) -> Consolidation:
+    """Return the update with the smallest penalty tried that keeps the bound; do not apply it.
+    Args and errors as for `consolidate`.
+    """
+    if not max_kl > 0:
+        raise ConfigError(f"--max_kl {max_kl} must be above 0 (inf for no bound)")
+    rows = gathered(model, tokenizer, facts, context, probes, seed)
+    wanted = outputs_with_context(model, rows.probes, tuple(general.moments))
+    forgetting = Forgetting(model, general.bound)
+    penalty = LEAST_PENALTY
+    while penalty <= MOST_PENALTY:
+        patches = solve(model, rows, wanted, general.moments, penalty)
+        update = Consolidation(patches)
+        kl = 0.0
+        if math.isfinite(max_kl):
+            apply_update(model, update)
+            kl = forgetting.upper_kl(model)
+            unconsolidate(model)
+        if kl <= max_kl:
+            record = {
+                "texts": [fact.text if fact.prompt else fact.answer for fact in facts],
+                "context": context,
+                "penalty": penalty,
+                "max_kl": max_kl,
+                "tokens": sum(len(probe.tail) for probe in rows.probes),
+            }
+            kept = tuple((probe.before + probe.tail, len(probe.tail)) for probe in rows.probes)
+            return replace(update, record=record, probes=kept)
+        # the KL falls about as the square root of the penalty
+        penalty *= max(1.5, (kl / max_kl) ** 2)
+    raise ConfigError(
+        f"--max_kl {max_kl} is too low: even an update that hardly changes the texts exceeds it;"
+        " raise --max_kl"
+    )
+
+
+def gathered(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    facts: Sequence[Fact],
+    context: str,
+    count: int,
+    seed: int,
+) -> Rows:
+    """Return the probes of facts and contexts, their contrasts, and those of earlier updates."""
+    if not facts and not context:
+        raise ConfigError("there is nothing to write: pass texts or a context")
+    probes: list[Probe] = []
+    with evaluating(model), adapter_mode(model, "student"):
+        prompts = [fact.prompt or fact.answer.rsplit(" ", 1)[0] for fact in facts]
+        found = subjects(model, tokenizer, prompts)
+        for fact, (first, _) in zip(facts, found, strict=True):
+            read = context or fact.text
+            probes += wordings(tokenizer, fact, read, first)
+            if not context:
+                probes += continuations(model, tokenizer, read, count, seed)
+        if context:
+            probes += pieces(tokenizer, context) if not facts else ()
+            probes += continuations(model, tokenizer, context, count, seed)
+        apart = contrasts(model, tokenizer, prompts, found, seed)
+    earlier = [
+        Sample("earlier", ids, (*[IGNORE_INDEX] * (len(ids) - count), *ids[-count:]))
+        for update in consolidated(model)
+        for ids, count in update.probes
+    ]
+    return Rows([probe for probe in probes if probe.tail], apart, earlier)
+
+
+def judged_probes(
+    model: PreTrainedModel, tokenizer: Any, facts: Sequence[Fact], context: str, seed: int
+) -> list[Probe]:
+    """Return what must become more likely: the answers, or what the model writes after a context,
+    drawn apart from the probes.
+    """
+    if facts:
+        return [answer_probe(tokenizer, f, f.prompt, context or f.text) for f in facts]
+    with evaluating(model), adapter_mode(model, "student"):
+        apart = continuations(model, tokenizer, context, JUDGED_CONTINUATIONS, seed + 1)
+        return [probe for probe in apart if probe.tail]
+
+
+def check_gain(gain: float, penalty: float) -> None:
+    """Raise ConfigError if a text hardly became more likely."""
+    if not gain >= LEAST_GAIN:
+        raise ConfigError(
+            f"the texts would become more likely by only {gain:+.3f} nats at a penalty of"
+            f" {penalty:.3g}, so nothing was written: raise --max_kl, write fewer texts at once, or"
+            " use a model that answers differently with them in its context"
+        )
+
+
+def outputs_with_context(
+    model: PreTrainedModel, probes: Sequence[Probe], layers: Sequence[int]
+) -> dict[int, Tensor]:
+    """Return o at the probes' n tokens after their contexts, by layer: [n, D]."""
+    parts: dict[int, list[Tensor]] = {index: [] for index in layers}
+    read = batches([probe.read() for probe in probes], BATCH)
+    for batch in checked_batches(model, read, "the probes"):
+        tails = batch.labels != IGNORE_INDEX
+
+        def keep(index: int, seen: Seen, tails: Tensor = tails) -> None:
+            parts[index].append(seen.output[tails].to(torch.float32))
+
+        with _reading(model, layers, keep):
+            final_states(model, batch)
+    found = {index: torch.cat(each) for index, each in parts.items()}
+    for index, outputs in found.items():
+        if not bool(torch.isfinite(outputs).all()):
+            raise NumericalError(
+                f"layer {index}: a state after the context is not finite; find the cause with npt"
+                " trace"
+            )
+    return found
+
+
+def solve(
+    model: PreTrainedModel,
+    rows: Rows,
+    wanted: dict[int, Tensor],
+    moments: dict[int, Tensor],
+    penalty: float,
+) -> dict[int, Patch]:
+    """Return the patches of all layers from one forward pass over the rows without their contexts.
+
+    wanted: `outputs_with_context`, [n, D] by layer; moments: C by layer, [F, F].
+    """
+    still = [probe.alone() for probe in rows.contrasts] + rows.earlier
+    batch = collate([probe.alone() for probe in rows.probes] + still)
+    check_ids(batch, model, "the probes")
+    batch = batch.to(next(model.parameters()).device)
+    tails = batch.labels != IGNORE_INDEX
+    counts = tails.sum(dim=1)
+    changed, apart = len(rows.probes), len(rows.probes) + len(rows.contrasts)
+    weights = torch.ones(int(counts.sum()), device=counts.device)
+    weights[int(counts[:changed].sum()) : int(counts[:apart].sum())] = CONTRAST_WEIGHT
+    patches: dict[int, Patch] = {}
+
+    def patch(index: int, seen: Seen) -> Tensor:
+        missing = seen.output.new_zeros(len(weights), seen.output.shape[-1], dtype=torch.float32)
+        target = wanted[index].to(missing.device)
+        missing[: len(target)] = target - seen.output[tails][: len(target)]
+        p = seen.product[tails].to(torch.float32)
+        if seen.scale is not None:
+            missing = missing / seen.scale[tails]
+        outer, inner = least_squares(p, missing, weights, moments[index], penalty)
+        patches[index] = outer.cpu(), inner.cpu()
+        added = patch_term((outer, inner), seen.product)
+        added = added if seen.scale is None else added * seen.scale
+        return seen.output + added.to(seen.output.dtype)
+
+    with _reading(model, tuple(wanted), patch):
+        final_states(model, batch)
+    return patches
+
+
+def least_squares(p: Tensor, y: Tensor, weights: Tensor, moments: Tensor, penalty: float) -> Patch:
+    """Return W = Y' P (P'P + penalty C)^-1 as a patch.
+
+    Args:
+        p: P, [n, F].
+        y: Y, [n, D].
+        weights: of the rows, [n].
+        moments: C, [F, F].
+        penalty: above 0.
+    """
+    root = weights.sqrt().unsqueeze(-1)
+    p, y = root * p, root * y
+    if len(p) < p.shape[1]:
+        inner = torch.cholesky_solve(p.t(), torch.linalg.cholesky(moments)).t()
+        gram = p @ inner.t()
+        gram.diagonal().add_(penalty)
+        return summed([(torch.linalg.solve(gram, y).t(), inner)])
+    factor = torch.linalg.cholesky(p.t() @ p + penalty * moments)
+    weight = torch.cholesky_solve(p.t() @ y, factor).t()
+    return torch.eye(len(weight), device=weight.device), weight.contiguous()
+
+
+class Seen(NamedTuple):
+    """What one layer computes in a forward pass.
+
+    Attributes:
+        product: p, [B, T, F].
+        scale: m of the target down, [B, T, D]; None if the layer has none.
+        output: o, [B, T, D].
+    """
+
+    product: Tensor
+    scale: Tensor | None
+    output: Tensor
+
+
+@contextmanager
+def _reading(
+    model: PreTrainedModel, layers: Sequence[int], see: Callable[[int, Seen], Tensor | None]
+) -> Iterator[None]:
+    """Within the context, the student's layers pass what they compute to `see`, which may return
+    another output.
+    """
+    products: dict[int, Tensor] = {}
+    scales: dict[int, Tensor | None] = {}
+
+    def keep_product(index: int, _module: Any, args: tuple[Tensor]) -> None:
+        products[index] = args[0]
+
+    def keep_scale(index: int, stages: dict[str, Tensor | None]) -> None:
+        if "m_down" in stages:
+            scales[index] = stages["m_down"]
+
+    def pass_on(index: int, _module: Any, _args: Any, output: Tensor) -> Tensor | None:
+        return see(index, Seen(products.pop(index), scales.pop(index, None), output))
+
+    converted = [(layer.npt, partial(keep_scale, index)) for index, layer in npt_layers(model)]
+    decoder = decoder_layers(model)
+    with ExitStack() as stack:
+        stack.enter_context(observed(converted))
+        stack.enter_context(evaluating(model))
+        stack.enter_context(adapter_mode(model, "student"))
+        stack.enter_context(torch.no_grad())
+        for index in layers:
+            module = patched_module(decoder[index])
+            hooks = [
+                module.register_forward_pre_hook(partial(keep_product, index)),
+                decoder[index].register_forward_hook(partial(pass_on, index)),
+            ]
+            for hook in hooks:
+                stack.callback(hook.remove)
+        yield
