@@ -42,6 +42,7 @@ def trace(flags: dict[str, Any]) -> int:
     student, step, traced = task.load(), None, "forward pass of the base"
     if flags["adapter"] is not None:
         training = task.look.training
+        task.data.check_objective(training)
         traced = f"training step, {training.strategy}"
     # copied, since quantising on the other device would change a few 4-bit codes
     reference = against
@@ -52,7 +53,9 @@ def trace(flags: dict[str, Any]) -> int:
     samples = Samples(data, student.tokenizer, task.data, seed=0, hold_out=False)
     verdict, count = None, 0
     for batch in islice(batches(samples.epoch(0), flags["batch_size"]), flags["batches"]):
-        if flags["adapter"] is not None:
+        if flags["adapter"] is None:
+            batch = batch.taught
+        else:
 
             def step(model: Any = student.model, batch: Any = batch) -> Any:
                 return forward_backward(model, drive, batch, training)
@@ -93,4 +96,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="compare with the same weights on cpu or cuda, or with a file (written if new)",
     )
     help = "trace a training step of a saved adapter (default: the base's forward pass)"
-    add_student(parser, data=True, required=False, help=help)
+    add_student(parser, data=True, contexts=True, required=False, help=help)
