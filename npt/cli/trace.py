@@ -23,6 +23,8 @@ def trace(flags: dict[str, Any]) -> int:
     """
     check_partners(flags, dict.fromkeys(("strategy", "any_base"), "adapter"))
     task, against = begin(flags), flags["against"]
+    if flags["adapter"] is not None:
+        task.data.check_objective(task.look.training)
     if against is not None and (flags["batches"] > 1 or math.isfinite(flags["limit"])):
         raise ConfigError("--against compares a single batch: remove --batches and --limit")
     written = against not in (None, "cpu", "cuda") and not Path(against).exists()
@@ -42,7 +44,6 @@ def trace(flags: dict[str, Any]) -> int:
     student, step, traced = task.load(), None, "forward pass of the base"
     if flags["adapter"] is not None:
         training = task.look.training
-        task.data.check_objective(training)
         traced = f"training step, {training.strategy}"
     # copied, since quantising on the other device would change a few 4-bit codes
     reference = against

@@ -38,10 +38,11 @@ class DataConfig(SettingsGroup):
     completion_column: str | None = _data(
         None, "column that holds the completion (default for messages: the last answer)", need=_PAIR
     )
-    context_column: str | None = _data(
+    context_column: str | None = setting(
         None,
         "column that holds a context for the teacher alone: the student learns to do without it;"
         " for chat messages it is the system message",
+        group="objective",
     )
     streaming: bool = _data(False, "read the data during training instead of loading it all first")
     num_samples: int | None = _data(

@@ -318,8 +318,9 @@ class Encoder:
         """Cut the ids of a text into windows that do not overlap. Each follows the context."""
         samples: list[Sample] = []
         length = self._config.max_length
+        front = self._opening if context else []
         if context:
-            length = max(length - len(self._opening) - len(context), length // 2)
+            length = max(length - len(front) - len(context), length // 2)
         for start in range(0, max(1, len(ids) - 1), length):
             window = slice(start, start + length)
             targets = None if labels is None else tuple(labels[window])
@@ -329,8 +330,8 @@ class Encoder:
                 self.counts.skipped["no target"] += 1
             else:
                 sample = Sample(f"{name}@{start}", tuple(ids[window]), targets)
-                own = len(sample.input_ids) - (0 if start else len(self._opening))
-                samples.append(self._after(sample, self._opening, context or [], own))
+                own = len(sample.input_ids) - (0 if start else len(front))
+                samples.append(self._after(sample, front, context or [], own))
         return samples
 
     def _fitted(
