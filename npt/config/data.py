@@ -74,7 +74,8 @@ class DataConfig(SettingsGroup):
         context = self.context_column
         if context is None:
             return
-        if context in (self.text_column, self.prompt_column, self.completion_column):
+        texts = (self.prompt_column, self.completion_column)
+        if context in (texts if self.prompt_column is not None else (self.text_column,)):
             raise ConfigError(
                 f"--context_column {context} is the column of another text too: name the context's"
                 " own"

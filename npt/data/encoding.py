@@ -168,8 +168,7 @@ class Encoder:
             if not ids:
                 raise Skipped("empty text")
             ids = [*self._opening, *ids] if opened else ids
-            context_ids = self._tokens(context)
-            return self._windows(name, self._ended(ids) if closed else ids, context=context_ids)
+            return self._windows(name, self._ended(ids) if closed else ids, context=context)
         answer = answer_column(column, config)
         if (messages := messages_of(name, columns.get(column), as_json=answer is None)) is not None:
             from npt.data.chat import columns_read
@@ -201,20 +200,23 @@ class Encoder:
         front = [*self._opening, *self._tokens(prompt)]
         sample = self._fitted(name, front, self._ended(self._completion(prompt, completion)))
         own = len(sample.input_ids) - len(self._opening)
-        return [self._after(sample, self._opening, self._tokens(context), own)]
+        return [self._after(sample, self._opening, self._context_tokens(context), own)]
 
     def _context(self, name: str, record: Record) -> str:
         """Return the context that the teacher reads; a blank one is none."""
         column = self._config.context_column
         if column is None:
             return ""
-        if "input_ids" in record:
+        if record.get("input_ids") is not None:
             raise DataError(
                 f"record {name} has input_ids, which --context_column does not support; use texts"
                 " or messages"
             )
         context = text_of(name, record, column, "--context_column")
         return context if context.strip() else ""
+
+    def _context_tokens(self, context: str) -> list[int]:
+        return self._tokens(context) if context else []
 
     def _conversation(
         self, name: str, record: Record, column: str, answer: str | None, context: str
@@ -309,18 +311,15 @@ class Encoder:
         return opening_tokens(self.tokenizer)
 
     def _windows(
-        self,
-        name: str,
-        ids: list[int],
-        labels: list[int] | None = None,
-        context: list[int] | None = None,
+        self, name: str, ids: list[int], labels: list[int] | None = None, context: str = ""
     ) -> list[Sample]:
         """Cut the ids of a text into windows that do not overlap. Each follows the context."""
         samples: list[Sample] = []
         length = self._config.max_length
         front = self._opening if context else []
+        before = self._context_tokens(context)
         if context:
-            length = max(length - len(front) - len(context), length // 2)
+            length = max(length - len(front) - len(before), length // 2)
         for start in range(0, max(1, len(ids) - 1), length):
             window = slice(start, start + length)
             targets = None if labels is None else tuple(labels[window])
@@ -331,7 +330,7 @@ class Encoder:
             else:
                 sample = Sample(f"{name}@{start}", tuple(ids[window]), targets)
                 own = len(sample.input_ids) - (0 if start else len(front))
-                samples.append(self._after(sample, front, context or [], own))
+                samples.append(self._after(sample, front, before, own))
         return samples
 
     def _fitted(

@@ -168,10 +168,7 @@ def read_student(folder: str | Path) -> StudentPostmortem:
         raise BundleError(f"{path} has no weights: {postmortem.record['reason']}")
     with well_formed(path):
         for micro_batch in (*postmortem.micro_batches, *postmortem.accepted):
-            size = len(micro_batch.sample_ids)
-            _check_rows(micro_batch.inputs, size)
-            if TEACHER in micro_batch.inputs:
-                _check_rows(micro_batch.inputs[TEACHER], size)
+            _check_rows(micro_batch.inputs, len(micro_batch.sample_ids))
         recipe = Recipe.of_record(entry)
         if recipe is None:
             raise ValueError("npt.load_base cannot load a base like this one")
@@ -182,12 +179,15 @@ def read_student(folder: str | Path) -> StudentPostmortem:
 
 
 def _check_rows(inputs: Mapping[str, Any], size: int) -> None:
-    rows = {name: value for name, value in inputs.items() if name != TEACHER}
+    rows = dict(inputs)
+    teacher = rows.pop(TEACHER, None)
     kinds = {(tensor.dtype, tensor.shape) for tensor in rows.values()}
     expected = {(torch.int64, torch.Size([size, rows["input_ids"].shape[-1]]))}
     if {*rows, "documents"} != set(ROW_TENSORS) or kinds != expected:
         names = ", ".join(ROW_TENSORS)
         raise ValueError(f"a micro-batch of {size} samples does not hold {names} as int64 [B, T]")
+    if teacher is not None:
+        _check_rows(teacher, size)
 
 
 def batch_of(rows: Mapping[str, Any]) -> Batch:

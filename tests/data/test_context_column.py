@@ -60,6 +60,12 @@ def test_of_a_text_all_tokens_but_the_students_first_are_compared(tokenizer) -> 
     assert taught(sample).labels == (-100, -100, -100, 100, 101, 102, EOS)
 
 
+def test_a_text_column_may_hold_the_context_of_prompts(tokenizer) -> None:
+    columns = {"prompt_column": "q", "completion_column": "a", "context_column": "text"}
+    sample = one({"text": "xy", "q": "ab", "a": "cd"}, tokenizer, **columns)
+    assert taught(sample).input_ids == (BOS, 123, 124, 100, 101, 102, 103, EOS)
+
+
 def test_a_blank_context_is_none(tokenizer) -> None:
     assert one(pair(" \n", "ab", "cd"), tokenizer).taught is None
 
@@ -139,6 +145,7 @@ def test_what_cannot_have_a_context_is_refused() -> None:
     [
         ({"packing": True}, "--packing does not support --context_column context"),
         ({"text_column": "context"}, "--context_column context is the column of another text"),
+        ({"prompt_column": "context"}, "--context_column context is the column of another text"),
     ],
 )
 def test_settings_that_cannot_have_a_context_are_refused(settings, message) -> None:

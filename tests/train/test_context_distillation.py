@@ -187,7 +187,7 @@ def overflowing(load_model, tokenizer, tmp_path) -> Any:
         return states.masked_fill((given[0] == rare).unsqueeze(-1), float("nan"))
 
     model.model.embed_tokens.register_forward_hook(spoil)
-    data = write(tmp_path, [*records(), BAD])
+    data = write(tmp_path, [*records(12), BAD])
     return partial(make_trainer, (model, tokenizer), data, tmp_path / "run", batch_size=1)
 
 
