@@ -14,6 +14,8 @@ from npt.data.first_look import Copies
 from npt.data.samples import cut, within
 from npt.distill.step import MicroBatchSplitter
 from npt.errors import ConfigError, DataError
+from npt.train.data import fitting_columns
+from npt.train.resolve import resolve
 
 BOS, EOS = 0, 1  # of the tokenizer fixture, for which a is 100, b 101, and so on
 CHAT = (
@@ -58,6 +60,21 @@ def test_of_a_text_all_tokens_but_the_students_first_are_compared(tokenizer) -> 
     assert sample == Sample("0@0", (BOS, 100, 101, 102, EOS), None, taught=sample.taught)
     assert taught(sample).input_ids == (BOS, 123, 124, 100, 101, 102, EOS)
     assert taught(sample).labels == (-100, -100, -100, 100, 101, 102, EOS)
+
+
+def test_without_start_tokens_the_students_first_token_is_no_target(tokenizer) -> None:
+    def bare(texts: list[str], **_: Any) -> Any:
+        return tokenizer(texts, add_special_tokens=False)
+
+    bare.eos_token_id = EOS  # type: ignore[attr-defined]
+    batch = collate([one({"context": "xy", "text": "abc"}, bare)])
+    assert batch.scored == batch.taught.scored == len(batch.input_ids[0]) - 1
+
+
+def test_a_second_source_need_not_have_contexts() -> None:
+    plain = [{"prompt": "ab", "completion": "cd"}]
+    assert fitting_columns(config(), plain).context_column is None
+    assert fitting_columns(config(), [pair("x", "ab", "cd")]).context_column == "context"
 
 
 def test_a_text_column_may_hold_the_context_of_prompts(tokenizer) -> None:
@@ -172,8 +189,11 @@ def test_losses_that_need_more_than_the_teachers_logits_are_refused(changed) -> 
     config().check_objective(TrainConfig(**LOGITS_ALONE))
     training = TrainConfig(**{**LOGITS_ALONE, **changed})
     DataConfig().check_objective(training)
-    with pytest.raises(ConfigError, match="--strategy end_to_end, --logit_kl_weight above 0"):
+    message = "--strategy end_to_end, --logit_kl_weight above 0"
+    with pytest.raises(ConfigError, match=message):
         config().check_objective(training)
+    with pytest.raises(ConfigError, match=message):
+        resolve({"context_column": "context", **LOGITS_ALONE, **changed})
 
 
 def test_the_context_decides_with_the_rest_whether_a_sample_is_held_out(tokenizer) -> None:
@@ -206,6 +226,8 @@ def test_the_teachers_rows_are_padded_on_their_own_and_targets_line_up(tokenizer
     assert batch.scored == teacher.scored == 2 + 3 + 4
     following = [b.input_ids.flatten()[b.scored_index + 1] for b in (batch, teacher)]
     assert torch.equal(*following)
+    moved = batch.to(torch.device("meta")).taught
+    assert moved.input_ids.is_meta and moved.scored_index.is_meta and moved.scored == 9
 
 
 def test_a_batch_is_split_with_its_teachers_rows(tokenizer) -> None:
