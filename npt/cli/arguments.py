@@ -63,16 +63,22 @@ def add_adapter(parser: Any, help: str = "saved adapter", **how: Any) -> None:
 
 
 def add_student(
-    parser: Any, *, data: bool = False, leave_out: Iterable[str] = (), **adapter: Any
+    parser: Any,
+    *,
+    data: bool = False,
+    contexts: bool = False,
+    leave_out: Iterable[str] = (),
+    **adapter: Any,
 ) -> None:
     """Add the flags of an adapter (`adapter` goes to `add_adapter`), its base and, with `data`, a
-    dataset.
+    dataset, whose `contexts` the verb may give to the teacher.
     """
     add_adapter(parser, **adapter)
     text = "accept a base other than the adapter's if the shapes match, with a warning"
     add_switch(parser, "any_base", text)
     classes = (BaseConfig, DataConfig) if data else (BaseConfig,)
-    add_settings(parser, *classes, leave_out={*_OF_TRAINING, *leave_out})
+    unread = set() if contexts else {"context_column"}
+    add_settings(parser, *classes, leave_out={*_OF_TRAINING, *unread, *leave_out})
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def collect(flags: dict[str, Any]) -> int:
             f"--dataset_split {data.dataset_split} of the built-in text is reserved for evaluation:"
             " use --dataset_split train"
         )
+    if prompts is not None:
+        data = replace(data, context_column=None)
     student = task.load()
     records = open_source(data) if prompts is None else written_prompts(prompts, student.tokenizer)
     names = ("max_new_tokens", "num_prompts", "batch_size", "seed")

@@ -23,6 +23,8 @@ def trace(flags: dict[str, Any]) -> int:
     """
     check_partners(flags, dict.fromkeys(("strategy", "any_base"), "adapter"))
     task, against = begin(flags), flags["against"]
+    if flags["adapter"] is not None:
+        task.data.check_objective(task.look.training)
     if against is not None and (flags["batches"] > 1 or math.isfinite(flags["limit"])):
         raise ConfigError("--against compares a single batch: remove --batches and --limit")
     written = against not in (None, "cpu", "cuda") and not Path(against).exists()
@@ -52,7 +54,9 @@ def trace(flags: dict[str, Any]) -> int:
     samples = Samples(data, student.tokenizer, task.data, seed=0, hold_out=False)
     verdict, count = None, 0
     for batch in islice(batches(samples.epoch(0), flags["batch_size"]), flags["batches"]):
-        if flags["adapter"] is not None:
+        if flags["adapter"] is None:
+            batch = batch.taught
+        else:
 
             def step(model: Any = student.model, batch: Any = batch) -> Any:
                 return forward_backward(model, drive, batch, training)
@@ -93,4 +97,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="compare with the same weights on cpu or cuda, or with a file (written if new)",
     )
     help = "trace a training step of a saved adapter (default: the base's forward pass)"
-    add_student(parser, data=True, required=False, help=help)
+    add_student(parser, data=True, contexts=True, required=False, help=help)

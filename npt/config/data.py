@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from npt.config.field import Bound, Need, SettingsGroup, at_least, setting
 from npt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from npt.config.training import TrainConfig
 
 REPLAY_RATIO = 0.2
 _data = partial(setting, group="data")
@@ -34,6 +38,12 @@ class DataConfig(SettingsGroup):
     completion_column: str | None = _data(
         None, "column that holds the completion (default for messages: the last answer)", need=_PAIR
     )
+    context_column: str | None = setting(
+        None,
+        "column that holds a context for the teacher alone: the student learns to do without it;"
+        " for chat messages it is the system message",
+        group="objective",
+    )
     streaming: bool = _data(False, "read the data during training instead of loading it all first")
     num_samples: int | None = _data(
         None, "maximum number of samples, before packing (default: all)", bound=at_least(1)
@@ -55,11 +65,33 @@ class DataConfig(SettingsGroup):
     )
 
     def check(self) -> None:
-        """Refuse the same column for prompt and completion."""
+        """Refuse the same column for two texts, and contexts in packed rows."""
         if self.prompt_column is not None and self.prompt_column == self.completion_column:
             raise ConfigError(
                 f"--prompt_column and --completion_column are both {self.prompt_column!r}: name two"
                 " columns"
+            )
+        context = self.context_column
+        if context is None:
+            return
+        texts = (self.prompt_column, self.completion_column)
+        if context in (texts if self.prompt_column is not None else (self.text_column,)):
+            raise ConfigError(
+                f"--context_column {context} is the column of another text too: name the context's"
+                " own"
+            )
+        if self.packing:
+            raise ConfigError(
+                f"--packing does not support --context_column {context}: remove one of them"
+            )
+
+    def check_objective(self, training: TrainConfig) -> None:
+        """Refuse contexts if the loss needs more of the teacher than its logits."""
+        if self.context_column is not None and not training.reads_logits_alone:
+            raise ConfigError(
+                f"--context_column {self.context_column} gives the teacher other rows than the"
+                " student, so only their logits can be compared: use --strategy end_to_end,"
+                " --logit_kl_weight above 0, --hidden_weight 0 and --logit_loss kl or reverse_kl"
             )
 
     @property

@@ -139,6 +139,12 @@ class TrainConfig(SettingsGroup):
             parse_steps(self.trace_steps)
 
     @property
+    def reads_logits_alone(self) -> bool:
+        """Whether the loss reads the teacher's logits and nothing else of it."""
+        compared = self.logit_kl_weight > 0 and self.logit_loss != "cross_entropy"
+        return self.strategy == "end_to_end" and compared and not self.hidden_weight
+
+    @property
     def judged_by(self) -> str:
         """The held-out figure to lower: `perplexity` of a student of the data's tokens, or `kl`."""
         learns = self.logit_kl_weight > 0 and self.logit_loss == "cross_entropy"

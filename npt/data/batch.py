@@ -29,7 +29,10 @@ class Sample:
         input_ids: token ids.
         labels: label of each token; None if all tokens are targets.
         lengths: lengths of the documents packed into it; None for one document.
-        undated: the messages of a conversation, whose tokens may depend on the date.
+        undated: the messages of a conversation, with its context, whose tokens may depend on the
+            date.
+        taught: what the teacher reads instead, if it reads a context: the same targets after other
+            tokens.
     """
 
     id: str
@@ -37,11 +40,18 @@ class Sample:
     labels: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
     undated: str | None = field(default=None, compare=False, repr=False)
+    taught: Sample | None = None
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """The ids that the student or the teacher reads."""
+        return self.input_ids if self.taught is None else self.input_ids + self.taught.input_ids
 
     @property
     def heldout(self) -> bool:
-        """Whether the sample is held out: one in twenty is, by a hash of its content."""
-        ids = ",".join(map(str, self.input_ids))
+        """Whether the sample is held out: one in twenty is, by a hash of its content, with the
+        context if there is one."""
+        ids = ",".join(map(str, (self.taught or self).input_ids))
         return is_heldout(ids if self.undated is None else self.undated)
 
 
@@ -63,6 +73,8 @@ class Batch:
         sample_ids: one per row.
         documents: [B, T] int64, number of each token's document, if a row has several; else None.
         offset: samples drawn before these. With their ids it seeds the random numbers of training.
+        teacher: what the teacher reads instead, with the same targets in the same order; None if it
+            reads this batch.
     """
 
     input_ids: Tensor
@@ -72,6 +84,12 @@ class Batch:
     sample_ids: tuple[str, ...]
     documents: Tensor | None = None
     offset: int = 0
+    teacher: Batch | None = None
+
+    @property
+    def taught(self) -> Batch:
+        """The batch that the teacher reads."""
+        return self.teacher or self
 
     @property
     def row_tensors(self) -> dict[str, Tensor]:
@@ -113,6 +131,8 @@ class Batch:
         """Return this batch with every tensor changed. The host computes the indices first, so that
         nothing waits for a device."""
         rows: dict[str, Any] = {name: change(tensor) for name, tensor in self.row_tensors.items()}
+        if self.teacher is not None:
+            rows["teacher"] = self.teacher._with(change)
         changed = replace(self, **rows)
         for index in ("valid_index", "scored_index"):
             vars(changed)[index] = change(getattr(self, index))
@@ -146,7 +166,12 @@ def collate(
         documents[cells] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     packed = any(len(s.lengths or ()) > 1 for s in samples)
     names = tuple(s.id for s in samples)
-    return Batch(ids, mask, positions, labels, names, documents if packed else None)
+    teacher = None
+    if any(s.taught is not None for s in samples):
+        teacher = collate([s.taught or s for s in samples], pad_id, side=side)
+    return Batch(
+        ids, mask, positions, labels, names, documents if packed else None, teacher=teacher
+    )
 
 
 def batch_from_tensors(
@@ -205,4 +230,4 @@ def find_fault(batch: Batch, vocab_size: int) -> str | None:
         )
     for row in (mask.sum(dim=-1) == 0).nonzero().flatten().tolist():
         return f"no valid token in row {row}, sample {batch.sample_ids[row]}"
-    return None
+    return None if batch.teacher is None else find_fault(batch.teacher, vocab_size)

@@ -14,6 +14,10 @@ tokenised separately, as in generation.
 A text longer than `max_length` becomes several samples; a single token left over is dropped. A
 prompt with its completion is always one sample. If it is too long, it loses tokens from the
 prompt's start, then from the completion's end.
+
+With `context_column` the teacher reads a context between the start tokens and the record, or as the
+system message of a conversation. If both are too long together, the context loses its start. A text
+becomes samples that leave room for the context, up to half of `max_length`.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import compress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import compress, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +72,7 @@ class RecordCounts:
         tokens: of the samples.
         cut_prompts: prompts that lost tokens to `max_length`.
         cut_completions: completions that lost tokens to `max_length`.
+        cut_contexts: contexts that lost tokens to `max_length`, by sample.
         skipped: skipped records, or windows of a text, by reason.
         unused: records by columns that nothing is made of.
     """
@@ -77,6 +82,7 @@ class RecordCounts:
     tokens: int = 0
     cut_prompts: int = 0
     cut_completions: int = 0
+    cut_contexts: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
 
@@ -86,7 +92,11 @@ class RecordCounts:
 
 def lost(counts: RecordCounts) -> str:
     """Return what was cut or skipped, in words; empty if nothing was."""
-    cut = {"prompts": counts.cut_prompts, "completions": counts.cut_completions}
+    cut = {
+        "prompts": counts.cut_prompts,
+        "completions": counts.cut_completions,
+        "contexts": counts.cut_contexts,
+    }
     parts = [f"{count:,} {what} cut to --max_length" for what, count in cut.items() if count]
     parts += [f"{count:,} skipped ({why})" for why, count in sorted(counts.skipped.items())]
     return ", ".join(parts)
@@ -142,6 +152,7 @@ class Encoder:
             raise DataError(f"record {number} is {kind_of(record)}, not a mapping like {wanted}")
         name = str(number if record.get("id") is None else record["id"])
         columns = filled(record)
+        context = self._context(name, record)
         if "input_ids" in columns:
             # the texts are those of the tokens
             texts = (config.text_column, PROMPT, COMPLETION, MESSAGES, CONVERSATIONS)
@@ -157,10 +168,10 @@ class Encoder:
             if not ids:
                 raise Skipped("empty text")
             ids = [*self._opening, *ids] if opened else ids
-            return self._windows(name, self._ended(ids) if closed else ids)
+            return self._windows(name, self._ended(ids) if closed else ids, context=context)
         answer = answer_column(column, config)
         if (messages := messages_of(name, columns.get(column), as_json=answer is None)) is not None:
-            from npt.data.chat import columns_read, read_conversation
+            from npt.data.chat import columns_read
             from npt.data.sharegpt import SYSTEM, with_system
 
             system = None
@@ -168,13 +179,10 @@ class Encoder:
                 system = SYSTEM
                 messages = with_system(messages, columns.get(SYSTEM))
             conversation = {**columns, column: messages}
-            prompt, completion, undated = read_conversation(
-                name, self.tokenizer, conversation, column, answer
-            )
+            sample = self._conversation(name, conversation, column, answer, context)
             others = columns_read(self.tokenizer, columns)
             self._note_unused(columns, column, answer, system, *others)
-            answered = self._completion(prompt, completion)
-            return [self._fitted(name, self._tokens(prompt), answered, undated)]
+            return [sample]
         prompt = text_of(name, record, column, "--prompt_column")
         if answer is None:
             if column in (MESSAGES, CONVERSATIONS):
@@ -190,13 +198,83 @@ class Encoder:
             used.append(INPUT)
         self._note_unused(columns, *used)
         front = [*self._opening, *self._tokens(prompt)]
-        return [self._fitted(name, front, self._ended(self._completion(prompt, completion)))]
+        sample = self._fitted(name, front, self._ended(self._completion(prompt, completion)))
+        own = len(sample.input_ids) - len(self._opening)
+        return [self._after(sample, self._opening, self._context_tokens(context), own)]
+
+    def _context(self, name: str, record: Record) -> str:
+        """Return the context that the teacher reads; a blank one is none."""
+        column = self._config.context_column
+        if column is None:
+            return ""
+        if record.get("input_ids") is not None:
+            raise DataError(
+                f"record {name} has input_ids, which --context_column does not support; use texts"
+                " or messages"
+            )
+        context = text_of(name, record, column, "--context_column")
+        return context if context.strip() else ""
+
+    def _context_tokens(self, context: str) -> list[int]:
+        return self._tokens(context) if context else []
+
+    def _conversation(
+        self, name: str, record: Record, column: str, answer: str | None, context: str
+    ) -> Sample:
+        """Return the sample of a conversation, with its context as the teacher's system message."""
+        from npt.data.chat import read_conversation
+        from npt.data.sharegpt import with_system
+
+        read = partial(read_conversation, name, self.tokenizer)
+        prompt, completion, undated = read(record, column, answer)
+        front = self._tokens(prompt)
+        answered = self._completion(prompt, completion)
+        if not context:
+            return self._fitted(name, front, answered, undated)
+        messages = with_system(record[column], context)
+        if messages is record[column]:
+            raise DataError(
+                f"record {name} has a system message, and a context to put in its place; remove one"
+                " of them"
+            )
+        told, told_completion, undated = read({**record, column: messages}, column, answer)
+        if told == prompt or told_completion != completion:
+            raise DataError(
+                f"record {name}: the chat template does not write a system message before the same"
+                " answer, so it cannot hold the context; use prompt and completion texts"
+            )
+        sample = self._fitted(name, front, answered, undated)
+        told_front = self._tokens(told)
+        pairs = zip(reversed(front), reversed(told_front), strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        shared = min(common + len(answered), len(sample.input_ids))
+        return self._after(sample, [], told_front[: len(told_front) - common], shared)
+
+    def _after(self, sample: Sample, front: list[int], context: list[int], shared: int) -> Sample:
+        """Return a sample of which the teacher reads `front`, the end of `context` that fits, and
+        the last `shared` tokens.
+        """
+        if not context:
+            return sample
+        room = self._config.max_length - len(front) - shared
+        if min(room, shared) < 1:
+            raise Skipped("no room for the context")
+        self.counts.cut_contexts += len(context) > room
+        before = (*front, *context[-room:])
+        # the student's first token is not predicted, so the teacher's is no target either
+        labels = (IGNORE_INDEX, *(sample.labels or sample.input_ids)[1:])
+        taught = Sample(
+            f"{sample.id} after its context",
+            (*before, *sample.input_ids[-shared:]),
+            (*[IGNORE_INDEX] * len(before), *labels[-shared:]),
+        )
+        return replace(sample, taught=taught)
 
     def _note_unused(self, columns: Record, *used: str | None) -> None:
         """Count the columns that are neither used nor empty."""
         unused = self.counts.unused
         for column, value in columns.items():
-            if column in used or column in ("id", PIECE):
+            if column in used or column in ("id", PIECE, self._config.context_column):
                 continue
             empty = isinstance(value, str | list | tuple | dict) and not value
             if not empty and (column in unused or len(unused) < _KNOWN_UNUSED):
@@ -232,18 +310,27 @@ class Encoder:
     def _opening(self) -> list[int]:
         return opening_tokens(self.tokenizer)
 
-    def _windows(self, name: str, ids: list[int], labels: list[int] | None = None) -> list[Sample]:
-        """Cut the ids of a text into windows that do not overlap."""
+    def _windows(
+        self, name: str, ids: list[int], labels: list[int] | None = None, context: str = ""
+    ) -> list[Sample]:
+        """Cut the ids of a text into windows that do not overlap. Each follows the context."""
         samples: list[Sample] = []
-        for start in range(0, max(1, len(ids) - 1), self._config.max_length):
-            window = slice(start, start + self._config.max_length)
+        length = self._config.max_length
+        front = self._opening if context else []
+        before = self._context_tokens(context)
+        if context:
+            length = max(length - len(front) - len(before), length // 2)
+        for start in range(0, max(1, len(ids) - 1), length):
+            window = slice(start, start + length)
             targets = None if labels is None else tuple(labels[window])
             if len(ids[window]) < 2:
                 self.counts.skipped["fewer than two tokens"] += 1
             elif targets is not None and set(targets[1:]) == {IGNORE_INDEX}:
                 self.counts.skipped["no target"] += 1
             else:
-                samples.append(Sample(f"{name}@{start}", tuple(ids[window]), targets))
+                sample = Sample(f"{name}@{start}", tuple(ids[window]), targets)
+                own = len(sample.input_ids) - (0 if start else len(front))
+                samples.append(self._after(sample, front, before, own))
         return samples
 
     def _fitted(

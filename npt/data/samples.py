@@ -52,7 +52,7 @@ def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
     """Yield the samples whose ids and targets all lie in [0, V)."""
     for sample in samples:
         targets = (label for label in sample.labels or () if label != IGNORE_INDEX)
-        ids = (*sample.input_ids, *targets)
+        ids = (*sample.read, *targets)
         if min(ids) >= 0 and max(ids) < vocab_size:
             yield sample
 

@@ -85,6 +85,7 @@ def local(
     student share each layer's attention; a separate `teacher` shares only h. An MLP only receives
     the rows of valid tokens. `own_stream`: see `propagated`.
     """
+    assert batch.teacher is None  # DataConfig.check_objective
     layers, converted = decoder_layers(model), npt_layers(model)
     guide_layers = layers if teacher is None else decoder_layers(teacher)
     sums: list[LayerSums] = []
@@ -157,14 +158,18 @@ def begin(
     model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch
 ) -> tuple[Stream, Stream, int]:
     """Return the streams of student and teacher before the first layer at which they differ, and
-    its index: the first converted one, or 0 with a separate `teacher`.
+    its index: the first converted one, or 0 with a separate `teacher`. The teacher's stream is that
+    of `batch.taught`.
     """
     stream = open_stream(model, batch)
     if teacher is not None:
-        return stream, open_stream(teacher, batch), 0
+        return stream, open_stream(teacher, batch.taught), 0
     first = npt_layers(model)[0][0]
-    stream = stream.through(decoder_layers(model)[:first])
-    return stream, stream, first
+    below = decoder_layers(model)[:first]
+    stream = stream.through(below)
+    if batch.teacher is None:
+        return stream, stream, first
+    return stream, open_stream(model, batch.teacher).through(below), first
 
 
 def student_states(

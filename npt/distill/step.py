@@ -249,6 +249,8 @@ def _rows(batch: Batch, rows: slice) -> Batch:
     }
     if "documents" in tensors and not bool(tensors["documents"].any()):
         tensors["documents"] = None
+    if batch.teacher is not None:
+        tensors["teacher"] = _rows(batch.teacher, rows)
     part = replace(batch, **tensors, sample_ids=batch.sample_ids[rows])
     # pinned, so that the copy to the GPU does not block
     return part.pinned() if batch.input_ids.is_pinned() else part

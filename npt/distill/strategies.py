@@ -49,8 +49,9 @@ def end_to_end(
     Without a loss on the logits, computation ends at the last converted layer. Without a loss on
     hidden states, the teacher's are not kept; with cross-entropy alone, the teacher does not run.
     The loss on the logits is summed over the S scored positions; like the rest, it is later divided
-    by the valid tokens. With `config.gradient_checkpointing` the graph keeps only each layer's
-    input and the teacher's output, and backward recomputes the rest, to the same bits.
+    by the valid tokens. A teacher that reads other rows (`batch.teacher`) allows no other loss.
+    With `config.gradient_checkpointing` the graph keeps only each layer's input and the teacher's
+    output, and backward recomputes the rest, to the same bits.
     """
     layers, converted = decoder_layers(model), npt_layers(model)
     guide_model = model if teacher is None else teacher

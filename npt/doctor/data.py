@@ -167,7 +167,7 @@ class DataReport:
         if self.heldout is not None:
             self.heldout += sample.heldout
         moved = [] if sample.labels is None else set(labels) - set(ids)
-        outside = sum(not 0 <= i < self.vocab_size for i in (*ids, *moved))
+        outside = sum(not 0 <= i < self.vocab_size for i in (*sample.read, *moved))
         self.outside += outside
         if outside and self.outside_first is None:
             self.outside_first = sample.id
@@ -206,7 +206,7 @@ def examine(
             report.add(sample)
             copies.add(sample)
             if len(report.shown) < SHOWN:
-                report.shown += (show(sample, tokenizer, vocab_size),)
+                report.shown += (show(sample.taught or sample, tokenizer, vocab_size),)
     report.complete = next(records, None) is None
     report.copies = copies.share
     return report
@@ -283,6 +283,7 @@ def _rows(report: DataReport) -> dict[str, str]:
     heldout = "with a separate held-out split"
     if report.heldout is not None:
         heldout = f"{share(report.heldout, counts.samples)} held out"
+    contexts = f", {counts.cut_contexts:,} contexts" if counts.cut_contexts else ""
     ids = "none" if report.id_min is None else f"{report.id_min:,} to {report.id_max:,}"
     return {
         "tokenizer": report.tokenizer,
@@ -291,7 +292,7 @@ def _rows(report: DataReport) -> dict[str, str]:
         "samples": f"{counts.samples:,}, {heldout}",
         "tokens": f"{counts.tokens:,}; trained on {share(report.targets, counts.tokens)}",
         "tokens per sample": f"{report.shortest:,} to {report.longest:,}",
-        "cut": f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions",
+        "cut": f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions{contexts}",
         "skipped": listed(counts.skipped) or "0",
         "columns not used": unused_columns(counts),
         "copies": f"{report.copies:.1%} of the samples",

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapters_disabled, attached_config, evaluating
+from npt.adapters.converted import adapter_mode, adapters_disabled, attached_config, evaluating
 from npt.adapters.layer import Mode
 from npt.config import DataConfig
 from npt.data.batch import Sample, batches
 from npt.data.samples import cut
 from npt.data.source import Given, records_from
-from npt.errors import DataError
+from npt.errors import ConfigError, DataError
 from npt.evaluation.layers import LayerErrors
 from npt.evaluation.metrics import (
     Figures,
@@ -58,7 +58,7 @@ class Fidelity:
         initial: the student before training.
         layers: per converted layer, the mean NMSE per valid token when the layer is fed the
             teacher's h (`nmse_<model>`) or the model's own (`free_running_<model>`), and the
-            student's `active` numbers of a token, with `_se`.
+            student's `active` numbers of a token, with `_se`. Empty if the teacher reads contexts.
         divergence: where greedy continuations diverge, if it was measured.
         attribution: figures by name in `COMPARISONS`, if an unquantised base was given.
         positions: the student's figures by position of the predicting token in its text, in octaves
@@ -168,7 +168,7 @@ def reference_outputs(
     with evaluating(model), adapters_disabled(model):
         for batch in checked_batches(model, batches(samples, batch_size), "evaluation data"):
             predicted = predicting(batch).sum(dim=-1).tolist()
-            states += final_states(model, batch).cpu().split(predicted)
+            states += final_states(model, batch.taught).cpu().split(predicted)
     return Reference(tuple(states), model.lm_head)
 
 
@@ -187,7 +187,8 @@ def evaluate(
     between: Callable[[], None] | None = None,
 ) -> Fidelity:
     """Compare the student with its teacher, and with the floor (the student without context), on
-    the same tokens. The model does not change.
+    the same tokens. If the data have contexts (`context_column`), the teacher alone reads them. The
+    model does not change.
 
     Each batch takes three forwards of the model and of its head. Besides the model this needs
     memory for the logits of a chunk of tokens and, for one batch at a time, for the teacher's
@@ -211,7 +212,8 @@ def evaluate(
 
     Raises:
         DataError: there are no tokens to evaluate on, or ids lie outside the vocabulary.
-        ConfigError: `max_new_tokens` leaves no room for a prompt.
+        ConfigError: `max_new_tokens` leaves no room for a prompt, or continuations are asked for
+            although the data have contexts.
         NumericalError: the logits of a greedy continuation are not finite.
         ModelError: no adapters are attached.
     """
@@ -229,7 +231,15 @@ def evaluate(
     pairs = dict.fromkeys([*((mode, "teacher") for mode in MODES), *comparisons.values()])
     sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     octaves: dict[int, list[Tensor]] = {}
-    layer_errors = LayerErrors(model)
+    # layers that read different rows cannot be compared
+    layer_errors = None
+    if all(sample.taught is None for sample in samples):
+        layer_errors = LayerErrors(model)
+    elif divergence_prompts:
+        raise ConfigError(
+            f"--divergence_prompts {divergence_prompts} does not support data with contexts: remove"
+            " it, or --context_column"
+        )
     divergence, done = None, 0
     with torch.no_grad(), evaluating(model):
         if divergence_prompts:
@@ -245,9 +255,15 @@ def evaluate(
         for batch in checked_batches(model, every, "evaluation data", between):
             hidden: dict[str, Tensor] = {}
             for mode in MODES:
-                with layer_errors.watching(batch, mode):
-                    hidden[mode] = final_states(model, batch)
-            layer_errors.add(batch)
+                read = batch.taught if mode == "teacher" else batch
+                if layer_errors is None:
+                    watching = adapter_mode(model, mode)
+                else:
+                    watching = layer_errors.watching(read, mode)
+                with watching:
+                    hidden[mode] = final_states(model, read)
+            if layer_errors is not None:
+                layer_errors.add(batch)
             heads = dict.fromkeys(hidden, model.lm_head)
             size = len(batch.input_ids)
             if reference is not None:
@@ -275,7 +291,7 @@ def evaluate(
         floor,
         student,
         samples=per_sample[comparisons.get("unquantized_to_npt", ("student", "teacher"))].tolist(),
-        layers=layer_errors.figures(),
+        layers={} if layer_errors is None else layer_errors.figures(),
         divergence=divergence,
         attribution={name: measured[pair] for name, pair in comparisons.items()},
         positions={

@@ -35,7 +35,8 @@ def print_fidelity(
     title = f"Fidelity on {fidelity.teacher.tokens:,} {text}"
     measured = {name: f for name, f in models.items() if f is not None}
     console.print(_figures_table(f"{title} (± standard error)", measured))
-    console.print(_layers_table(fidelity))
+    if fidelity.layers:
+        console.print(_layers_table(fidelity))
     if fidelity.positions:
         console.print(_positions_table(fidelity.positions))
     if fidelity.attribution:

@@ -44,6 +44,8 @@ _STUDENT: dict[str, tuple[type, ...]] = {
     "matmul_precision": (str,),
     "fixed": (dict,),
 }
+TEACHER = "teacher"
+"""Name of the rows that the teacher reads, among those of a micro-batch."""
 
 
 def stored_batches(
@@ -58,8 +60,10 @@ def stored_batches(
         draws = micro_batch_draws(seed, batch.sample_ids, batch.offset)
         with suppress(torch.AcceleratorError), draws:  # the GPU may be lost; the seed remains
             state = random_state()
-        rows, ids = batch.row_tensors, batch.sample_ids
-        stored.append(StoredMicroBatch(rows, ids, batch.tokens, refusal, state))
+        rows: dict[str, Any] = {**batch.row_tensors}
+        if batch.teacher is not None:
+            rows[TEACHER] = batch.teacher.row_tensors
+        stored.append(StoredMicroBatch(rows, batch.sample_ids, batch.tokens, refusal, state))
     return stored
 
 
@@ -164,7 +168,7 @@ def read_student(folder: str | Path) -> StudentPostmortem:
         raise BundleError(f"{path} has no weights: {postmortem.record['reason']}")
     with well_formed(path):
         for micro_batch in (*postmortem.micro_batches, *postmortem.accepted):
-            _check_rows(micro_batch)
+            _check_rows(micro_batch.inputs, len(micro_batch.sample_ids))
         recipe = Recipe.of_record(entry)
         if recipe is None:
             raise ValueError("npt.load_base cannot load a base like this one")
@@ -174,17 +178,22 @@ def read_student(folder: str | Path) -> StudentPostmortem:
         return StudentPostmortem(postmortem, entry, recipe, NPTConfig(**entry["adapter"]), config)
 
 
-def _check_rows(micro_batch: StoredMicroBatch) -> None:
-    rows, size = micro_batch.inputs, len(micro_batch.sample_ids)
+def _check_rows(inputs: Mapping[str, Any], size: int) -> None:
+    rows = dict(inputs)
+    teacher = rows.pop(TEACHER, None)
     kinds = {(tensor.dtype, tensor.shape) for tensor in rows.values()}
     expected = {(torch.int64, torch.Size([size, rows["input_ids"].shape[-1]]))}
     if {*rows, "documents"} != set(ROW_TENSORS) or kinds != expected:
         names = ", ".join(ROW_TENSORS)
         raise ValueError(f"a micro-batch of {size} samples does not hold {names} as int64 [B, T]")
+    if teacher is not None:
+        _check_rows(teacher, size)
 
 
-def batch_of(rows: Mapping[str, Tensor]) -> Batch:
-    tensors: dict[str, Any] = dict(rows)
+def batch_of(rows: Mapping[str, Any]) -> Batch:
+    tensors = dict(rows)
+    if TEACHER in tensors:
+        tensors[TEACHER] = batch_of(tensors[TEACHER])
     return Batch(**tensors, sample_ids=tuple(map(str, range(len(rows["input_ids"])))))
 
 
@@ -208,7 +217,7 @@ def loss_of(student: StudentPostmortem, teacher: PreTrainedModel | None = None) 
     strategy = partial(drive, teacher=teacher)
     splitter = MicroBatchSplitter(max(1, student.entry["samples_at_once"]))
 
-    def loss(model: PreTrainedModel, rows: Mapping[str, Tensor]) -> BatchSums:
+    def loss(model: PreTrainedModel, rows: Mapping[str, Any]) -> BatchSums:
         return summed(model, strategy, batch_of(rows), student.config, splitter)
 
     return loss

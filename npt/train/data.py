@@ -117,7 +117,8 @@ def open_sources(config: DataConfig, data: Iterable[Record] | None = None) -> li
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
     """Return the settings without columns that the first record of a source lacks."""
     default = DataConfig.text_column
-    if config.prompt_column is None and config.text_column == default:
+    columns = (config.prompt_column, config.context_column)
+    if columns == (None, None) and config.text_column == default:
         return config
     first = next(iter(records), None)
     if not isinstance(first, Mapping):
@@ -125,6 +126,8 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
     first = filled(first)
     if config.prompt_column is not None and config.prompt_column not in first:
         config = replace(config, prompt_column=None, completion_column=None)
+    if config.context_column not in first:
+        config = replace(config, context_column=None)
     if config.text_column not in first and default in first:
         config = replace(config, text_column=default)
     return config
@@ -287,7 +290,7 @@ class RunData:
         for sample, place in self.loader.samples.walk():
             position = Position(place, begun=position.begun + 1)
             for usable in within([sample], self._setup.model.config.vocab_size):
-                first.append(usable)
+                first.append(replace(usable, taught=None))  # the student reads no context
                 left -= len(usable.input_ids)
             if left < 2:  # calibration stops here too
                 break

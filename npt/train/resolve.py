@@ -41,6 +41,8 @@ NEAR_DEFAULTS: dict[str, Any] = {
 OF_MODULATION = ("targets", "modulation", "mult_bound", "mult_form", "regularization_lambda")
 """Settings that ask for the modulation of gate, up and down; a 0 asks for nothing."""
 END_TO_END_DEFAULTS: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
+CONTEXT_DEFAULTS: dict[str, Any] = {**END_TO_END_DEFAULTS, "hidden_weight": 0.0}
+"""Defaults for a teacher with a context of its own (DataConfig.check_objective)."""
 EMBEDDED_DEFAULTS: dict[str, dict[str, Any]] = {
     "calibrated": {"calibration_tokens": 32768, "max_steps": 150, "log_steps": 25},
     "random": {"max_steps": 600},
@@ -135,6 +137,7 @@ def resolve(
         started_from=given.get("adapter") or record.get("settings", {}).get("adapter"),
         recipe=recipe,
     )
+    run.data.check_objective(run.training)
     asked = {"modulation" if name == "safe_mode" else name for name in flags if not of_study}
     notes += _without_effect(given, asked, run)
     return replace(run, notes=tuple(notes))
@@ -347,6 +350,12 @@ def with_defaults(flags: Mapping[str, Any], model_name: str) -> tuple[dict[str, 
             f"no --dataset_name: streaming text from {WEB_TEXT}; to train on your own text, pass a"
             " file or folder"
         )
+    whole = CONTEXT_DEFAULTS["strategy"]
+    if flags.get("context_column") is not None and flags.get("strategy", whole) == whole:
+        objective = _missing(CONTEXT_DEFAULTS, flags)
+        flags |= objective
+        if objective:
+            notes.append(f"--context_column: logits alone are compared: {_as_flags(objective)}")
     asked = flags.pop("init", AUTO)
     if flags.get("adapter") is not None:
         chosen = _near(flags)
@@ -362,9 +371,10 @@ def with_defaults(flags: Mapping[str, Any], model_name: str) -> tuple[dict[str, 
         if asked == AUTO and init == "random":
             notes.append(f"--init auto: random start, because of {against}")
         elif asked == AUTO:
-            others = " ".join(f"--{name} {v}" for name, v in chosen.items() if name != "init")
+            others = {name: value for name, value in chosen.items() if name != "init"}
             notes.append(
-                f"--init auto: closed-form start (--init calibrated), with {others}; use --init"
+                "--init auto: closed-form start (--init calibrated), with"
+                f" {_as_flags(others)}; use --init"
                 " random for a random start"
             )
     chosen |= _missing({"save_steps": 500}, flags)
@@ -397,6 +407,10 @@ def _code(flags: Mapping[str, Any], usual: int) -> dict[str, Any]:
         rank = ROWS * (active or usual)
         chosen = {"adapter_rank": rank, "active": active}
     return _missing({**chosen, "token_rank": rank}, flags)
+
+
+def _as_flags(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"--{name} {value}" for name, value in settings.items())
 
 
 def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -177,6 +177,7 @@ def check_model(
     from npt.adapters.consolidate import consolidated
 
     attached_config(model)
+    data.check_objective(config)
     audit_precision(model, policy_dtype(model))
     check_unfrozen(adapter_parameters(model))
     if consolidated(model):

@@ -23,6 +23,7 @@ SHORT = flags(
 NEAR = {"init": "calibrated", "additive_scale": 1.0, "learning_rate": 5e-5}
 WHOLE = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
 BASE = {"model_name": "some/base", "dataset_name": "mine.jsonl"}
+TOLD = {"context_column": "context"}
 ALL = "stream,gate,up,down"
 OTHERWISE = {"learning_rate": 1e-5, "loss": "direction", "adapter_rank": 4, "num_epochs": 2}
 CHOSEN: dict[str, tuple[dict, dict, str]] = {
@@ -52,6 +53,17 @@ CHOSEN: dict[str, tuple[dict, dict, str]] = {
         "",
     ),
     "embedded, random": ({"init": "random"}, {"max_steps": 600}, "learning_rate"),
+    "a context": ({**BASE, **TOLD}, {**NEAR, **WHOLE, "hidden_weight": 0.0}, "loss"),
+    "a context, random": (
+        {"init": "random", **BASE, **TOLD},
+        {**WHOLE, "hidden_weight": 0.0},
+        "learning_rate",
+    ),
+    "a context, otherwise": (
+        {**TOLD, "logit_kl_weight": 2.0, "logit_loss": "reverse_kl"},
+        {"logit_kl_weight": 2.0, "strategy": "end_to_end", "hidden_weight": 0.0},
+        "",
+    ),
     "another text": ({"dataset_name": "mine.jsonl"}, NEAR, "max_steps"),
     "an adapter": (
         {"adapter": "RUN"},

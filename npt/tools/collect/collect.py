@@ -106,6 +106,11 @@ def collect(
     attached_config(model)
     config, output = data_config if data_config is not None else DataConfig(), Path(output)
     check_output(output)
+    if config.context_column is not None:
+        raise ConfigError(
+            f"--context_column {config.context_column} has no effect on prompts, which teacher and"
+            " student read alike: choose other data with --dataset_name, or pass --prompt"
+        )
     check_length(config.max_length, model.config)
     length = config.max_length - max_new_tokens  # of a prompt, within one sample
     if max_new_tokens < 1 or length < 2:

@@ -144,6 +144,7 @@ def _trained(trainer: Trainer) -> Row:
     if result.signal is not None or result.fidelity is None:
         raise StoppedError(result.signal or 15)
     fidelity, initial = result.fidelity, trainer.initial
+    layers = [layer["nmse_student"] for layer in fidelity.layers.values()]
     kl, start = fidelity.aim.kl, initial.aim.kl
     outcome, reason = "stable", "; ".join(result.diverged)
     if not math.isfinite(kl):
@@ -158,7 +159,7 @@ def _trained(trainer: Trainer) -> Row:
         **{name: getattr(fidelity.aim, name) for name in names},
         "kl_start": start,
         "floor_kl": fidelity.floor.kl,
-        "nmse": statistics.fmean(layer["nmse_student"] for layer in fidelity.layers.values()),
+        "nmse": statistics.fmean(layers) if layers else None,
         "heldout": result.heldout,
         "steps": result.steps,
         "tokens": result.tokens,
