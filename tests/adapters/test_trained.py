@@ -13,6 +13,7 @@ import torch
 from students import moved
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from updates import random_patch
 
 import npt
 from npt.adapters import trained
@@ -20,7 +21,7 @@ from npt.adapters.converted import decoder_layers
 from npt.adapters.trained import is_fusable, trained_output, unfused
 from npt.base.hooks import only_looks
 from npt.base.linear import quantized_linears
-from npt.base.rows import set_rows
+from npt.base.patched import set_patch
 from npt.config import TARGETS, NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
@@ -99,9 +100,9 @@ def test_it_is_the_plain_form(load_model, form, quantization, teach, graph, regu
         assert_same(found, run(layer, regularised, teach, graph))
 
 
-def with_rows(mlp: Any) -> None:
+def with_patches(mlp: Any) -> None:
     for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-        set_rows(part, (1 + 0.3 * normal(4, part.out_features), normal(5, part.out_features)))
+        set_patch(part, random_patch(part))
 
 
 def with_biases(mlp: Any) -> None:
@@ -111,8 +112,8 @@ def with_biases(mlp: Any) -> None:
 
 @every_case
 @pytest.mark.parametrize("quantization", ["nf4", None])
-@pytest.mark.parametrize("change", [with_rows, with_biases])
-def test_rows_and_biases_of_the_frozen_weights_are_part_of_it(
+@pytest.mark.parametrize("change", [with_patches, with_biases])
+def test_patches_and_biases_of_the_frozen_weights_are_part_of_it(
     load_model, teach, graph, quantization, change
 ):
     layer = decoder_layers(student(load_model, quantization=quantization))[1]

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from updates import random_patch
 
 from npt.adapters.attach import attach
 from npt.base.linear import UpcastLinear, cast_once
-from npt.base.rows import set_rows
+from npt.base.patched import set_patch
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill import logit_losses
@@ -139,9 +140,9 @@ def test_the_context_ends_with_it_and_nests() -> None:
     assert set(vars(head)) == before
 
 
-def test_hooks_rows_and_biases_of_a_head_take_part() -> None:
+def test_hooks_patches_and_biases_of_a_head_take_part() -> None:
     head, x, seen = upcast_head(bias=True), torch.randn(4, D), []
-    set_rows(head, (torch.rand(V) + 0.5, torch.randn(V)))
+    set_patch(head, random_patch(head))
     expected = head(x)
     head.register_forward_hook(lambda *_: seen.append(1))
     with Casts(head) as casts, cast_once(head):

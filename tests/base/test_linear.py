@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from updates import random_patch
 
 import npt
 from npt.adapters.converted import decoder_layers
@@ -13,7 +14,7 @@ from npt.base.linear import (
     product_weight,
     quantized_linears,
 )
-from npt.base.rows import set_rows
+from npt.base.patched import set_patch
 
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
 LINEARS = {"gate": (64, 128), "down": (128, 64), "key": (64, 32)}
@@ -89,19 +90,19 @@ def test_an_evaluation_forward_leaves_weight_and_gradient_alone(load_model, quan
 
 
 class TestMultiply:
-    @pytest.mark.parametrize("rows", [False, True])
+    @pytest.mark.parametrize("patch", [False, True])
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize("name", LINEARS)
     @QUANTIZATIONS
     def test_has_the_bits_of_the_modules_own_product_and_its_gradient(
-        self, load_model, quantization, name, bias, rows
+        self, load_model, quantization, name, bias, patch
     ):
         module = linear(load_model(quantization), name)
         columns, out_features = LINEARS[name]
         if bias:
             module.bias = nn.Parameter(normal(7, out_features), requires_grad=False)
-        if rows:
-            set_rows(module, (1 + normal(8, out_features), normal(9, out_features)))
+        if patch:
+            set_patch(module, random_patch(module))
         x, gradient = normal(0, 6, columns), normal(1, 6, out_features)
         weight, place = dense_weight(module), torch.empty(6, out_features)
         with torch.no_grad():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from updates import random_patch
 
 import npt
 from npt.base.linear import UpcastLinear, dense_weight, multiply, multiply_backward, patch_of
@@ -13,17 +14,11 @@ from npt.errors import ModelError
 NAME = "model.layers.1.mlp.down_proj"
 
 
-def some_patch(module, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    outer = torch.randn(module.out_features, 3, generator=generator)
-    return outer, torch.randn(3, module.in_features, generator=generator)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
 def test_the_product_is_that_of_a_dense_layer_with_the_patch_added(load_model, quantization):
     module = load_model(quantization).get_submodule(NAME)
-    outer, inner = some_patch(module)
+    outer, inner = random_patch(module)
     x = torch.randn(3, 5, module.in_features)
     expected = x.double() @ (dense_weight(module).double() + outer.double() @ inner.double()).T
     set_patch(module, (outer, inner))
@@ -35,7 +30,7 @@ def test_the_product_is_that_of_a_dense_layer_with_the_patch_added(load_model, q
 def test_products_without_the_layers_forward_have_the_patch_too(load_model, quantization):
     """The local strategy multiplies by the dense weight, forward and backward."""
     module = load_model(quantization).get_submodule(NAME)
-    set_patch(module, some_patch(module))
+    set_patch(module, random_patch(module))
     weight = dense_weight(module)
     x = torch.randn(7, module.in_features, requires_grad=True)
     y = module(x)
@@ -54,7 +49,7 @@ def test_taking_the_patch_away_gives_the_layer_back_bit_for_bit(load_model, batc
     module = model.get_submodule(NAME)
     before, kind, names = npt.base_hash(model), type(module), list(model.state_dict())
     output = model(batch.input_ids).logits
-    set_patch(module, some_patch(module))
+    set_patch(module, random_patch(module))
     assert isinstance(module, Patched) and isinstance(module, kind)
     assert not torch.equal(model(batch.input_ids).logits, output)
     # Packed bytes and names are as they were while the patch is there.
@@ -68,7 +63,7 @@ def test_taking_the_patch_away_gives_the_layer_back_bit_for_bit(load_model, batc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_layer_keeps_its_dtype_and_the_patch_its_own(dtype):
     layer = nn.Linear(8, 4)
-    outer, inner = some_patch(layer)
+    outer, inner = random_patch(layer)
     set_patch(layer, (outer, inner))
     layer = copy.deepcopy(layer).to(dtype)
     x = torch.randn(2, 8, dtype=dtype)
@@ -82,7 +77,7 @@ def test_a_layer_computed_in_fp32_keeps_doing_so():
     layer = UpcastLinear(8, 4, dtype=torch.bfloat16)
     x = torch.randn(2, 8)
     plain = layer(x)
-    outer, inner = some_patch(layer)
+    outer, inner = random_patch(layer)
     set_patch(layer, (outer, inner))
     assert torch.equal(layer(x), plain + x @ inner.T @ outer.T)
     set_patch(layer, None)

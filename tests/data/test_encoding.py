@@ -20,7 +20,7 @@ from npt.data.samples import cut
 from npt.data.source import PIECE
 from npt.errors import DataError
 from npt.evaluation.generate import prompt_ids
-from npt.tools.editing.edit_metrics import encode_fact
+from npt.tools.editing.probes import Fact, wordings
 
 BOS, EOS, PAD = 0, 1, 2  # of the tokenizer fixture and of the embedded one
 SHARED = settings(
@@ -124,7 +124,8 @@ def test_nothing_that_continues_a_text_begins_after_its_end() -> None:
     (trained,) = cut([pair("def f", "(x):")], tokenizer, config(max_length=64))
     prompt = prompt_ids(tokenizer, "def f", chat=False)
     assert prompt == list(trained.input_ids[: len(prompt)]) and EOS not in prompt
-    assert EOS not in encode_fact(tokenizer, "x = 1", "y = 2").in_context
+    for probe in wordings(tokenizer, Fact("x =", " 1"), "y = 2", 0):
+        assert EOS not in probe.context + probe.tail
 
 
 class TestSpecialTokens:
