@@ -82,10 +82,12 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "Editing": (
-        "Transplant a token's modulation, or write it into the base.",
+        "Move a token's modulation or a context's code, or write a modulation into the base.",
         (
             "npt.transplant",
             "npt.transplanted",
+            "npt.context_code",
+            "npt.ContextCode",
             "npt.consolidate",
             "npt.update_from",
             "npt.consolidated",
