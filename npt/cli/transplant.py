@@ -42,12 +42,11 @@ HEADINGS = {
 
 
 def transplant(flags: dict[str, Any]) -> int:
-    """Give one text's modulation or context to another text; show the effect.
+    """Give one text's modulation, or the code of a context, to another text; show the effect.
 
-    --text_from: replace one token's modulation by a token's of another text.
-    --from_context: compute what a context (such as five examples of a task) adds to the code of the
-    last token after it, and add that to the receiver's code.
-    --code: add codes that --output saved.
+    With --text_from, the modulation of one token replaces that of another. With --from_context,
+    what a context (such as five examples of a task) changes in the code of the last token after it
+    is added to the receiver's code. With --code, codes that --output saved are added.
     """
     check_flags(flags)
     if flags["text_from"] is None:

@@ -62,7 +62,8 @@ class ContextCode:
     def __post_init__(self) -> None:
         if faulty := non_finite(tensors_of(self.codes)):
             raise NumericalError(
-                f"{faulty}: the code is not finite; find the cause with npt trace, or lower its scale"
+                f"{faulty}: the code is not finite; find the cause with npt trace, or"
+                " lower the scale"
             )
 
     def scaled(self, factor: float) -> ContextCode:
