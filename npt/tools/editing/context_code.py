@@ -1,7 +1,7 @@
 """A context as a code: what it changes in the code of the last token after it.
 
-In an NPT layer a context affects a token's MLP only through the token's code z [R]. What a context
-does there, for example five examples of a task before a query, is therefore a difference of codes,
+In an NPT layer a context affects a token's MLP only through the token's code z [R]. So what a
+context does there, for example five examples of a task before a query, is a difference of codes,
 
     d = mean over queries of z(context, query) - z(query)      at the query's last token
 
@@ -9,8 +9,9 @@ one for each converted layer. `npt.transplanted(model, d, position, add=True)` a
 of a token in another prompt: z + d. Adding keeps what that token needs of its own prompt, which
 putting the mean of z(context, query) in its place does not.
 
-In the first converted layer z + d is exact for a query that d was taken from. In a later one it is
-not: z is computed from a state that earlier layers have already changed.
+z(query) is computed layer by layer where earlier layers have z(context, query) already, because
+adding changes the state that later layers read. So with one query, z + d is exact in all layers.
+From two separate passes, a later layer would count that change twice.
 
 Moving a mean difference follows task vectors (Hendel et al. 2023, arXiv:2310.15916: hidden states)
 and function vectors (Todd et al. 2024, arXiv:2310.15213: outputs of attention heads).
@@ -21,15 +22,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from npt.adapters.converted import adapter_mode, evaluating
 from npt.adapters.files.adapter_files import adapter_hash
-from npt.adapters.token_modulation import as_row, modulation_of
+from npt.adapters.token_modulation import as_row, modulation_of, recoded
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.files import to_json, write_bytes
 from npt.stored import RESTORE, described, non_finite, opened, parse_json, read_headers, shown
@@ -172,7 +176,7 @@ def context_code(
 
     Raises:
         ConfigError: there are no pairs, the last tokens of one differ, or ids are invalid.
-        ModelError: no adapters are attached.
+        ModelError: no adapters are attached, or a code is transplanted.
         NumericalError: a code is not finite.
     """
     sums: dict[int, Tensor] = {}
@@ -185,11 +189,31 @@ def context_code(
                 f"query {count} ends with token {last} after the context and with token {other}"
                 " alone; end both with the same token"
             )
-        without = modulation_of(model, alone).codes
-        for index, code in modulation_of(model, with_context).codes.items():
-            change = (code.double() - without[index].double()).cpu()
+        wanted = modulation_of(model, with_context).codes
+        for index, change in _changes(model, alone, wanted).items():
             sums[index] = sums[index] + change if index in sums else change
     if not count:
         raise ConfigError("there are no queries: pass at least one pair of a query's token ids")
     origin = {**(record or {}), "queries": count, "adapter_hash": adapter_hash(model)}
     return ContextCode({index: (total / count).float() for index, total in sums.items()}, origin)
+
+
+@torch.no_grad()
+def _changes(
+    model: PreTrainedModel, row: Tensor, wanted: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Return by layer what turns the last token's code into the wanted one, [R] in fp64, if it has
+    the wanted ones in earlier layers.
+    """
+    changes: dict[int, Tensor] = {}
+
+    def give(index: int, z: Tensor) -> Tensor:
+        changes[index] = (wanted[index].double() - z[0, -1].double()).cpu()
+        changed = z.clone()
+        changed[0, -1] = wanted[index]
+        return changed
+
+    recodes = {index: partial(give, index) for index in wanted}
+    with recoded(model, recodes), evaluating(model), adapter_mode(model, "student"):
+        model.model(row, use_cache=False)
+    return changes

@@ -8,7 +8,7 @@ token's context. Adding the code of a context (context_code.py) keeps the token'
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
-from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of, token_index
+from npt.adapters.token_modulation import (
+    TokenModulation,
+    as_row,
+    modulation_of,
+    recoded,
+    token_index,
+)
 from npt.distill.logit_losses import kl_of_logs
 from npt.errors import ConfigError, ModelError
 from npt.tools.editing.context_code import ContextCode
@@ -65,10 +71,6 @@ def transplanted(
                 f"the code has rank {len(values)} for layer {index}, the model has {here} there;"
                 " read the code from this model"
             )
-        if layers[index].npt.recode is not None:
-            raise ModelError(
-                "a code is transplanted already; exit that npt.transplanted context first"
-            )
     cached = 0
 
     def count(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -91,13 +93,13 @@ def transplanted(
         changed[:, position - cached] = z[:, position - cached] + values if add else values
         return changed
 
-    with ExitStack() as stack:
-        stack.callback(model.model.register_forward_pre_hook(count, with_kwargs=True).remove)
-        for index, values in code.codes.items():
-            adapter = layers[index].npt
-            adapter.recode = partial(recode, values)
-            stack.callback(setattr, adapter, "recode", None)
-        yield
+    recodes = {index: partial(recode, values) for index, values in code.codes.items()}
+    with recoded(model, recodes):
+        handle = model.model.register_forward_pre_hook(count, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 @dataclass(frozen=True)

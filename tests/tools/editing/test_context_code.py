@@ -38,29 +38,25 @@ def code(model):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_added_to_its_query_it_gives_the_code_in_context(load_model, form):
-    """In the first converted layer; the state of a later one has changed by then."""
+    """In every converted layer, and for no other token."""
     model = student(load_model, **form)
     code = npt.context_code(model, [([*CONTEXT, *QUERY], QUERY)])
     wanted = npt.modulation_of(model, [*CONTEXT, *QUERY]).codes
-    plain = npt.modulation_of(model, QUERY, 2).codes
+    plain, alone = (npt.modulation_of(model, QUERY, t).codes for t in (2, 3))
     with npt.transplanted(model, code, 3, add=True):
-        last, earlier = npt.modulation_of(model, QUERY), npt.modulation_of(model, QUERY, 2)
-    # fp32: z + (w - z) is w up to a rounding of each
-    torch.testing.assert_close(last.codes[1], wanted[1], rtol=1e-6, atol=1e-7)
-    assert not torch.equal(wanted[1], npt.modulation_of(model, QUERY).codes[1])
-    assert all(torch.equal(earlier.codes[i], plain[i]) for i in plain)
+        earlier, last = (npt.modulation_of(model, QUERY, t).codes for t in (2, 3))
+    for index, values in wanted.items():
+        # fp32: z + (w - z) is w up to a rounding of each, also of states in the layers between
+        torch.testing.assert_close(last[index], values, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(values, alone[index]) and torch.equal(earlier[index], plain[index])
 
 
 def test_it_is_the_mean_of_the_differences(model):
     queries = [QUERY, [5, 44, 70], [88, 70]]
     code = npt.context_code(model, (([*CONTEXT, *q], q) for q in queries), record={"context": "a"})
+    each = [npt.context_code(model, [([*CONTEXT, *q], q)]) for q in queries]
     for index, values in code.codes.items():
-        differences = [
-            npt.modulation_of(model, [*CONTEXT, *q]).codes[index]
-            - npt.modulation_of(model, q).codes[index]
-            for q in queries
-        ]
-        torch.testing.assert_close(values, torch.stack(differences).mean(dim=0))
+        torch.testing.assert_close(values, torch.stack([c.codes[index] for c in each]).mean(dim=0))
     assert code.record["queries"] == 3 and code.record["context"] == "a"
 
 
@@ -224,4 +220,9 @@ def test_what_cannot_be_is_refused(model, code, load_model):
         npt.transplanted(model, code, 1, add=True),
     ):
         pass
+    with (
+        npt.transplanted(model, code, None, add=True),
+        pytest.raises(ModelError, match="transplanted already"),
+    ):
+        npt.context_code(model, [(IDS, IDS)])
     assert all(layer.npt.recode is None for _, layer in npt_layers(model))
