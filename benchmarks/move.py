@@ -33,7 +33,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -185,8 +185,9 @@ def means_in_context(model: Any, batch: Batch) -> tuple[list[Tensor], list[Tenso
     """
     states: list[Tensor] = []
     heads: list[Tensor] = []
+    layers: list[Any] = list(decoder_layers(model))
     with ExitStack() as stack:
-        for layer in decoder_layers(model):
+        for layer in layers:
             for handle in (
                 layer.register_forward_hook(lambda *call: states.append(call[2][:, -1].mean(0))),
                 layer.self_attn.o_proj.register_forward_pre_hook(
@@ -204,7 +205,7 @@ def head_effects(model: Any, questions: Sequence[Question], means: Sequence[Tens
     the last token is its mean, averaged over questions with shuffled outputs.
     """
     count = model.config.num_attention_heads
-    layers = list(decoder_layers(model))
+    layers: list[Any] = list(decoder_layers(model))
     device = next(model.parameters()).device
     effects = torch.zeros(len(layers), count)
 
@@ -251,7 +252,8 @@ def function_vector(model: Any, effects: Tensor, means: Sequence[Tensor]) -> Ten
         size = len(means[index]) // count
         alone = torch.zeros_like(means[index])
         alone[head * size : (head + 1) * size] = means[index][head * size : (head + 1) * size]
-        total = total + decoder_layers(model)[index].self_attn.o_proj(alone[None])[0]
+        layer: Any = decoder_layers(model)[index]
+        total = total + layer.self_attn.o_proj(alone[None])[0]
     return total
 
 
@@ -300,7 +302,7 @@ def student_row(model: Any, task: MoveTask) -> dict[str, Any]:
     mean = ContextCode({i: torch.stack([c[i] for c in codes]).mean(dim=0).cpu() for i in codes[0]})
 
     def accuracy(batch: Batch, code: ContextCode | None = None, *, add: bool = True) -> float:
-        given = nullcontext()
+        given: AbstractContextManager[None] = nullcontext()
         if code is not None:
             given = npt.transplanted(model, code, batch.width - 1, add=add)
         with given:
