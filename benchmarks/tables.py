@@ -249,6 +249,44 @@ def real(figures: Json) -> str:
     )
 
 
+METHODS = {
+    "none": "alone",
+    "examples": "examples",
+    "added": "code added",
+    "replaced": "code replaced",
+    "hidden_state": "hidden state",
+    "function_vector": "function vector",
+}
+"""Columns of `move.py`'s table, by figure."""
+
+
+def moved(figures: Json) -> str:
+    """Return the rows of `move.py`: accuracies with their standard errors."""
+
+    def accuracy(name: str, row: Json) -> str:
+        if (share := row["figures"].get(name)) is None:
+            return "–"
+        error = math.sqrt(share * (1 - share) / figures["queries"])
+        return f"{100 * share:.0f} ± {100 * error:.0f}%"
+
+    def fewest(row: Json) -> str:
+        least = row.get("fewest")
+        return "–" if least is None else f"{least['numbers']:,} ({100 * least['accuracy']:.0f}%)"
+
+    def numbers(row: Json) -> str:
+        return f"{row['kept'][-1]['numbers']:,}" if "kept" in row else "–"
+
+    columns: dict[str, Cell] = {
+        "task": "{task}",
+        "student": lambda row: (
+            f"{row['active']} of {row['rank']}" if "rank" in row else row["student"]
+        ),
+    }
+    columns |= {heading: partial(accuracy, name) for name, heading in METHODS.items()}
+    columns |= {"numbers": numbers, "fewest": fewest}
+    return table(columns, sorted(figures["rows"], key=lambda row: row["task"]), words=2)
+
+
 def rounded(figures: Json) -> str:
     """Return the row `bits` of `real.py`: its student with rounded codes."""
     row = next(row for row in figures["rows"] if row["name"] == "bits")

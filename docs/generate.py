@@ -82,10 +82,12 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "Editing": (
-        "Transplant a token's modulation, or write texts into the model.",
+        "Move a token's modulation or a context's code, or write texts into the model.",
         (
             "npt.transplant",
             "npt.transplanted",
+            "npt.context_code",
+            "npt.ContextCode",
             "npt.consolidate",
             "npt.consolidated",
             "npt.unconsolidate",

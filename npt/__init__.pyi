@@ -34,6 +34,8 @@ from npt.evaluation.modulation_map import ModulationMap as ModulationMap
 from npt.evaluation.modulation_map import modulation_map as modulation_map
 from npt.evaluation.view import student_view as student_view
 from npt.evaluation.view import teacher_view as teacher_view
+from npt.tools.editing.context_code import ContextCode as ContextCode
+from npt.tools.editing.context_code import context_code as context_code
 from npt.tools.editing.transplant import transplant as transplant
 from npt.tools.editing.transplant import transplanted as transplanted
 from npt.tools.editing.write import consolidate as consolidate

@@ -48,6 +48,20 @@ def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
         `error`: the file is unreadable, too large, not strict JSON, or not an object.
     """
 
+    try:
+        text = read_bytes(path).decode()
+    except (OSError, ValueError) as problem:
+        raise _unreadable(path, problem, error) from problem
+    return parse_json(text, path, error)
+
+
+def parse_json(text: str, path: Path, error: type[NPTError]) -> dict[str, Any]:
+    """Return the object that is the text of a file, or of an entry in it.
+
+    Raises:
+        `error`: the text is not strict JSON, or not an object.
+    """
+
     def refuse(word: str) -> NoReturn:
         raise ValueError(f"{word} is not JSON")
 
@@ -57,14 +71,17 @@ def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
         return int(digits)
 
     try:
-        text = read_bytes(path).decode()
         value = json.loads(text, parse_constant=refuse, parse_int=whole)
-    except (OSError, ValueError, RecursionError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise error(f"{path} is damaged or unreadable: {reason}; {RESTORE}") from problem
+    except (ValueError, RecursionError) as problem:
+        raise _unreadable(path, problem, error) from problem
     if not isinstance(value, dict):
         raise error(f"{path} holds {kind_of(value)}, not an object; {RESTORE}")
     return value
+
+
+def _unreadable(path: Path, problem: Exception, error: type[NPTError]) -> NPTError:
+    reason = getattr(problem, "strerror", None) or problem
+    return error(f"{path} is damaged or unreadable: {reason}; {RESTORE}")
 
 
 def require_file(path: Path, remedy: str, error: type[NPTError]) -> None:

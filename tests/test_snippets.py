@@ -64,6 +64,7 @@ NOT_RUN = {
     r"python benchmarks/gpu_check\.py .*--device cpu": "tests/benchmarks/test_gpu_check.py",
     r"python benchmarks/crash\.py": "tests/benchmarks/test_endurance.py",
     r"python benchmarks/real\.py": "tests/benchmarks/test_real.py",
+    r"python benchmarks/move\.py": "tests/benchmarks/test_move.py",
     r"python benchmarks/speed\.py": "tests/benchmarks/test_speed.py",
     r"python benchmarks/guards\.py": "tests/benchmarks/test_guards.py",
     r"python benchmarks/compile_kernels\.py": "tests/adapters/test_kernels.py",
@@ -163,7 +164,9 @@ def test_every_printed_command_is_one_that_its_program_reads(command, monkeypatc
 def place(
     short_library: None, copied_bases: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """A folder with what the commands name: RUN, the adapter A, failures.jsonl and data.jsonl."""
+    """A folder with what the commands name: RUN, the adapter A, failures.jsonl, data.jsonl, and
+    what `npt transplant` reads.
+    """
     folder = tmp_path_factory.mktemp("printed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -178,6 +181,10 @@ def place(
             " --max_length 32"
         )
         assert main(asked.split()) == 0
+        (folder / "examples.txt").write_text("Q: walk A: walked\n", encoding="utf-8")
+        (folder / "queries.txt").write_text("Q: play A:\nQ: cook A:\n", encoding="utf-8")
+        asked = "transplant --adapter RUN --from_context examples.txt --output past.safetensors"
+        assert main([*asked.split(), "--text_to", "Q: play A:"]) == 0
         yield folder
 
 

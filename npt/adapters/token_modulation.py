@@ -6,7 +6,7 @@ another token (npt/tools/editing/transplant.py), or made part of the model (cons
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
 from npt.adapters.layer import NPTAdapter, Observer
-from npt.errors import ConfigError, NumericalError
+from npt.errors import ConfigError, ModelError, NumericalError
 
 LayerTerms = dict[str, tuple[Tensor | None, Tensor | None]]
 """(m, s) by target, [O] each in fp32; None if the adapter's form lacks the term."""
@@ -35,6 +35,27 @@ def observed(observers: Sequence[tuple[NPTAdapter, Observer | None]]) -> Iterato
     finally:
         for adapter, observer in outer:
             adapter.observer = observer
+
+
+@contextmanager
+def recoded(
+    model: PreTrainedModel, recodes: Mapping[int, Callable[[Tensor], Tensor]]
+) -> Iterator[None]:
+    """Within the context, replace the codes of these layers: z to z, [..., R].
+
+    Raises:
+        ModelError: codes are replaced already.
+    """
+    adapters = {index: layer.npt for index, layer in npt_layers(model) if index in recodes}
+    if any(adapter.recode is not None for adapter in adapters.values()):
+        raise ModelError("a code is transplanted already; exit that npt.transplanted context first")
+    try:
+        for index, adapter in adapters.items():
+            adapter.recode = recodes[index]
+        yield
+    finally:
+        for adapter in adapters.values():
+            adapter.recode = None
 
 
 @dataclass(frozen=True)

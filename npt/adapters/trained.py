@@ -21,7 +21,7 @@ Shapes: N tokens, D hidden, F ffn, R rank, O width of a product.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
@@ -488,9 +488,10 @@ stream in units of r if there is a token part; the number of z's entries that ar
 class ModulationMeter:
     """Measures the modulation of training passes from the codes that they compute anyway.
 
-    It stands where a code could be replaced and returns it as it came. So it changes no bit, keeps
-    nothing for backward, and leaves its sums on the device. A layer that backward computes again is
-    measured again, which changes no mean.
+    It stands where a code could be replaced, measures what a replacement that is there already
+    makes of it, and returns that. So it changes no bit, keeps nothing for backward, and leaves its
+    sums on the device. A layer that backward computes again is measured again, which changes no
+    mean.
     """
 
     def __init__(self, adapters: Sequence[NPTAdapter]):
@@ -500,16 +501,17 @@ class ModulationMeter:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Add up the figures of a pass over a micro-batch or a part of it. An error drops all."""
+        outer = {adapter: adapter.recode for adapter in self._spreads}
         try:
-            for adapter in self._spreads:
-                adapter.recode = partial(self._measure, adapter)
+            for adapter, recode in outer.items():
+                adapter.recode = partial(self._measure, adapter, recode)
             yield
         except BaseException:
             self._sums = {}
             raise
         finally:
-            for adapter in self._spreads:
-                adapter.recode = None
+            for adapter, recode in outer.items():
+                adapter.recode = recode
 
     def take(self) -> Tensor:
         """Return and forget the sums: for each layer the number of tokens, then `MODULATION` summed
@@ -519,7 +521,10 @@ class ModulationMeter:
         none = torch.zeros(1 + len(MODULATION), device=next(iter(self._spreads)).A.device)
         return torch.cat([sums.get(adapter, none) for adapter in self._spreads])
 
-    def _measure(self, adapter: NPTAdapter, z: Tensor) -> Tensor:
+    def _measure(
+        self, adapter: NPTAdapter, recode: Callable[[Tensor], Tensor] | None, z: Tensor
+    ) -> Tensor:
+        z = z if recode is None else recode(z)
         sums = _strength(adapter, z.detach().flatten(0, -2), *self._spreads[adapter])
         self._sums[adapter] = self._sums[adapter] + sums if adapter in self._sums else sums
         return z

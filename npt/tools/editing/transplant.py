@@ -1,14 +1,16 @@
-"""Transplants: give a token the modulation of a token from another text.
+"""Transplants: act on a token's code from outside.
 
-The code z alone determines a token's modulation, so a transplant replaces the code in every
-converted layer at one position. The token stays, but acts on the other token's context.
+A token's code z alone determines its modulation. So giving a token the modulation of a token from
+another text replaces its code in every converted layer: the token stays, but acts on the other
+token's context. Adding the code of a context (context_code.py) keeps the token's own context too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,45 +18,58 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
-from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of, token_index
+from npt.adapters.token_modulation import (
+    TokenModulation,
+    as_row,
+    modulation_of,
+    recoded,
+    token_index,
+)
 from npt.distill.logit_losses import kl_of_logs
 from npt.errors import ConfigError, ModelError
+from npt.tools.editing.context_code import ContextCode
 
 
 @contextmanager
 def transplanted(
-    model: PreTrainedModel, modulation: TokenModulation, position: int
+    model: PreTrainedModel,
+    code: TokenModulation | ContextCode,
+    position: int | None,
+    *,
+    add: bool = False,
 ) -> Iterator[None]:
-    """Within the context, give the token at `position` of every row this modulation.
+    """Within the context, give a code to a token of every row, or to all tokens.
+
+    In a form with active numbers, codes pass the threshold before. So what is given has the numbers
+    of `code`, and a sum may have more numbers that are not 0 than the form's `active`.
 
     Args:
-        model: a model with adapters attached, of the form that the modulation was read from.
-        modulation: from `npt.modulation_of`.
+        model: a model with adapters attached, of the form that the code was read from.
+        code: from `npt.modulation_of` or `npt.context_code`. Layers that it lacks do not change.
         position: index in the row, 0 or above; counts left padding and, in generation, cached
-            tokens.
+            tokens. So with the index of a prompt's last token, generated tokens do not get the
+            code. None: every token gets it, generated ones too.
+        add: add the code to that of the token; otherwise replace it.
 
     Raises:
         ConfigError: the position is negative.
-        ModelError: no adapters are attached, the modulation has other layers or ranks, or another
-            modulation is transplanted already.
+        ModelError: no adapters are attached, the code has other layers or ranks, another code is
+            transplanted already; or within the context, with a position, a pass is not over rows
+            of tokens (training and `npt.evaluate`).
     """
     attached_config(model)
     layers = dict(npt_layers(model))
-    if position < 0:
+    if position is not None and position < 0:
         raise ConfigError(
             f"the position is {position}; it must be 0 or above, counted from the start of the row"
         )
-    for index, code in modulation.codes.items():
+    for index, values in code.codes.items():
         rank = len(layers[index].npt.A) if index in layers else None
-        if rank != len(code):
+        if rank != len(values):
             here = "no adapter" if rank is None else f"rank {rank}"
             raise ModelError(
-                f"the modulation has a code of rank {len(code)} for layer {index}, the model has"
-                f" {here} there; read the modulation from this model"
-            )
-        if layers[index].npt.recode is not None:
-            raise ModelError(
-                "a modulation is transplanted already; exit that npt.transplanted context first"
+                f"the code has rank {len(values)} for layer {index}, the model has {here} there;"
+                " read the code from this model"
             )
     cached = 0
 
@@ -63,20 +78,28 @@ def transplanted(
         past = kwargs.get("past_key_values")
         cached = int(past.get_seq_length()) if past is not None else 0
 
-    def recode(code: Tensor, z: Tensor) -> Tensor:
-        if z.ndim != 3 or not 0 <= position - cached < z.shape[1]:
+    def recode(values: Tensor, z: Tensor) -> Tensor:
+        values = values.to(z)
+        if position is None:
+            return z + values if add else values.expand_as(z)
+        if z.ndim != 3:
+            raise ModelError(
+                f"npt.transplanted at position {position} acts on rows of tokens, which training"
+                " and npt.evaluate do not keep: exit its context first, or pass the position None"
+            )
+        if not 0 <= position - cached < z.shape[1]:
             return z
         changed = z.clone()
-        changed[:, position - cached] = code.to(z)
+        changed[:, position - cached] = z[:, position - cached] + values if add else values
         return changed
 
-    with ExitStack() as stack:
-        stack.callback(model.model.register_forward_pre_hook(count, with_kwargs=True).remove)
-        for index, code in modulation.codes.items():
-            adapter = layers[index].npt
-            adapter.recode = lambda z, code=code: recode(code, z)
-            stack.callback(setattr, adapter, "recode", None)
-        yield
+    recodes = {index: partial(recode, values) for index, values in code.codes.items()}
+    with recoded(model, recodes):
+        handle = model.model.register_forward_pre_hook(count, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -97,22 +120,36 @@ class Transplant:
 
     def top(self, count: int) -> dict[str, list[tuple[int, float]]]:
         """Return the `count` most probable next tokens of each, with their probabilities."""
-        best = {}
-        for name in ("donor", "receiver", "transplanted"):
-            values, ids = getattr(self, name).exp().topk(min(count, len(self.donor)))
-            best[name] = list(zip(ids.tolist(), values.tolist(), strict=True))
-        return best
+        return top_tokens(self._log_p(), count)
 
     def divergences(self) -> dict[str, float]:
         """Return KLs in nats; `a_to_b` is KL(a, b)."""
-        donor, receiver, moved = (
-            log_p.double() for log_p in (self.donor, self.receiver, self.transplanted)
-        )
-        return {
-            "receiver_to_transplanted": float(kl_of_logs(receiver, moved)),
-            "donor_to_transplanted": float(kl_of_logs(donor, moved)),
-            "donor_to_receiver": float(kl_of_logs(donor, receiver)),
-        }
+        pairs = ("receiver", "transplanted"), ("donor", "transplanted"), ("donor", "receiver")
+        return divergences(self._log_p(), pairs)
+
+    def _log_p(self) -> dict[str, Tensor]:
+        names = ("donor", "receiver", "transplanted")
+        return {name: getattr(self, name) for name in names}
+
+
+def top_tokens(log_p: Mapping[str, Tensor], count: int) -> dict[str, list[tuple[int, float]]]:
+    """Return the `count` most probable tokens of each distribution, with their probabilities.
+
+    log_p: log-probabilities [V] by name.
+    """
+    best = {}
+    for name, each in log_p.items():
+        values, ids = each.exp().topk(min(count, len(each)))
+        best[name] = list(zip(ids.tolist(), values.tolist(), strict=True))
+    return best
+
+
+def divergences(log_p: Mapping[str, Tensor], pairs: Iterable[tuple[str, str]]) -> dict[str, float]:
+    """Return KL(a, b) in nats of pairs of distributions, as `a_to_b`. log_p: as in `top_tokens`."""
+    return {
+        f"{one}_to_{other}": float(kl_of_logs(log_p[one].double(), log_p[other].double()))
+        for one, other in pairs
+    }
 
 
 def transplant(
@@ -140,14 +177,14 @@ def transplant(
     modulation = modulation_of(model, ids_from, token_from)
     row_from, row_to = as_row(model, ids_from), as_row(model, ids_to)
     position = token_index(row_to, token_to)
-    donor, receiver = _next(model, row_from), _next(model, row_to)
+    donor, receiver = next_token(model, row_from), next_token(model, row_to)
     with transplanted(model, modulation, position):
-        changed = _next(model, row_to)
+        changed = next_token(model, row_to)
     return Transplant(donor, receiver, changed, modulation.token, position)
 
 
 @torch.no_grad()
-def _next(model: PreTrainedModel, row: Tensor) -> Tensor:
+def next_token(model: PreTrainedModel, row: Tensor) -> Tensor:
     """Return the student's next-token log-probabilities [V] after a row of tokens."""
     with evaluating(model), adapter_mode(model, "student"):
         logits = model(row, use_cache=False, logits_to_keep=1).logits[0, -1]

@@ -1,0 +1,219 @@
+"""A context as a code: what it changes in the code of the last token after it.
+
+In an NPT layer a context affects a token's MLP only through the token's code z [R]. So what a
+context does there, for example five examples of a task before a query, is a difference of codes,
+
+    d = mean over queries of z(context, query) - z(query)      at the query's last token
+
+one for each converted layer. `npt.transplanted(model, d, position, add=True)` adds it to the code
+of a token in another prompt: z + d. Adding keeps what that token needs of its own prompt, which
+putting the mean of z(context, query) in its place does not.
+
+z(query) is computed layer by layer where earlier layers have z(context, query) already, because
+adding changes the state that later layers read. So with one query, z + d is exact in all layers.
+From two separate passes, a later layer would count that change twice.
+
+Moving a mean difference follows task vectors (Hendel et al. 2023, arXiv:2310.15916: hidden states)
+and function vectors (Todd et al. 2024, arXiv:2310.15213: outputs of attention heads).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from npt.adapters.converted import adapter_mode, evaluating
+from npt.adapters.files.adapter_files import adapter_hash
+from npt.adapters.token_modulation import as_row, modulation_of, recoded
+from npt.errors import ConfigError, DataError, ModelError, NumericalError
+from npt.files import to_json, write_bytes
+from npt.stored import RESTORE, described, non_finite, opened, parse_json, read_headers, shown
+
+RECORD = "npt_context_code"
+"""Entry of the file's metadata that holds the record, as JSON."""
+
+RECORD_BYTES = 1 << 20
+"""Size limit of a record."""
+
+_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,5})")
+"""Name of a layer's tensor."""
+
+
+@dataclass(frozen=True)
+class ContextCode:
+    """The change of a token's codes that a context makes.
+
+    Attributes:
+        codes: d [R] by layer, fp32, on the host.
+        record: its origin, in JSON types: the context, the number of queries, and more.
+
+    Raises:
+        NumericalError: a code is not finite.
+    """
+
+    codes: dict[int, Tensor]
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if faulty := non_finite(tensors_of(self.codes)):
+            raise NumericalError(
+                f"{faulty}: the code is not finite; find the cause with npt trace, or"
+                " lower the scale"
+            )
+
+    def scaled(self, factor: float) -> ContextCode:
+        """Return the code times a factor; raise NumericalError if that is not finite."""
+        codes = {index: factor * code for index, code in self.codes.items()}
+        return ContextCode(codes, {**self.record, "scale": self.record.get("scale", 1.0) * factor})
+
+    def __add__(self, other: ContextCode) -> ContextCode:
+        """Return the sum of two codes.
+
+        Raises:
+            ModelError: they are of different adapters, or have other layers or ranks.
+        """
+        first, second = ({i: len(c) for i, c in each.codes.items()} for each in (self, other))
+        for index in sorted({*first, *second}):
+            if first.get(index) != second.get(index):
+                here, there = (
+                    f"rank {rank}" if rank is not None else "no code"
+                    for rank in (first.get(index), second.get(index))
+                )
+                raise ModelError(
+                    f"the codes differ in layer {index}: {here} and {there}; add codes of one"
+                    " adapter"
+                )
+        hashes = {each.record.get("adapter_hash") for each in (self, other)} - {None}
+        if len(hashes) > 1:
+            one, two = sorted(str(each)[:12] for each in hashes)
+            raise ModelError(
+                f"the codes are of two adapters ({one} and {two}), whose numbers mean different"
+                " things; add codes of one adapter"
+            )
+        record: dict[str, Any] = {"sum": [self.record, other.record]}
+        if hashes:
+            record["adapter_hash"] = hashes.pop()
+        return ContextCode({i: self.codes[i] + other.codes[i] for i in first}, record)
+
+    def numbers(self) -> dict[int, int]:
+        """Return by layer how many numbers of the code are not 0."""
+        return {index: int(code.count_nonzero()) for index, code in self.codes.items()}
+
+    def save(self, path: Path | str) -> None:
+        """Write one safetensors file, whole or not at all: a tensor `layers.{i}` for each layer,
+        and the record in the metadata.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        metadata = {"format": "pt", RECORD: to_json(self.record)}
+        write_bytes(Path(path), safetensors.torch.save(tensors_of(self.codes), metadata))
+
+    @classmethod
+    def load(cls, path: Path | str) -> ContextCode:
+        """Read a file that `save` wrote.
+
+        Raises:
+            DataError: the file is unreadable or not such a file, or a number is not finite.
+        """
+        path = Path(path)
+        headers = read_headers(path, DataError)
+        with opened(path, DataError) as stored:
+            record = (stored.metadata() or {}).get(RECORD)
+            if record is None or not headers:
+                raise DataError(
+                    f"{path} holds no code of a context: pass a file written by npt transplant"
+                    " --output or ContextCode.save"
+                )
+            for name, header in headers.items():
+                dtype, shape = header
+                if not _LAYER.fullmatch(name):
+                    raise DataError(f"{path} has the extra tensor {shown(name)}; {RESTORE}")
+                if dtype != "F32" or len(shape) != 1 or not shape[0]:
+                    raise DataError(
+                        f"{path}: {name} is {described(header)}, expected F32 [R]; {RESTORE}"
+                    )
+            tensors = {name: stored.get_tensor(name) for name in headers}
+        if faulty := non_finite(tensors):
+            raise DataError(f"{path}: {faulty} is not finite; {RESTORE}")
+        if len(record) > RECORD_BYTES:
+            raise DataError(
+                f"{path}: the record has {len(record):,} characters, more than the limit of"
+                f" {RECORD_BYTES:,}; {RESTORE}"
+            )
+        codes = {int(name.partition(".")[2]): tensor for name, tensor in tensors.items()}
+        return cls(dict(sorted(codes.items())), parse_json(record, path, DataError))
+
+
+def tensors_of(codes: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Return codes by the names of their tensors in a file."""
+    return {f"layers.{index}": code.contiguous() for index, code in codes.items()}
+
+
+def context_code(
+    model: PreTrainedModel,
+    pairs: Iterable[tuple[Any, Any]],
+    *,
+    record: Mapping[str, Any] | None = None,
+) -> ContextCode:
+    """Return the mean change of the last token's codes that a context makes.
+
+    Args:
+        model: with adapters attached. It does not change.
+        pairs: token ids of a query with the context before it and of the query alone, [T] or
+            [1, T] each, start tokens included. Both end with the same token.
+        record: kept in the code's record, together with the number of queries and the hash of the
+            adapter; for example the text of the context.
+
+    Raises:
+        ConfigError: there are no pairs, the last tokens of one differ, or ids are invalid.
+        ModelError: no adapters are attached, or a code is transplanted.
+        NumericalError: a code is not finite.
+    """
+    sums: dict[int, Tensor] = {}
+    count = 0
+    for count, pair in enumerate(pairs, start=1):
+        with_context, alone = (as_row(model, ids) for ids in pair)
+        last, other = (int(row[0, -1]) for row in (with_context, alone))
+        if last != other:
+            raise ConfigError(
+                f"query {count} ends with token {last} after the context and with token {other}"
+                " alone; end both with the same token"
+            )
+        wanted = modulation_of(model, with_context).codes
+        for index, change in _changes(model, alone, wanted).items():
+            sums[index] = sums[index] + change if index in sums else change
+    if not count:
+        raise ConfigError("there are no queries: pass at least one pair of a query's token ids")
+    origin = {**(record or {}), "queries": count, "adapter_hash": adapter_hash(model)}
+    return ContextCode({index: (total / count).float() for index, total in sums.items()}, origin)
+
+
+@torch.no_grad()
+def _changes(
+    model: PreTrainedModel, row: Tensor, wanted: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Return by layer what turns the last token's code into the wanted one, [R] in fp64, if it has
+    the wanted ones in earlier layers.
+    """
+    changes: dict[int, Tensor] = {}
+
+    def give(index: int, z: Tensor) -> Tensor:
+        changes[index] = (wanted[index].double() - z[0, -1].double()).cpu()
+        changed = z.clone()
+        changed[0, -1] = wanted[index]
+        return changed
+
+    recodes = {index: partial(give, index) for index in wanted}
+    with recoded(model, recodes), evaluating(model), adapter_mode(model, "student"):
+        model.model(row, use_cache=False)
+    return changes
