@@ -13,10 +13,15 @@ from npt.errors import ConfigError, DataError
 from npt.files import to_json
 from npt.flags import add_settings
 from npt.presets import presets
+from npt.stored import read_bytes
 from npt.train.resolve import AUTO, EMBEDDED, SETTINGS, Look, resolve_look, with_defaults
 
 _OF_TRAINING = {"num_samples", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"}
 """Settings of base and data that have no effect without training."""
+
+
+TEXT_BYTES = 1 << 24
+"""Size limit of a text file that a flag names."""
 
 
 def natural(text: str, least: int = 0) -> int:
@@ -305,6 +310,20 @@ def load_adapter(
         return base, {}
     console.say(f"warning: --any_base: {stored} was trained on another base: {other}")
     return base, {"other_base": other}
+
+
+def read_text(name: str, flag: str) -> str:
+    """Return the text of a file; raise DataError if it is unreadable, not UTF-8, or empty."""
+    try:
+        text = read_bytes(Path(name), TEXT_BYTES).decode().removeprefix("\ufeff")
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise DataError(f"{flag} {name} cannot be read: {why}; name a text file") from error
+    except ValueError as error:  # a null character in the path, or bytes that are not UTF-8
+        raise DataError(f"{flag} {name} is not UTF-8 text: save it as UTF-8") from error
+    if not text.strip():
+        raise DataError(f"{flag} {name} is empty: write a text into it")
+    return text.replace("\r\n", "\n")
 
 
 def print_json(value: Any) -> None:

@@ -8,7 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import Task, add_number, add_student, add_switch, begin, limit, natural, tell
+from npt.cli.arguments import (
+    Task,
+    add_number,
+    add_student,
+    add_switch,
+    begin,
+    limit,
+    natural,
+    read_text,
+    tell,
+)
 from npt.config import DataConfig
 from npt.errors import ConfigError, DataError, first_line
 from npt.files import check_folder
@@ -117,7 +127,7 @@ def _write(task: Task, output: Path) -> int:
 
     flags = task.flags
     facts = list(read_facts(flags["facts"])) if flags["facts"] else as_facts(flags["text"] or [])
-    context = read_context(flags["context"]) if flags["context"] else ""
+    context = read_text(flags["context"], "--context").strip() if flags["context"] else ""
     count = flags["probes"]
     if count is None:
         count = 0 if facts else CONTEXT_PROBES
@@ -223,17 +233,6 @@ def read_facts(path: str) -> Iterator[Any]:
                 " as paraphrases and neighbours"
             )
         yield Fact(texts[0], texts[1], *map(tuple, lists))
-
-
-def read_context(path: str) -> str:
-    """Return the text of a file; raise DataError if there is none."""
-    try:
-        text = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--context {path} cannot be read: {first_line(error)}") from error
-    if not text:
-        raise DataError(f"--context {path} has no text")
-    return text
 
 
 def undo_of(text: str) -> int | str:

@@ -9,10 +9,18 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from npt.cli.arguments import Student, Task, add_number, add_student, begin, print_json, print_table
+from npt.cli.arguments import (
+    Student,
+    Task,
+    add_number,
+    add_student,
+    begin,
+    print_json,
+    print_table,
+    read_text,
+)
 from npt.errors import ConfigError, DataError
 from npt.files import check_file
-from npt.stored import read_bytes
 
 if TYPE_CHECKING:
     from npt.tools.editing.context_code import ContextCode
@@ -27,9 +35,6 @@ ONLY_WITH = {
     "output": ("from_context", "code"),
 }
 """Flags that have an effect with some sources only."""
-
-TEXT_BYTES = 1 << 24
-"""Size limit of a file with a context or with queries."""
 
 HEADINGS = {
     "donor": "donor",
@@ -215,20 +220,6 @@ def _show(
     print_table(task.console, [HEADINGS[name] for name in top], rows)
     pairs = [f"{pair.replace('_', ' ')} {FIGURES['kl'].write(nats)}" for pair, nats in kl.items()]
     task.console.say(f"KL, nats: {', '.join(pairs)}", *notes)
-
-
-def read_text(name: str, flag: str) -> str:
-    """Return the text of a file; raise DataError if it is unreadable, not UTF-8, or empty."""
-    try:
-        text = read_bytes(Path(name), TEXT_BYTES).decode().removeprefix("\ufeff")
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise DataError(f"{flag} {name} cannot be read: {why}; name a text file") from error
-    except ValueError as error:  # a null character in the path, or bytes that are not UTF-8
-        raise DataError(f"{flag} {name} is not UTF-8 text: save it as UTF-8") from error
-    if not text.strip():
-        raise DataError(f"{flag} {name} is empty: write a text into it")
-    return text.replace("\r\n", "\n")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -140,7 +140,7 @@ def test_updates_stack_are_listed_and_come_off_alone(call, tmp_path, load_model,
         (("--text", "abc", "--eval_samples", "1"), 2, "1 held-out sample is too few"),
         (("--facts", "{tmp}/bad.jsonl"), 2, "record 2 needs a prompt and an answer"),
         (("--facts", "{tmp}/empty.jsonl"), 2, "has no fact"),
-        (("--context", "{tmp}/empty.jsonl"), 2, "has no text"),
+        (("--context", "{tmp}/empty.jsonl"), 2, "is empty"),
         (("--context", "{tmp}"), 2, "cannot be read"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, evaluating, is_attached, npt_layers
 from npt.adapters.layer import Mode
-from npt.adapters.token_modulation import observed
+from npt.adapters.token_modulation import observed, recoded
 from npt.console import say
 from npt.data.batch import Batch, Sample, batches
 from npt.errors import DataError, NumericalError
@@ -170,27 +171,25 @@ class Baseline:
         for probe in self._asked[""]:
             codes: dict[int, Tensor] = {}
             count = len(probe.tail) + 1
-
-            def keep(index: int, stages: dict[str, Tensor | None], codes: Any = codes) -> None:
-                if (z := stages.get("z")) is not None:
-                    codes[index] = z
-
             layers = npt_layers(model)
-            seen = [(layer.npt, lambda s, index=index: keep(index, s)) for index, layer in layers]
+            seen = [(layer.npt, partial(_keep_code, codes, index)) for index, layer in layers]
             with observed(seen):
                 mean_log_probability(model, [probe.read()])
-            outer = {index: layer.npt.recode for index, layer in layers}
-            try:
-                for index, layer in layers:
-                    tail = codes[index][:, -count:]
-                    layer.npt.recode = lambda z, tail=tail: torch.cat(
-                        [z[:, : -tail.shape[1]], tail[:, -z.shape[1] :]], dim=1
-                    )
+            tails = {index: z[:, -count:] for index, z in codes.items()}
+            with recoded(model, {index: partial(_with_tail, z) for index, z in tails.items()}):
                 found.append(mean_log_probability(model, [probe.alone()]))
-            finally:
-                for index, layer in layers:
-                    layer.npt.recode = outer[index]
         return math.fsum(found) / len(found)
+
+
+def _keep_code(codes: dict[int, Tensor], index: int, stages: dict[str, Tensor | None]) -> None:
+    """Keep the code among a layer's stages."""
+    if (z := stages.get("z")) is not None:
+        codes[index] = z
+
+
+def _with_tail(tail: Tensor, z: Tensor) -> Tensor:
+    """Return codes [1, T, R] with others at the last tokens."""
+    return torch.cat([z[:, : -tail.shape[1]], tail], dim=1)
 
 
 @torch.no_grad()
