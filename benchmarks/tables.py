@@ -287,6 +287,30 @@ def moved(figures: Json) -> str:
     return table(columns, sorted(figures["rows"], key=lambda row: row["task"]), words=2)
 
 
+def edited(figures: Json) -> str:
+    """Return the rows of `edit.py`."""
+
+    def nats(name: str) -> Callable[[Json], str]:
+        def written(row: Json) -> str:
+            if name not in row:
+                return "–"
+            share = row.get(f"{name}_share")
+            return f"{row[name]:.1f}" + (f" ({100 * share:.0f}%)" if share else "")
+
+        return written
+
+    columns: dict[str, Cell] = {
+        "row": "{name}",
+        "answer": nats("answer"),
+        "paraphrases": nats("paraphrases"),
+        "neighbours": lambda row: f"{100 * row['neighbours']:.0f}%" if "neighbours" in row else "–",
+        "KL": lambda row: f"{row['kl']:.4f} ± {row['kl_se']:.4f}" if "kl" in row else "–",
+        "seconds a fact": optional("seconds", "{:.1f}"),
+    }
+    rows = [{"name": f"`{name}`", **row} for name, row in figures["rows"].items()]
+    return table(columns, rows, words=1)
+
+
 def rounded(figures: Json) -> str:
     """Return the row `bits` of `real.py`: its student with rounded codes."""
     row = next(row for row in figures["rows"] if row["name"] == "bits")

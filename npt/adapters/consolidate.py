@@ -14,6 +14,8 @@ out alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +61,17 @@ def apply_update(model: PreTrainedModel, update: Consolidation) -> None:
     """
     check_update(model, update)
     _set_updates(model, (*consolidated(model), update))
+
+
+@contextmanager
+def applied(model: PreTrainedModel, update: Consolidation) -> Iterator[None]:
+    """Within the context, the model has an update more; errors as of `apply_update`."""
+    before = consolidated(model)
+    apply_update(model, update)
+    try:
+        yield
+    finally:
+        _set_updates(model, before)
 
 
 def unconsolidate(model: PreTrainedModel, number: int | None = -1) -> tuple[Consolidation, ...]:
@@ -129,9 +142,14 @@ def _set_updates(model: PreTrainedModel, history: tuple[Consolidation, ...]) -> 
     model = viewed(model)
     layers = decoder_layers(model)
     changed = {index for update in consolidated(model) + history for index in update.patches}
-    for index in changed:
-        patches = [update.patches[index] for update in history if index in update.patches]
-        set_patch(patched_module(layers[index]), summed(patches) if patches else None)
+    with torch.inference_mode(False):  # gradients must be able to pass through the patches
+        for index in changed:
+            patches = [update.patches[index] for update in history if index in update.patches]
+            patch = None
+            if patches:
+                outer, inner = summed(patches)
+                patch = outer.clone(), inner.clone()
+            set_patch(patched_module(layers[index]), patch)
     setattr(model, _HISTORY, history)
     if not history:
         delattr(model, _HISTORY)

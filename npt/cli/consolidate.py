@@ -110,7 +110,7 @@ def _undo(task: Task, output: Path) -> int:
 def _write(task: Task, output: Path) -> int:
     """Find an update, measure it on text that nothing was chosen on, and save it."""
     import npt
-    from npt.adapters.consolidate import apply_update
+    from npt.adapters.consolidate import applied, apply_update
     from npt.adapters.files.adapter_files import adapter_hash
     from npt.adapters.fit import format_layers
     from npt.data.continuation import prompt_tokens
@@ -166,13 +166,12 @@ def _write(task: Task, output: Path) -> int:
             seed=seed,
         )
     written_to = adapter_hash(model)
-    apply_update(model, update)
-    retention = baseline.against(model)
+    with applied(model, update):
+        retention = baseline.against(model)
     gain = retention["recall"]["student"]["gain"]
     check_gain(gain, update.record["penalty"])
     figures = {"gain": gain, "kl": retention["forgetting"]["student"]["kl"]}
     record = {**update.record, **figures, "adapter_hash": written_to, **student.other}
-    npt.unconsolidate(model)
     apply_update(model, replace(update, record=record))
     _save(student, output)
     if not flags["json"]:

@@ -81,14 +81,18 @@ class Forgetting:
             parts.append(per_sample_sums(per_token, predicted.nonzero()[:, 0], len(predicted)))
         return figures(torch.cat(parts))
 
-    def upper_kl(self, model: PreTrainedModel) -> float:
-        """Return the larger KL of the streams, each raised by ERRORS_OF_MARGIN standard errors."""
-        raised = []
+    def upper_kl(self, model: PreTrainedModel, enough: float = math.inf) -> float:
+        """Return the larger KL of the streams, each raised by ERRORS_OF_MARGIN standard errors, or
+        the first above `enough`.
+        """
+        largest = 0.0
         for stream in streams(model):
             found = self.figures(model, stream)
             margin = ERRORS_OF_MARGIN * found.kl_se if math.isfinite(found.kl_se) else 0.0
-            raised.append(found.kl + margin)
-        return max(raised)
+            largest = max(found.kl + margin, largest)
+            if not largest <= enough:
+                break
+        return largest
 
 
 class Baseline:

@@ -30,11 +30,11 @@ from transformers import PreTrainedModel
 
 from npt.adapters.consolidate import (
     Consolidation,
+    applied,
     apply_update,
     consolidated,
     patched_module,
     summed,
-    unconsolidate,
 )
 from npt.adapters.converted import (
     adapter_mode,
@@ -68,7 +68,7 @@ from npt.tools.editing.probes import (
 GENERAL_TOKENS = 16_384
 """Tokens of general text that C is the mean of."""
 
-BOUND_TOKENS = 4_096
+BOUND_TOKENS = 2_048
 """Tokens of general text that the penalty is chosen on."""
 
 GENERAL_LENGTH = 256
@@ -162,6 +162,7 @@ def consolidate(
         NumericalError: a state is not finite.
     """
     facts = as_facts(texts)
+    check_asked(facts, context, max_kl)
     chosen = layers_to_patch(model, layers)
     general = general_text(model, tokenizer, data, chosen, seed=seed)
     judged = judged_probes(model, tokenizer, facts, context, seed)
@@ -169,13 +170,20 @@ def consolidate(
     update = find_update(
         model, tokenizer, facts, general, max_kl=max_kl, context=context, probes=probes, seed=seed
     )
-    apply_update(model, update)
-    gain = mean_log_probability(model, [probe.alone() for probe in judged]) - before
-    unconsolidate(model)
+    with applied(model, update):
+        gain = mean_log_probability(model, [probe.alone() for probe in judged]) - before
     check_gain(gain, update.record["penalty"])
     update = replace(update, record={**update.record, "gain": gain})
     apply_update(model, update)
     return update
+
+
+def check_asked(facts: Sequence[Fact], context: str, max_kl: float) -> None:
+    """Raise ConfigError if there is nothing to write, or no bound."""
+    if not facts and not context:
+        raise ConfigError("there is nothing to write: pass texts or a context")
+    if not max_kl > 0:
+        raise ConfigError(f"--max_kl {max_kl} must be above 0 (inf for no bound)")
 
 
 def as_facts(texts: str | Sequence[str | Fact]) -> list[Fact]:
@@ -203,7 +211,10 @@ def general_text(
     bound: Sequence[Sample] | None = None,
     seed: int = 0,
 ) -> General:
-    """Return C of some layers, and the samples of the bound: `bound`, or the last of the data's."""
+    """Return C of some layers, and the samples of the bound: `bound`, or the last of the data's.
+
+    Memory: 4 F^2 bytes for each layer.
+    """
     wanted = GENERAL_TOKENS + (BOUND_TOKENS if bound is None else 0)
     size = model.config.vocab_size
     samples = draw_samples(data, tokenizer, GENERAL_LENGTH, wanted, size, seed)
@@ -241,6 +252,12 @@ def second_moments(
 
         with _reading(model, layers, add):
             final_states(model, batch)
+    for index, total in sums.items():
+        if not bool(torch.isfinite(total).all()):
+            raise NumericalError(
+                f"layer {index}: a product on general text is not finite; find the cause with npt"
+                " trace"
+            )
     return {index: damped(total / tokens) for index, total in sums.items()}
 
 
@@ -264,8 +281,7 @@ def find_update(
     """Return the update with the smallest penalty tried that keeps the bound; do not apply it.
     Args and errors as for `consolidate`.
     """
-    if not max_kl > 0:
-        raise ConfigError(f"--max_kl {max_kl} must be above 0 (inf for no bound)")
+    check_asked(facts, context, max_kl)
     rows = gathered(model, tokenizer, facts, context, probes, seed)
     wanted = outputs_with_context(model, rows.probes, tuple(general.moments))
     forgetting = Forgetting(model, general.bound)
@@ -275,9 +291,12 @@ def find_update(
         update = Consolidation(patches)
         kl = 0.0
         if math.isfinite(max_kl):
-            apply_update(model, update)
-            kl = forgetting.upper_kl(model)
-            unconsolidate(model)
+            with applied(model, update):
+                kl = forgetting.upper_kl(model, max_kl)
+            if math.isnan(kl):
+                raise NumericalError(
+                    "the KL on general text is NaN; run npt trace to find the operation"
+                )
         if kl <= max_kl:
             record = {
                 "texts": [fact.text if fact.prompt else fact.answer for fact in facts],
@@ -305,8 +324,6 @@ def gathered(
     seed: int,
 ) -> Rows:
     """Return the probes of facts and contexts, their contrasts, and those of earlier updates."""
-    if not facts and not context:
-        raise ConfigError("there is nothing to write: pass texts or a context")
     probes: list[Probe] = []
     with evaluating(model), adapter_mode(model, "student"):
         prompts = [fact.prompt or fact.answer.rsplit(" ", 1)[0] for fact in facts]

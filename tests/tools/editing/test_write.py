@@ -194,3 +194,25 @@ class TestRefused:
             model.model.layers[0].input_layernorm.weight.fill_(math.nan)
         with pytest.raises(NumericalError, match="layer 1: a state after the context is not fin"):
             outputs_with_context(model, PROBES, LAYERS)
+
+    def test_an_interrupted_search_leaves_nothing(self, load_model, tokenizer, monkeypatch):
+        model = student(load_model)
+        text = general(model)
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Forgetting, "upper_kl", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            find_update(model, tokenizer, as_facts("ab"), text, max_kl=1.0)
+        monkeypatch.setattr(Forgetting, "upper_kl", lambda *_: math.nan)
+        with pytest.raises(NumericalError, match="KL on general text is NaN"):
+            find_update(model, tokenizer, as_facts("ab"), text, max_kl=1.0)
+        assert npt.consolidated(model) == ()
+
+    def test_general_text_with_products_that_are_not_finite(self, load_model):
+        model = student(load_model)
+        with torch.no_grad():
+            model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda m, a, o: o / 0)
+        with pytest.raises(NumericalError, match="layer 1: a product on general text is not fin"):
+            general(model)
