@@ -64,6 +64,7 @@ NOT_RUN = {
     r"python benchmarks/gpu_check\.py .*--device cpu": "tests/benchmarks/test_gpu_check.py",
     r"python benchmarks/crash\.py": "tests/benchmarks/test_endurance.py",
     r"python benchmarks/real\.py": "tests/benchmarks/test_real.py",
+    r"python benchmarks/edit\.py": "tests/benchmarks/test_edit.py",
     r"python benchmarks/move\.py": "tests/benchmarks/test_move.py",
     r"python benchmarks/speed\.py": "tests/benchmarks/test_speed.py",
     r"python benchmarks/guards\.py": "tests/benchmarks/test_guards.py",

@@ -80,6 +80,12 @@ text more and gains nothing."""
 
 MOST_PENALTY = 1e8
 
+ROUNDS = 8
+"""Penalties that are tried."""
+
+NEAR_BOUND, AIM = 0.8, 0.9
+"""Shares of the bound: a KL that is near enough, and the one to try for."""
+
 CONTRAST_WEIGHT = 4.0
 """Weight of a contrast's token; a probe's is 1."""
 
@@ -278,17 +284,20 @@ def find_update(
     probes: int = 0,
     seed: int = 0,
 ) -> Consolidation:
-    """Return the update with the smallest penalty tried that keeps the bound; do not apply it.
+    """Return the update with about the smallest penalty that keeps the bound; do not apply it.
+
     Args and errors as for `consolidate`.
     """
     check_asked(facts, context, max_kl)
     rows = gathered(model, tokenizer, facts, context, probes, seed)
     wanted = outputs_with_context(model, rows.probes, tuple(general.moments))
     forgetting = Forgetting(model, general.bound)
+    found: Consolidation | None = None
     penalty = LEAST_PENALTY
-    while penalty <= MOST_PENALTY:
-        patches = solve(model, rows, wanted, general.moments, penalty)
-        update = Consolidation(patches)
+    too_low: tuple[float, float] | None = None
+    kept: tuple[float, float] | None = None
+    for _ in range(ROUNDS):
+        update = Consolidation(solve(model, rows, wanted, general.moments, penalty))
         kl = 0.0
         if math.isfinite(max_kl):
             with applied(model, update):
@@ -298,21 +307,44 @@ def find_update(
                     "the KL on general text is NaN; run npt trace to find the operation"
                 )
         if kl <= max_kl:
-            record = {
-                "texts": [fact.text if fact.prompt else fact.answer for fact in facts],
-                "context": context,
-                "penalty": penalty,
-                "max_kl": max_kl,
-                "tokens": sum(len(probe.tail) for probe in rows.probes),
-            }
-            kept = tuple((probe.before + probe.tail, len(probe.tail)) for probe in rows.probes)
-            return replace(update, record=record, probes=kept)
-        # the KL falls about as the square root of the penalty
-        penalty *= max(1.5, (kl / max_kl) ** 2)
-    raise ConfigError(
-        f"--max_kl {max_kl} is too low: even an update that hardly changes the texts exceeds it;"
-        " raise --max_kl"
-    )
+            found, kept = replace(update, record={"penalty": penalty}), (penalty, kl)
+            if kl >= NEAR_BOUND * max_kl:
+                break
+        else:
+            too_low = penalty, kl
+        if too_low is None:
+            break
+        penalty = _next_penalty(too_low, kept, max_kl)
+        if penalty > MOST_PENALTY:
+            break
+    if found is None:
+        raise ConfigError(
+            f"--max_kl {max_kl} is too low: even an update that hardly changes the texts exceeds"
+            " it; raise --max_kl"
+        )
+    record = {
+        "texts": [fact.text if fact.prompt else fact.answer for fact in facts],
+        "context": context,
+        "max_kl": max_kl,
+        "tokens": sum(len(probe.tail) for probe in rows.probes),
+        **found.record,
+    }
+    texts = tuple((probe.before + probe.tail, len(probe.tail)) for probe in rows.probes)
+    return replace(found, record=record, probes=texts)
+
+
+def _next_penalty(
+    too_low: tuple[float, float], kept: tuple[float, float] | None, max_kl: float
+) -> float:
+    """Return a penalty to try after these two, each with its KL: as the KL falls about with the
+    square root of the penalty, or between them, where its logarithm is about linear.
+    """
+    penalty, kl = too_low
+    if kept is None:
+        return penalty * max(1.5, (kl / max_kl) ** 2)
+    fell = math.log(kl / max(kept[1], 1e-12))
+    wanted = math.log(kl / (AIM * max_kl)) / fell
+    return penalty * (kept[0] / penalty) ** min(max(wanted, 0.1), 0.9)
 
 
 def gathered(
