@@ -155,11 +155,13 @@ def continuations(
     mark = "\N{REPLACEMENT CHARACTER}"
     before_user = render(tokenizer, _messages(mark, context), to_answer=False).split(mark)[0]
     asked = [tuple(bare_tokens(tokenizer, before_user))] * count
+    turns = []
     for tokens in _written(model, asked, CONTINUATION_TOKENS // 2, seed):
         question = tokenizer.decode(tokens, skip_special_tokens=True).strip().split("\n")[0]
-        turn = _turn(tokenizer, question, context), _turn(tokenizer, question)
-        (tail,) = _written(model, turn[:1], CONTINUATION_TOKENS, seed)
-        yield Probe(*turn, tuple(tail))
+        turns.append((_turn(tokenizer, question, context), _turn(tokenizer, question)))
+    tails = _written(model, [read for read, _ in turns], CONTINUATION_TOKENS, seed)
+    for (read, alone), tail in zip(turns, tails, strict=True):
+        yield Probe(read, alone, tuple(tail))
 
 
 def subjects(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[tuple[int, int]]:
