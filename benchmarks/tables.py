@@ -305,7 +305,7 @@ def edited(figures: Json) -> str:
         "paraphrases": nats("paraphrases"),
         "neighbours": lambda row: f"{100 * row['neighbours']:.0f}%" if "neighbours" in row else "–",
         "KL": lambda row: f"{row['kl']:.4f} ± {row['kl_se']:.4f}" if "kl" in row else "–",
-        "seconds a fact": optional("seconds", "{:.1f}"),
+        "seconds a fact": optional("seconds", ".1f"),
     }
     rows = [{"name": f"`{name}`", **row} for name, row in figures["rows"].items()]
     return table(columns, rows, words=1)
