@@ -55,7 +55,7 @@ from npt.cli.consolidate import read_facts
 from npt.console import complain, put
 from npt.data.batch import IGNORE_INDEX, Sample, collate
 from npt.data.continuation import bare_tokens, opening_tokens, prompt_tokens
-from npt.errors import NPTError
+from npt.errors import NPTError, NumericalError
 from npt.evaluation.metrics import final_states
 from npt.files import to_json, write_json
 from npt.tools.editing.edit_metrics import Baseline, Forgetting
@@ -86,7 +86,7 @@ class Bench:
         self.max_kl, self.seed = arguments.max_kl, arguments.seed
         self.facts = list(read_facts(str(arguments.facts)))
         name = str(arguments.model or fetched())
-        self.model, self.tokenizer = npt.load_base(name, quantization="nf4")
+        self.model, self.tokenizer = npt.load_base(name, quantization="nf4", device="cpu")
         if arguments.adapter:
             npt.load_adapter(self.model, arguments.adapter)
         self.layers = layers_to_patch(self.model, None)
@@ -139,7 +139,9 @@ class Bench:
             )
             with applied(self.model, update):
                 kl = forgetting.upper_kl(self.model, self.max_kl)
-            if kl <= self.max_kl or strength < 1e-3:
+            if strength < 1e-3:
+                raise NumericalError(f"no strength above {strength:.1g} keeps --max_kl")
+            if kl <= self.max_kl:
                 return replace(update, record={"strength": strength})
             strength *= min(0.9, math.sqrt(self.max_kl / kl))
 

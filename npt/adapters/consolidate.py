@@ -135,20 +135,22 @@ def summed(patches: list[Patch]) -> Patch:
     inner = torch.cat([inner for _, inner in patches])
     if outer.shape[1] <= len(outer):
         return outer, inner
-    return torch.eye(len(outer), dtype=outer.dtype), outer @ inner
+    return torch.eye(len(outer), dtype=outer.dtype, device=outer.device), outer @ inner
 
 
 def _set_updates(model: PreTrainedModel, history: tuple[Consolidation, ...]) -> None:
     model = viewed(model)
     layers = decoder_layers(model)
     changed = {index for update in consolidated(model) + history for index in update.patches}
+    composed: dict[int, Patch | None] = {}
     with torch.inference_mode(False):  # gradients must be able to pass through the patches
         for index in changed:
             patches = [update.patches[index] for update in history if index in update.patches]
-            patch = None
+            composed[index] = None
             if patches:
                 outer, inner = summed(patches)
-                patch = outer.clone(), inner.clone()
+                composed[index] = outer.clone(), inner.clone()
+        for index, patch in composed.items():
             set_patch(patched_module(layers[index]), patch)
     setattr(model, _HISTORY, history)
     if not history:

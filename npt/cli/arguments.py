@@ -178,13 +178,14 @@ class Task(NamedTuple):
         return Heldout(samples, held_out or self.look.unread, self.data.dataset_name)
 
 
-def begin(flags: Mapping[str, Any], *, stderr: bool = False) -> Task:
+def begin(flags: Mapping[str, Any], *, stderr: bool = False, reads_data: bool = True) -> Task:
     """Find the adapter and its run, and check the settings of base and data."""
     from npt.data.source import check_source
 
     look = resolve_look(flags)
     try:
-        check_source(look.data)
+        if reads_data:
+            check_source(look.data)
     except DataError as error:
         if "dataset_name" in flags or look.stored is None:
             raise

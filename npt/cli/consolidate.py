@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,13 @@ from npt.cli.arguments import (
     read_text,
     tell,
 )
-from npt.config import DataConfig
+from npt.config import BaseConfig, DataConfig
+from npt.config.field import flag_of
 from npt.errors import ConfigError, DataError, first_line
 from npt.files import check_folder
+
+MAX_KL = 0.01
+"""Nats per token."""
 
 CONTEXT_PROBES = 8
 """Continuations of a context that is written without texts."""
@@ -36,11 +40,10 @@ def consolidate(flags: dict[str, Any]) -> int:
     _check(flags)
     if flags["list"]:
         return _list(flags)
-    task = begin(flags)
+    undoes = flags["undo"] is not None
+    task = begin(flags, reads_data=not undoes)
     output = _output(task)
-    if flags["undo"] is not None:
-        return _undo(task, output)
-    return _write(task, output)
+    return _undo(task, output) if undoes else _write(task, output)
 
 
 def _check(flags: Mapping[str, Any]) -> None:
@@ -53,8 +56,14 @@ def _check(flags: Mapping[str, Any]) -> None:
         )
     if flags["text"] and flags["facts"]:
         raise ConfigError("--text and --facts exclude each other: add the texts to the file")
-    if flags["list"] and flags["output"]:
-        raise ConfigError("--output has no effect with --list: remove it")
+    if not writes:
+        task = "list" if flags["list"] else "undo"
+        unread = {"probes", "max_kl", "eval_samples", *map(flag_of, fields(DataConfig))}
+        if flags["list"]:
+            unread |= {"output", "any_base", *map(flag_of, fields(BaseConfig))}
+        for name in sorted(unread & flags.keys()):
+            if flags[name] not in (None, False):
+                raise ConfigError(f"--{name} has no effect with --{task}: remove it")
     if not flags["list"] and not flags["output"]:
         raise ConfigError("--output is missing: name a folder for the adapter and its updates")
 
@@ -83,13 +92,16 @@ def _list(flags: dict[str, Any]) -> int:
 
 def _describe(record: Mapping[str, Any]) -> str:
     """Return what an update wrote, in one line."""
-    texts = list(record.get("texts") or [record.get("context", "")])
+    texts = record.get("texts") or [record.get("context", "")]
     first = " ".join(texts[0].split())
     shown = first if len(first) <= 60 else first[:57] + "..."
     others = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
-    gain, kl = record.get("gain"), record.get("kl")
-    effect = "" if gain is None else f": {gain:+.2f} nats, KL {kl:.4f}"
-    return f"{shown!r}{others}{effect}"
+    effects = []
+    if "gain" in record:
+        effects.append(f"{record['gain']:+.2f} nats")
+    if "kl" in record:
+        effects.append(f"KL {record['kl']:.4f}")
+    return f"{shown!r}{others}{': ' if effects else ''}{', '.join(effects)}"
 
 
 def _undo(task: Task, output: Path) -> int:
@@ -160,7 +172,7 @@ def _write(task: Task, output: Path) -> int:
             tokenizer,
             facts,
             general,
-            max_kl=flags["max_kl"],
+            max_kl=MAX_KL if flags["max_kl"] is None else flags["max_kl"],
             context=context,
             probes=count,
             seed=seed,
@@ -224,8 +236,10 @@ def read_facts(path: str) -> Iterator[Any]:
     if Path(path).is_file() and not Path(path).read_text(encoding="utf-8").strip():
         raise DataError(f"--facts {path} has no fact")
     for number, record in enumerate(records_from(path, DataConfig(), "--facts"), 1):
-        lists = [record.get(name, []) for name in ("paraphrases", "neighbours")]
-        texts = [record.get("prompt"), record.get("answer"), *(t for each in lists for t in each)]
+        lists = [record.get(name) or [] for name in ("paraphrases", "neighbours")]
+        texts = [record.get("prompt"), record.get("answer")]
+        for each in lists:
+            texts += each if isinstance(each, list) else [None]
         if not all(isinstance(text, str) and text.strip() for text in texts):
             raise DataError(
                 f"--facts {path}: record {number} needs a prompt and an answer, and lists of texts"
@@ -250,8 +264,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f" facts, {CONTEXT_PROBES} for a context alone)"
     )
     add_number(parser, "probes", text, None, natural)
-    text = "weaken the update until held-out KL is at most this, in nats per token (inf: any)"
-    add_number(parser, "max_kl", text, 0.01, limit)
+    text = (
+        "weaken the update until held-out KL is at most this, in nats per token (inf: any; default:"
+        f" {MAX_KL})"
+    )
+    add_number(parser, "max_kl", text, None, limit)
     add_switch(parser, "list", "list the adapter's updates")
     text = "take out an update, by its number in --list, or all"
     add("--undo", type=undo_of, metavar="INT|all", help=text)

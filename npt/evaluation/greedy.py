@@ -78,9 +78,10 @@ def continue_greedily(
             out = model.model(**inputs, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             logits = model.lm_head(out.last_hidden_state[:, -1].to(device)).to(device)
-            ids = pick(logits).unsqueeze(-1)
+            finite = torch.isfinite(logits).all(dim=-1)
+            ids = pick(torch.where(finite.unsqueeze(-1), logits, 0.0)).unsqueeze(-1)
             # one transfer from the device: the token, or -1 if logits are not finite
-            answers = torch.where(torch.isfinite(logits).all(dim=-1), ids[:, 0], -1).tolist()
+            answers = torch.where(finite, ids[:, 0], -1).tolist()
             for row in sorted(open_rows):
                 if answers[row] < 0:
                     raise NumericalError(

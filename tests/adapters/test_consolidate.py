@@ -192,6 +192,18 @@ DAMAGE = {
         in_history(lambda r: r["updates"][0].update(probes=[[["a"], 1]])),
         "the update {'layers'.*lacks a record, probes",
     ),
+    "a probe without a token": (
+        in_history(lambda r: r["updates"][0].update(probes=[[[1, 2], 0]])),
+        "the update {'layers'.*lacks a record, probes",
+    ),
+    "a probe outside the vocabulary": (
+        in_history(lambda r: r["updates"][0].update(probes=[[[1, 10**9], 1]])),
+        "update 0 is invalid: a probe has an id outside the vocabulary",
+    ),
+    "texts that are none": (
+        in_history(lambda r: r["updates"][0]["record"].update(texts=[5])),
+        "the update {'layers'.*lacks a record",
+    ),
     "an earlier version's": (
         in_history(lambda r: r["updates"][0].update(places=[[1, "gate"]])),
         r"an earlier version, .* delete the two consolidated\.\* files and write the texts again",

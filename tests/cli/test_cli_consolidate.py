@@ -30,10 +30,14 @@ def call(llama_folder, adapter, tmp_path, capsys):
         "\n".join(json.dumps({"text": f"sentence number {i} of a short text"}) for i in range(400))
     )
 
-    def run(*more: str, adapter: Path = adapter, output: str = "out") -> tuple[int, str, str]:
-        line = flags("consolidate --use_quantization --eval_samples 4 --max_length 32 --adapter")
+    def run(
+        *more: str, adapter: Path = adapter, output: str = "out", data: bool = True
+    ) -> tuple[int, str, str]:
+        line = flags("consolidate --use_quantization --adapter")
         named = {"output": tmp_path / output, "model_name": llama_folder}
-        named["dataset_name"] = tmp_path / "text.jsonl"
+        if data:
+            named |= {"dataset_name": tmp_path / "text.jsonl", "max_length": 32}
+            more = more if "--eval_samples" in more else ("--eval_samples", "4", *more)
         where = [word for name, value in named.items() for word in (f"--{name}", str(value))]
         capsys.readouterr()
         status = main([*line, str(adapter), *where, *more])
@@ -120,15 +124,15 @@ def test_updates_stack_are_listed_and_come_off_alone(call, tmp_path, load_model,
     assert main(["consolidate", "--adapter", str(tmp_path / "out"), "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:8] for line in lines] == ["0: 'one'", "1: 'two'"]
-    status, out, _ = call("--undo", "0", adapter=tmp_path / "out", output="later")
+    status, out, _ = call("--undo", "0", adapter=tmp_path / "out", output="later", data=False)
     assert status == 0 and "undone: 'one'" in out and "wrote the other 1 to" in out
     model = load_model()
     npt.load_adapter(model, tmp_path / "later")
     assert [update.record["texts"] for update in npt.consolidated(model)] == [["two"]]
-    status, _, err = call("--undo", "1", adapter=tmp_path / "later", output="none")
+    status, _, err = call("--undo", "1", adapter=tmp_path / "later", output="none", data=False)
     assert status == 2 and "there is no update 1 to undo: the model has 1" in err
     assert not (tmp_path / "none").exists()
-    assert call("--undo", "all", adapter=tmp_path / "later", output="none")[0] == 0
+    assert call("--undo", "all", adapter=tmp_path / "later", output="none", data=False)[0] == 0
     assert main(["consolidate", "--adapter", str(tmp_path / "none"), "--list"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "no updates"
 
@@ -139,6 +143,7 @@ def test_updates_stack_are_listed_and_come_off_alone(call, tmp_path, load_model,
         (("--text", ""), 2, "--text '' has no token to predict"),
         (("--text", "abc", "--eval_samples", "1"), 2, "1 held-out sample is too few"),
         (("--facts", "{tmp}/bad.jsonl"), 2, "record 2 needs a prompt and an answer"),
+        (("--facts", "{tmp}/text.jsonl"), 2, "record 1 needs a prompt and an answer, and lists"),
         (("--facts", "{tmp}/empty.jsonl"), 2, "has no fact"),
         (("--context", "{tmp}/empty.jsonl"), 2, "is empty"),
         (("--context", "{tmp}"), 2, "cannot be read"),
@@ -149,6 +154,9 @@ def test_what_cannot_work_is_said_in_one_line_and_nothing_is_written(
 ):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
     (tmp_path / "empty.jsonl").write_text("")
+    fact = {"prompt": "a", "answer": "b", "paraphrases": "a text is no list"}
+    if "{tmp}/text.jsonl" in flags:
+        (tmp_path / "text.jsonl").write_text(json.dumps(fact))
     got, _, err = call(*(flag.replace("{tmp}", str(tmp_path)) for flag in flags))
     assert got == status and message in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()

@@ -76,6 +76,11 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidati
                     f" {list(outer.shape)} and {list(inner.shape)}, not two matrices"
                 )
             patches[index] = (outer, inner)
+        if any(max(ids) >= model.config.vocab_size for ids, _ in probes):
+            raise AdapterFileError(
+                f"{folder}: update {number} is invalid: a probe has an id outside the vocabulary of"
+                f" {model.config.vocab_size}"
+            )
         updates.append(Consolidation(patches, record, probes))
         try:
             check_update(model, updates[-1])
@@ -107,14 +112,25 @@ def _entry(path: Path, entry: Any) -> tuple[list[int], dict[str, Any], Probes]:
         layers, record = entry["layers"], entry["record"]
         probes = tuple((tuple(ids), count) for ids, count in entry["probes"])
         numbers = [*layers, *(i for ids, count in probes for i in (*ids, count))]
-        fits = isinstance(record, dict) and len(set(layers)) == len(layers)
-        if fits and all(type(number) is int and number >= 0 for number in numbers):
+        fits = len(set(layers)) == len(layers) and _is_record(record)
+        fits &= all(type(number) is int and number >= 0 for number in numbers)
+        if fits and all(0 < count < len(ids) for ids, count in probes):
             return layers, record, probes
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         pass
     raise AdapterFileError(
         f"{path}: the update {shown(entry)} lacks a record, probes or distinct layers; restore the"
         " file from the original"
+    )
+
+
+def _is_record(record: Any) -> bool:
+    """Return whether what is printed of a record has the types that it is printed by."""
+    texts = record.get("texts", [])
+    return (
+        isinstance(texts, list)
+        and all(isinstance(text, str) for text in (*texts, record.get("context", "")))
+        and all(isinstance(record.get(name, 0.0), int | float) for name in ("gain", "kl"))
     )
 
 

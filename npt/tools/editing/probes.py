@@ -18,6 +18,7 @@ from torch import Tensor
 from npt.data.batch import IGNORE_INDEX, Sample, batches
 from npt.data.chat import has_template, render
 from npt.data.continuation import bare_tokens, continuation_tokens, opening_tokens
+from npt.data.templates import TemplateError
 from npt.errors import ConfigError
 from npt.evaluation.greedy import continue_greedily
 from npt.evaluation.metrics import final_states
@@ -153,7 +154,7 @@ def continuations(
             yield _without_first(Probe(read, tuple(opening), tuple(tail)))
         return
     mark = "\N{REPLACEMENT CHARACTER}"
-    before_user = render(tokenizer, _messages(mark, context), to_answer=False).split(mark)[0]
+    before_user = _rendered(tokenizer, mark, context, to_answer=False).rpartition(mark)[0]
     asked = [tuple(bare_tokens(tokenizer, before_user))] * count
     turns = []
     for tokens in _written(model, asked, CONTINUATION_TOKENS // 2, seed):
@@ -170,6 +171,8 @@ def subjects(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[tuple[i
     """
     opening = tuple(opening_tokens(tokenizer))
     rows = [tuple(bare_tokens(tokenizer, prompt)) for prompt in prompts]
+    if not all(rows):
+        raise ConfigError("a text has no token: pass a longer one")
     surprise = _surprise(model, opening, rows)
     return [_subject(tokenizer, row, each) for row, each in zip(rows, surprise, strict=True)]
 
@@ -215,14 +218,24 @@ def _without_first(probe: Probe) -> Probe:
     return Probe((*probe.context, *first), first, tail)
 
 
-def _messages(user: str, context: str = "") -> list[dict[str, str]]:
-    system = [{"role": "system", "content": context}] if context else []
-    return [*system, {"role": "user", "content": user}]
+def _rendered(tokenizer: Any, user: str, context: str, *, to_answer: bool) -> str:
+    """Return a conversation with the context as the system message, or if the template refuses one,
+    at the beginning of the user's.
+    """
+    asked = {"role": "user", "content": user}
+    if not context:
+        return render(tokenizer, [asked], to_answer=to_answer)
+    system = {"role": "system", "content": context}
+    try:
+        return render(tokenizer, [system, asked], to_answer=to_answer)
+    except TemplateError:
+        asked = {"role": "user", "content": f"{context}\n\n{user}"}
+        return render(tokenizer, [asked], to_answer=to_answer)
 
 
 def _turn(tokenizer: Any, user: str, context: str = "") -> tuple[int, ...]:
     """Return the tokens before an assistant's answer, with the context as the system message."""
-    text = render(tokenizer, _messages(user, context), to_answer=True)
+    text = _rendered(tokenizer, user, context, to_answer=True)
     return tuple(bare_tokens(tokenizer, text))
 
 

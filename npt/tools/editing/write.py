@@ -49,12 +49,14 @@ from npt.adapters.token_modulation import observed
 from npt.base.linear import Patch, patch_term
 from npt.calibration.samples import draw_samples
 from npt.data.batch import IGNORE_INDEX, Sample, batches, collate
+from npt.data.continuation import bare_tokens
 from npt.data.source import Given
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.evaluation.metrics import check_ids, checked_batches, final_states
 from npt.tools.editing.edit_metrics import Forgetting, mean_log_probability
 from npt.tools.editing.probes import (
     BATCH,
+    CONTINUATION_TOKENS,
     Fact,
     Probe,
     answer_probe,
@@ -94,6 +96,9 @@ DAMPING = 1e-4
 
 JUDGED_CONTINUATIONS = 2
 """Continuations after a context that an edit is judged on."""
+
+LEAST_SCALE = 0.1
+"""|m| below which the missing output is not divided by it."""
 
 LEAST_GAIN = 0.1
 """Nats by which a text must become more likely: less changes no answer."""
@@ -190,6 +195,17 @@ def check_asked(facts: Sequence[Fact], context: str, max_kl: float) -> None:
         raise ConfigError("there is nothing to write: pass texts or a context")
     if not max_kl > 0:
         raise ConfigError(f"--max_kl {max_kl} must be above 0 (inf for no bound)")
+
+
+def check_length(model: PreTrainedModel, tokenizer: Any, context: str) -> None:
+    """Raise ConfigError if a context and what follows it exceed the model's positions."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    size = len(bare_tokens(tokenizer, context)) + CONTINUATION_TOKENS
+    if context and positions is not None and size > positions:
+        raise ConfigError(
+            f"the context and a continuation take {size} tokens, but the model has {positions}"
+            " positions: shorten the context"
+        )
 
 
 def as_facts(texts: str | Sequence[str | Fact]) -> list[Fact]:
@@ -314,9 +330,9 @@ def find_update(
             too_low = penalty, kl
         if too_low is None:
             break
-        penalty = _next_penalty(too_low, kept, max_kl)
-        if penalty > MOST_PENALTY:
+        if too_low[0] == MOST_PENALTY:
             break
+        penalty = min(_next_penalty(too_low, kept, max_kl), MOST_PENALTY)
     if found is None:
         raise ConfigError(
             f"--max_kl {max_kl} is too low: even an update that hardly changes the texts exceeds"
@@ -356,9 +372,10 @@ def gathered(
     seed: int,
 ) -> Rows:
     """Return the probes of facts and contexts, their contrasts, and those of earlier updates."""
+    check_length(model, tokenizer, context)
     probes: list[Probe] = []
     with evaluating(model), adapter_mode(model, "student"):
-        prompts = [fact.prompt or fact.answer.rsplit(" ", 1)[0] for fact in facts]
+        prompts = [fact.prompt or fact.answer.strip().rsplit(" ", 1)[0] for fact in facts]
         found = subjects(model, tokenizer, prompts)
         for fact, (first, _) in zip(facts, found, strict=True):
             read = context or fact.text
@@ -374,7 +391,10 @@ def gathered(
         for update in consolidated(model)
         for ids, count in update.probes
     ]
-    return Rows([probe for probe in probes if probe.tail], apart, earlier)
+    probes = [probe for probe in probes if probe.tail]
+    if not probes:
+        raise ConfigError("the context has too few tokens to learn from: lengthen it")
+    return Rows(probes, apart, earlier)
 
 
 def judged_probes(
@@ -451,8 +471,9 @@ def solve(
         target = wanted[index].to(missing.device)
         missing[: len(target)] = target - seen.output[tails][: len(target)]
         p = seen.product[tails].to(torch.float32)
-        if seen.scale is not None:
-            missing = missing / seen.scale[tails]
+        if seen.scale is not None:  # some forms of m reach 0, where nothing can be made up for
+            m = seen.scale[tails].to(torch.float32)
+            missing = missing * m / m.square().clamp_min(LEAST_SCALE**2)
         outer, inner = least_squares(p, missing, weights, moments[index], penalty)
         patches[index] = outer.cpu(), inner.cpu()
         added = patch_term((outer, inner), seen.product)
@@ -477,13 +498,26 @@ def least_squares(p: Tensor, y: Tensor, weights: Tensor, moments: Tensor, penalt
     root = weights.sqrt().unsqueeze(-1)
     p, y = root * p, root * y
     if len(p) < p.shape[1]:
-        inner = torch.cholesky_solve(p.t(), torch.linalg.cholesky(moments)).t()
+        inner = torch.cholesky_solve(p.t(), cholesky(moments)).t()
         gram = p @ inner.t()
         gram.diagonal().add_(penalty)
         return summed([(torch.linalg.solve(gram, y).t(), inner)])
-    factor = torch.linalg.cholesky(p.t() @ p + penalty * moments)
+    factor = cholesky(p.t() @ p + penalty * moments)
     weight = torch.cholesky_solve(p.t() @ y, factor).t()
     return torch.eye(len(weight), device=weight.device), weight.contiguous()
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """Return the Cholesky factor of a symmetric matrix, damped further if rounding needs it."""
+    damping = DAMPING * matrix.diagonal().mean()
+    for _ in range(4):
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if not failed:
+            return factor
+        matrix = matrix.clone()
+        matrix.diagonal().add_(damping)
+        damping = 10 * damping
+    raise NumericalError("the second moments of general text have no Cholesky factor; add text")
 
 
 class Seen(NamedTuple):

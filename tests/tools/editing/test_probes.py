@@ -134,3 +134,11 @@ def test_log_probabilities_are_those_of_single_rows(model):
         expected = torch.stack([log_p[n, tokens[n + 1]] for n in places])
         # fp32, padded batches against single rows
         torch.testing.assert_close(each.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_template_without_a_system_role_gets_the_context_in_the_users_turn():
+    model, tokenizer = npt.load_base("tiny")
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refusing + CHAT
+    (probe,) = continuations(model, tokenizer, "Be brief.", 1, 0)
+    assert tokenizer.decode(probe.context).startswith("<user>Be brief.\n\n")

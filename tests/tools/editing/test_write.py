@@ -195,6 +195,15 @@ class TestRefused:
         with pytest.raises(NumericalError, match="layer 1: a state after the context is not fin"):
             outputs_with_context(model, PROBES, LAYERS)
 
+    def test_contexts_that_are_too_long_or_too_short(self, load_model, tokenizer):
+        model = student(load_model)
+        text = general(model)
+        long = "x" * model.config.max_position_embeddings
+        with pytest.raises(ConfigError, match="positions: shorten the context"):
+            find_update(model, tokenizer, [], text, max_kl=1.0, context=long)
+        with pytest.raises(ConfigError, match="too few tokens to learn from"):
+            find_update(model, tokenizer, [], text, max_kl=1.0, context="x")
+
     def test_an_interrupted_search_leaves_nothing(self, load_model, tokenizer, monkeypatch):
         model = student(load_model)
         text = general(model)
@@ -216,3 +225,24 @@ class TestRefused:
             model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda m, a, o: o / 0)
         with pytest.raises(NumericalError, match="layer 1: a product on general text is not fin"):
             general(model)
+
+
+def test_a_multiplier_of_zero_is_not_divided_by(load_model):
+    model = student(load_model, targets=("down",), mult_form="one_plus_tanh")
+    with torch.no_grad():
+        for index in LAYERS:
+            model.model.layers[index].npt.M["down"][0] = (
+                -1e6 * model.model.layers[index].npt.A[0, 0]
+            )
+    wanted = outputs_with_context(model, PROBES, LAYERS)
+    moments = {index: torch.eye(128) for index in LAYERS}
+    patches = solve(model, Rows(PROBES, [], []), wanted, moments, 1.0)
+    assert all(bool(part.isfinite().all()) for patch in patches.values() for part in patch)
+
+
+def test_a_matrix_that_rounding_leaves_indefinite_is_damped():
+    vector = torch.ones(50, 1)
+    factor = write.cholesky(vector @ vector.T - 1e-7 * torch.eye(50))
+    assert bool(factor.isfinite().all())
+    with pytest.raises(NumericalError, match="no Cholesky factor"):
+        write.cholesky(-torch.eye(3))
