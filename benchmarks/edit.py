@@ -331,7 +331,7 @@ def memit(bench: Bench) -> dict[str, Any]:
         done = outputs - start
         missing = (deltas - done) / (len(layers) - number)
         moments = bench.general.moments[index]
-        patches[index] = least_squares(keys, missing, torch.ones(len(keys)), moments, 3e3)
+        patches[index] = least_squares(keys, missing, moments, 3e3)
     seconds = (time.perf_counter() - began) / len(bench.facts)
     return measured(bench, patches, seconds=seconds)
 

@@ -8,6 +8,7 @@ the same prompt about another thing, where nothing may change.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,8 +37,15 @@ LEADS = (
 REQUEST = "Tell me a fact."
 """The user's turn before a fact, for a model with a chat template."""
 
-CONTRASTS = 8
-"""Contrasts of a prompt."""
+CONTRASTS = 12
+"""Contrasts of a prompt, if it has a subject."""
+
+SWAPPED = 8
+"""Contrasts of a prompt at most that have the subject of another prompt; in the others the model
+writes one."""
+
+SUBJECT_TEMPERATURE = 1.5
+"""Of subjects that the model writes: high, so that they differ."""
 
 SUBJECT_SURPRISE = 10.0
 """Nats. The subject of a prompt is the run of words whose surprise exceeds this the most."""
@@ -184,23 +192,31 @@ def contrasts(
     subjects: Sequence[tuple[int, int]],
     seed: int,
 ) -> list[Probe]:
-    """Return the prompts with one or two tokens that the model writes in place of the subject."""
+    """Return the prompts with other subjects: those of other prompts, and 2 to 4 tokens that the
+    model writes.
+    """
     opening = tuple(opening_tokens(tokenizer))
+    rows = [tuple(bare_tokens(tokenizer, prompt)) for prompt in prompts]
+    known = {row[first:last] for row, (first, last) in zip(rows, subjects, strict=True)} - {()}
+    draws = random.Random(seed)
+    changed: set[tuple[int, ...]] = set()
     starts: list[tuple[int, ...]] = []
     ends: list[tuple[int, ...]] = []
-    for prompt, (first, last) in zip(prompts, subjects, strict=True):
+    for row, (first, last) in zip(rows, subjects, strict=True):
         if last == first:
             continue
-        row = tuple(bare_tokens(tokenizer, prompt))
+        others = sorted(known - {row[first:last]})
+        others = draws.sample(others, min(SWAPPED, len(others)))
+        changed |= {(*row[:first], *other, *row[last:]) for other in others}
         first = max(first, 1 - len(opening))
-        for _ in range(CONTRASTS):
+        for _ in range(CONTRASTS - len(others)):
             starts.append((*opening, *row[:first]))
             ends.append(row[last:])
-    others = [tokens[: 1 + n % 2] for n, tokens in enumerate(_written(model, starts, 2, seed))]
-    changed = [
-        (*start, *other, *end) for start, other, end in zip(starts, others, ends, strict=True)
-    ]
-    return [_without_first(Probe((), (), row)) for row in changed]
+    drawn = _written(model, starts, 4, seed, SUBJECT_TEMPERATURE)
+    found = [(*opening, *row) for row in sorted(changed - set(rows))]
+    for number, (start, other, end) in enumerate(zip(starts, drawn, ends, strict=True)):
+        found.append((*start, *other[: 2 + number % 3], *end))
+    return [_without_first(Probe((), (), row)) for row in dict.fromkeys(found)]
 
 
 def _sample(front: tuple[int, ...], tail: tuple[int, ...]) -> Sample:
@@ -240,12 +256,16 @@ def _turn(tokenizer: Any, user: str, context: str = "") -> tuple[int, ...]:
 
 
 def _written(
-    model: Any, prompts: Sequence[tuple[int, ...]], count: int, seed: int
+    model: Any,
+    prompts: Sequence[tuple[int, ...]],
+    count: int,
+    seed: int,
+    temperature: float = TEMPERATURE,
 ) -> list[list[int]]:
     """Return `count` tokens that the model draws after each prompt."""
 
     def drawn(logits: Tensor) -> Tensor:
-        p = torch.softmax(logits.to("cpu", torch.float32) / TEMPERATURE, dim=-1)
+        p = torch.softmax(logits.to("cpu", torch.float32) / temperature, dim=-1)
         return torch.multinomial(p, 1)[:, 0].to(logits.device)
 
     written: list[list[int]] = []

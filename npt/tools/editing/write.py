@@ -9,7 +9,9 @@ it. In order of layers, each on the stream that earlier layers' updates have cha
 P [n, F] are the inner products p of the MLP at these tokens, and C = E[p p'] over general text. So
 W p is near what is missing at the probes, and small on general text: the least-squares edit of
 MEMIT (Meng et al., ICLR 2023), with the model itself, reading the context, in place of targets
-found by gradients. Contrasts and the probes of earlier updates are rows of P with Y = 0.
+found by gradients. Of several facts, nearly all of the probes' mean change is subtracted from Y:
+any text before a token makes it, and learning it would change other texts too. Contrasts and the
+probes of earlier updates are rows that must stay as they are.
 
 If n < F, the same W is Y' (P C^-1 P' + penalty I)^-1 P C^-1, whose factors are the patch.
 """
@@ -88,9 +90,6 @@ ROUNDS = 8
 NEAR_BOUND, AIM = 0.8, 0.9
 """Shares of the bound: a KL that is near enough, and the one to try for."""
 
-CONTRAST_WEIGHT = 4.0
-"""Weight of a contrast's token; a probe's is 1."""
-
 DAMPING = 1e-4
 """Share of the mean of C's diagonal that is added to it."""
 
@@ -130,6 +129,10 @@ class Rows:
     probes: list[Probe]
     contrasts: list[Probe]
     earlier: list[Sample]
+
+    def alone(self) -> list[Sample]:
+        """Return all texts without their contexts."""
+        return [probe.alone() for probe in (*self.probes, *self.contrasts)] + self.earlier
 
 
 def consolidate(
@@ -306,7 +309,7 @@ def find_update(
     """
     check_asked(facts, context, max_kl)
     rows = gathered(model, tokenizer, facts, context, probes, seed)
-    wanted = outputs_with_context(model, rows.probes, tuple(general.moments))
+    wanted = wanted_outputs(model, rows, tuple(general.moments), common=1 - 1 / max(1, len(facts)))
     forgetting = Forgetting(model, general.bound)
     found: Consolidation | None = None
     penalty = LEAST_PENALTY
@@ -420,13 +423,37 @@ def check_gain(gain: float, penalty: float) -> None:
         )
 
 
+def wanted_outputs(
+    model: PreTrainedModel, rows: Rows, layers: Sequence[int], *, common: float
+) -> dict[int, Tensor]:
+    """Return what o should be at the tokens of all rows, by layer: [n, D].
+
+    common: share of the mean change over the probes' tokens that is left out: 0 for one text, whose
+        own change the mean is, and near 1 for many.
+    """
+    wanted = outputs(model, rows.alone(), layers)
+    for index, read in outputs_with_context(model, rows.probes, layers).items():
+        changed = wanted[index][: len(read)]
+        change = read - changed
+        changed += change - common * change.mean(dim=0)
+    return wanted
+
+
 def outputs_with_context(
     model: PreTrainedModel, probes: Sequence[Probe], layers: Sequence[int]
 ) -> dict[int, Tensor]:
     """Return o at the probes' n tokens after their contexts, by layer: [n, D]."""
+    return outputs(model, [probe.read() for probe in probes], layers)
+
+
+def outputs(
+    model: PreTrainedModel, samples: Sequence[Sample], layers: Sequence[int]
+) -> dict[int, Tensor]:
+    """Return o at the samples' n target tokens, by layer: [n, D]; raise NumericalError if a number
+    is not finite.
+    """
     parts: dict[int, list[Tensor]] = {index: [] for index in layers}
-    read = batches([probe.read() for probe in probes], BATCH)
-    for batch in checked_batches(model, read, "the probes"):
+    for batch in checked_batches(model, batches(samples, BATCH), "the probes"):
         tails = batch.labels != IGNORE_INDEX
 
         def keep(index: int, seen: Seen, tails: Tensor = tails) -> None:
@@ -453,28 +480,21 @@ def solve(
 ) -> dict[int, Patch]:
     """Return the patches of all layers from one forward pass over the rows without their contexts.
 
-    wanted: `outputs_with_context`, [n, D] by layer; moments: C by layer, [F, F].
+    wanted: `wanted_outputs`, [n, D] by layer; moments: C by layer, [F, F].
     """
-    still = [probe.alone() for probe in rows.contrasts] + rows.earlier
-    batch = collate([probe.alone() for probe in rows.probes] + still)
+    batch = collate(rows.alone())
     check_ids(batch, model, "the probes")
     batch = batch.to(next(model.parameters()).device)
     tails = batch.labels != IGNORE_INDEX
-    counts = tails.sum(dim=1)
-    changed, apart = len(rows.probes), len(rows.probes) + len(rows.contrasts)
-    weights = torch.ones(int(counts.sum()), device=counts.device)
-    weights[int(counts[:changed].sum()) : int(counts[:apart].sum())] = CONTRAST_WEIGHT
     patches: dict[int, Patch] = {}
 
     def patch(index: int, seen: Seen) -> Tensor:
-        missing = seen.output.new_zeros(len(weights), seen.output.shape[-1], dtype=torch.float32)
-        target = wanted[index].to(missing.device)
-        missing[: len(target)] = target - seen.output[tails][: len(target)]
+        missing = wanted[index].to(tails.device) - seen.output[tails].to(torch.float32)
         p = seen.product[tails].to(torch.float32)
         if seen.scale is not None:  # some forms of m reach 0, where nothing can be made up for
             m = seen.scale[tails].to(torch.float32)
             missing = missing * m / m.square().clamp_min(LEAST_SCALE**2)
-        outer, inner = least_squares(p, missing, weights, moments[index], penalty)
+        outer, inner = least_squares(p, missing, moments[index], penalty)
         patches[index] = outer.cpu(), inner.cpu()
         added = patch_term((outer, inner), seen.product)
         added = added if seen.scale is None else added * seen.scale
@@ -485,18 +505,15 @@ def solve(
     return patches
 
 
-def least_squares(p: Tensor, y: Tensor, weights: Tensor, moments: Tensor, penalty: float) -> Patch:
+def least_squares(p: Tensor, y: Tensor, moments: Tensor, penalty: float) -> Patch:
     """Return W = Y' P (P'P + penalty C)^-1 as a patch.
 
     Args:
         p: P, [n, F].
         y: Y, [n, D].
-        weights: of the rows, [n].
         moments: C, [F, F].
         penalty: above 0.
     """
-    root = weights.sqrt().unsqueeze(-1)
-    p, y = root * p, root * y
     if len(p) < p.shape[1]:
         inner = torch.cholesky_solve(p.t(), cholesky(moments)).t()
         gram = p @ inner.t()

@@ -120,7 +120,19 @@ def test_the_subject_is_what_surprises_and_contrasts_replace_it(model, tokenizer
     for probe in rows:
         row = probe.before + probe.tail
         assert row[: len(start)] == start and row[-len(end) :] == end
-        assert len(row) - len(start) - len(end) in (1, 2)
+        assert len(row) - len(start) - len(end) in (2, 3, 4)
+
+
+def test_contrasts_have_the_subjects_of_other_prompts(model, tokenizer):
+    """But never are one of the prompts: "the dog of bob is" is to be changed, not kept."""
+    prompts = ["the cat of ann is", "the dog of tim is", "the dog of bob is"]
+    rows = contrasts(model, tokenizer, prompts, [(10, 14)] * 3, 0)
+    written = [row.before[1:] + row.tail for row in rows]
+    swapped = ["the cat of bob is", "the cat of tim is", "the dog of ann is"]
+    assert written[:3] == [ids(tokenizer, text) for text in swapped]
+    assert not set(written) & {ids(tokenizer, prompt) for prompt in prompts}
+    fronts = {ids(tokenizer, "the cat of"), ids(tokenizer, "the dog of")}
+    assert {row[:10] for row in written} == fronts
 
 
 @torch.no_grad()

@@ -22,9 +22,11 @@ from npt.tools.editing.write import (
     find_update,
     general_text,
     least_squares,
+    outputs,
     outputs_with_context,
     second_moments,
     solve,
+    wanted_outputs,
 )
 
 LAYERS = (1, 2)
@@ -45,14 +47,12 @@ def general(model, tokens: int = 40) -> General:
 def test_least_squares_is_the_solution_of_its_equations(rows):
     generator = torch.Generator().manual_seed(0)
     p, y = (torch.randn(rows, size, generator=generator) for size in (12, 6))
-    weights = torch.rand(rows, generator=generator) + 0.5
     factor = torch.randn(12, 30, generator=generator)
     moments = factor @ factor.T / 30
-    outer, inner = least_squares(p, y, weights, moments, 2.0)
+    outer, inner = least_squares(p, y, moments, 2.0)
     assert inner.shape[0] <= min(rows, 6)
-    p, y, moments, weights = (each.double() for each in (p, y, moments, weights))
-    weighted = weights[:, None] * p
-    expected = torch.linalg.solve(weighted.T @ p + 2.0 * moments, weighted.T @ y).T
+    p, y, moments = (each.double() for each in (p, y, moments))
+    expected = torch.linalg.solve(p.T @ p + 2.0 * moments, p.T @ y).T
     # fp32 against fp64
     assert_close((outer @ inner).double(), expected, rtol=1e-3, atol=1e-4)
 
@@ -87,15 +87,34 @@ def test_with_a_small_penalty_the_states_are_those_with_the_context(load_model, 
 
 
 @torch.no_grad()
+def test_wanted_are_the_states_with_the_context_without_their_mean_change(load_model):
+    model = student(load_model)
+    kept = Probe((), (0,), (31, 12, 40, 7))
+    rows = Rows(PROBES, [kept], [kept.alone()])
+    read = outputs_with_context(model, PROBES, LAYERS)
+    alone = outputs(model, rows.alone(), LAYERS)
+    plain, centred = (wanted_outputs(model, rows, LAYERS, common=c) for c in (0, 1))
+    for index in LAYERS:
+        tokens = len(read[index])
+        # fp32: before + (read - before)
+        assert_close(plain[index][:tokens], read[index], rtol=1e-5, atol=1e-5)
+        change = centred[index] - alone[index]
+        assert_close(change[:tokens].mean(dim=0), torch.zeros(64), rtol=0, atol=1e-5)
+        mean = (read[index] - alone[index][:tokens]).mean(dim=0)
+        assert_close(centred[index][:tokens] + mean, read[index], rtol=1e-5, atol=1e-5)
+        assert torch.equal(centred[index][tokens:], alone[index][tokens:])
+
+
+@torch.no_grad()
 def test_contrasts_and_the_probes_of_earlier_updates_stay_nearer(load_model):
     model = student(load_model)
-    wanted = outputs_with_context(model, PROBES, LAYERS)
     moments = {index: torch.eye(128) for index in LAYERS}
     other = Probe((), (0,), (31, 12, 40, 7))
 
     def moved(rows: Rows) -> float:
         ids = torch.tensor([other.before + other.tail])
         plain = model.model(ids).last_hidden_state
+        wanted = wanted_outputs(model, rows, LAYERS, common=0)
         apply_update(model, Consolidation(solve(model, rows, wanted, moments, 1.0)))
         changed = float((model.model(ids).last_hidden_state - plain).norm())
         npt.unconsolidate(model)
