@@ -16,6 +16,8 @@ form or alone. A query is right if the most probable next token is the first one
                         last token's, after one layer (Hendel et al. 2023, arXiv:2310.15916)
     function_vector     the mean outputs of the attention heads that restore most of the answer
                         after examples with shuffled outputs are added after one layer (Todd et al.)
+    written             the query alone, after `npt.consolidate`'s update wrote the five examples of
+                        other queries into the weights, at a penalty of 1e4
     kept                `added` with the largest numbers of the code alone, over all layers together
     fewest              the fewest of these with which the accuracy of `added` is down by at most 5%
 
@@ -44,6 +46,7 @@ from torch import Tensor
 
 import npt
 from fetch_model import fetched
+from npt.adapters.consolidate import Consolidation, applied
 from npt.adapters.converted import decoder_layers
 from npt.console import complain, put, silent_console
 from npt.data.continuation import continuation_tokens, prompt_tokens
@@ -51,6 +54,8 @@ from npt.errors import ConfigError, DataError, NPTError
 from npt.files import to_json, write_json
 from npt.stored import read_bytes
 from npt.tools.editing.context_code import ContextCode
+from npt.tools.editing.probes import Probe
+from npt.tools.editing.write import Rows, layers_to_patch, second_moments, solve, wanted_outputs
 from real import QUANTIZATION, named
 from real_text import read_text
 from tables import moved as markdown
@@ -66,6 +71,8 @@ SHUFFLED = 10
 """Prompts with shuffled outputs that a head's effect is a mean over."""
 LAYERS_AT_ONCE = 10
 """Layers whose heads are tried in one batch."""
+PENALTY = 1e4
+"""Tokens of general text that weigh as much as one of a query whose examples are written."""
 ENOUGH = 0.95
 """Share of the accuracy of `added` that `fewest` keeps."""
 
@@ -287,6 +294,23 @@ def base_row(model: Any, task: MoveTask) -> dict[str, Any]:
     return {"figures": figures, "layers": chosen}
 
 
+def written(model: Any, task: MoveTask, moments: dict[int, Tensor]) -> float:
+    """Return the accuracy if what the examples change is written into the weights.
+
+    moments: C by layer, [F, F].
+    """
+    probes = []
+    for pair in task.moved_from:
+        read, (first, *tail) = task.in_context(pair).ids, task.alone(pair).ids
+        probes.append(Probe(tuple(read[: -len(tail)]), (first,), tuple(tail)))
+    rows = Rows(probes, [], [])
+    wanted = wanted_outputs(model, rows, tuple(moments), common=0)
+    update = Consolidation(solve(model, rows, wanted, moments, PENALTY))
+    measured = Batch([task.alone(pair) for pair in task.measured], next(model.parameters()).device)
+    with applied(model, update):
+        return measured.accuracy(model)
+
+
 def student_row(model: Any, task: MoveTask) -> dict[str, Any]:
     """Return the figures of a task on the student attached to the model."""
     device = next(model.parameters()).device
@@ -361,11 +385,18 @@ class Bench:
         if student != "base":
             made |= self._attach(student)
             made["start_minutes"] = (time.perf_counter() - started) / 60
+        text = read_text(
+            self.args.text, self.tokenizer, model.config.vocab_size, seed=self.args.seed
+        )
         try:
+            moments = second_moments(
+                model, text.fitted[: self.args.tokens // 512], layers_to_patch(model, None)
+            )
             for task in self.tasks:
                 complain(f"{student}: {task.name}")
                 measure = base_row if student == "base" else student_row
                 found = measure(model, task)
+                found["figures"]["written"] = written(model, task, moments)
                 ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
                 yield {**made, "task": task.name, **found, "code": self.code, "ended": ended}
         finally:

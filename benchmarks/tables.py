@@ -256,6 +256,7 @@ METHODS = {
     "replaced": "code replaced",
     "hidden_state": "hidden state",
     "function_vector": "function vector",
+    "written": "written",
 }
 """Columns of `move.py`'s table, by figure."""
 

@@ -114,12 +114,13 @@ def test_rows_are_written_and_kept(folder, tmp_path, capsys):
     common = [*line.split(), "--out", str(out)]
     assert move.main([*common, "--students", "base", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    methods = {"none", "examples", "hidden_state", "function_vector"}
-    assert set(row["figures"]) == methods and set(row["layers"]) == methods - {"none", "examples"}
+    moved = {"hidden_state", "function_vector"}
+    assert set(row["layers"]) == moved
+    assert set(row["figures"]) == {"none", "examples", "written"} | moved
     assert move.main([*common, "--students", "16/16/16"]) == 0
     assert "| upper | 12 of 12 |" in capsys.readouterr().out
     _, student = json.loads(out.read_text())["rows"]
-    assert set(student["figures"]) == {"none", "examples", "added", "replaced"}
+    assert set(student["figures"]) == {"none", "examples", "added", "replaced", "written"}
     numbers = [each["numbers"] for each in student["kept"]]
     assert numbers == sorted(numbers) and student["fewest"] in student["kept"]
     assert move.main([*common, "--students", "base", "--seed", "1"]) == 2

@@ -1,7 +1,7 @@
 """A context as a code: what it changes in the code of the last token after it.
 
 In an NPT layer a context affects a token's MLP only through the token's code z [R]. So what a
-context does there, for example five examples of a task before a query, is a difference of codes,
+context does there, for example five examples of a task before a query, is a change of the code,
 
     d = mean over queries of z(context, query) - z(query)      at the query's last token
 
@@ -9,9 +9,14 @@ one for each converted layer. `npt.transplanted(model, d, position, add=True)` a
 of a token in another prompt: z + d. Adding keeps what that token needs of its own prompt, which
 putting the mean of z(context, query) in its place does not.
 
-z(query) is computed layer by layer where earlier layers have z(context, query) already, because
-adding changes the state that later layers read. So with one query, z + d is exact in all layers.
-From two separate passes, a later layer would count that change twice.
+With a token part, the context also changes what the code does not carry: the state h that earlier
+layers leave, and the part l of the attention output that h gives. So there d is the change of the
+code that brings the stream, whose shift is B z r, nearest to the one with the context,
+
+    d = pinv(B) mean over queries of (stream(context, query) - stream(query)) / r
+
+All is computed in order of layers, where earlier layers have d already, because adding changes the
+state that later layers read. From two separate passes, a later layer would count that change twice.
 
 Moving a mean difference follows task vectors (Hendel et al. 2023, arXiv:2310.15916: hidden states)
 and function vectors (Todd et al. 2024, arXiv:2310.15213: outputs of attention heads).
@@ -20,7 +25,7 @@ and function vectors (Todd et al. 2024, arXiv:2310.15213: outputs of attention h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,11 +34,14 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, evaluating
+from npt.adapters.converted import adapter_mode, evaluating, npt_layers
 from npt.adapters.files.adapter_files import adapter_hash
-from npt.adapters.token_modulation import as_row, modulation_of, recoded
+from npt.adapters.layer import NPTAdapter
+from npt.adapters.token_modulation import as_row, observed, recoded
+from npt.config.adapter import STREAM
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.files import to_json, write_bytes
 from npt.stored import RESTORE, described, non_finite, opened, parse_json, read_headers, shown
@@ -179,8 +187,8 @@ def context_code(
         ModelError: no adapters are attached, or a code is transplanted.
         NumericalError: a code is not finite.
     """
-    sums: dict[int, Tensor] = {}
-    count = 0
+    queries: list[Tensor] = []
+    wanted: dict[int, list[Tensor]] = {}
     for count, pair in enumerate(pairs, start=1):
         with_context, alone = (as_row(model, ids) for ids in pair)
         last, other = (int(row[0, -1]) for row in (with_context, alone))
@@ -189,31 +197,79 @@ def context_code(
                 f"query {count} ends with token {last} after the context and with token {other}"
                 " alone; end both with the same token"
             )
-        wanted = modulation_of(model, with_context).codes
-        for index, change in _changes(model, alone, wanted).items():
-            sums[index] = sums[index] + change if index in sums else change
-    if not count:
+        queries.append(alone[0])
+        for index, state in _last_states(model, with_context).items():
+            wanted.setdefault(index, []).append(state)
+    if not queries:
         raise ConfigError("there are no queries: pass at least one pair of a query's token ids")
-    origin = {**(record or {}), "queries": count, "adapter_hash": adapter_hash(model)}
-    return ContextCode({index: (total / count).float() for index, total in sums.items()}, origin)
+    stacked = {index: torch.stack(states) for index, states in wanted.items()}
+    origin = {**(record or {}), "queries": len(queries), "adapter_hash": adapter_hash(model)}
+    return ContextCode(_changes(model, queries, stacked), origin)
+
+
+@torch.no_grad()
+def _last_states(model: PreTrainedModel, row: Tensor) -> dict[int, Tensor]:
+    """Return by layer what a code is to reach at a row's last token: the stream [D], or without a
+    token part the code itself [R].
+    """
+    found: dict[int, Tensor] = {}
+
+    def keep(index: int, name: str, stages: dict[str, Tensor | None]) -> None:
+        if (stage := stages.get(name)) is not None:
+            found[index] = stage[0, -1].clone()
+
+    observers = [
+        (layer.npt, partial(keep, index, "z" if layer.npt.scale is None else "stream"))
+        for index, layer in npt_layers(model)
+    ]
+    with observed(observers), evaluating(model), adapter_mode(model, "student"):
+        model.model(row, use_cache=False)
+    return found
 
 
 @torch.no_grad()
 def _changes(
-    model: PreTrainedModel, row: Tensor, wanted: Mapping[int, Tensor]
+    model: PreTrainedModel, queries: Sequence[Tensor], wanted: Mapping[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Return by layer what turns the last token's code into the wanted one, [R] in fp64, if it has
-    the wanted ones in earlier layers.
-    """
-    changes: dict[int, Tensor] = {}
+    """Return d [R] by layer, on the host.
 
-    def give(index: int, z: Tensor) -> Tensor:
-        changes[index] = (wanted[index].double() - z[0, -1].double()).cpu()
+    queries: N rows of ids, [T] each; wanted: `_last_states` of each with its context, [N, ...].
+    """
+    rows = pad_sequence(list(queries), batch_first=True)  # causal: what follows changes nothing
+    places = torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in queries])
+    changes: dict[int, Tensor] = {}
+    now: dict[int, dict[str, Tensor]] = {}
+
+    def keep(index: int, stages: dict[str, Tensor | None]) -> None:
+        for name in ("h", "l"):
+            if (stage := stages.get(name)) is not None:
+                now.setdefault(index, {})[name] = stage[places]
+
+    def change(adapter: NPTAdapter, index: int, z: Tensor) -> Tensor:
+        z = z[places]
+        if adapter.scale is None:
+            return (wanted[index] - z).mean(dim=0)
+        state, own = (now[index][name].to(z.dtype) for name in ("h", "l"))
+        size = adapter.size_of(state)
+        stream, _, _ = adapter.apply_to(STREAM, state + own, size * (z / adapter.scale))
+        missing = ((wanted[index] - stream) / size).mean(dim=0)
+        decoder = adapter.config.additive_scale * adapter.B[STREAM]
+        return adapter.scale * (torch.linalg.pinv(decoder) @ missing)
+
+    def give(adapter: NPTAdapter, index: int, z: Tensor) -> Tensor:
+        changes[index] = change(adapter, index, z)
         changed = z.clone()
-        changed[0, -1] = wanted[index]
+        changed[places] += changes[index]
         return changed
 
-    recodes = {index: partial(give, index) for index in wanted}
-    with recoded(model, recodes), evaluating(model), adapter_mode(model, "student"):
-        model.model(row, use_cache=False)
-    return changes
+    layers = npt_layers(model)
+    observers = [(layer.npt, partial(keep, index)) for index, layer in layers]
+    recodes = {index: partial(give, layer.npt, index) for index, layer in layers}
+    with (
+        observed(observers),
+        recoded(model, recodes),
+        evaluating(model),
+        adapter_mode(model, "student"),
+    ):
+        model.model(rows, use_cache=False)
+    return {index: each.float().cpu() for index, each in changes.items()}

@@ -326,17 +326,15 @@ def find_update(
                     "the KL on general text is NaN; run npt trace to find the operation"
                 )
         if kl <= max_kl:
-            found, kept = replace(update, record={"penalty": penalty}), (penalty, kl)
+            found, kept = update, (penalty, kl)
             if kl >= NEAR_BOUND * max_kl:
                 break
         else:
             too_low = penalty, kl
-        if too_low is None:
-            break
-        if too_low[0] == MOST_PENALTY:
+        if too_low is None or too_low[0] == MOST_PENALTY:
             break
         penalty = min(_next_penalty(too_low, kept, max_kl), MOST_PENALTY)
-    if found is None:
+    if found is None or kept is None:
         raise ConfigError(
             f"--max_kl {max_kl} is too low: even an update that hardly changes the texts exceeds"
             " it; raise --max_kl"
@@ -346,7 +344,7 @@ def find_update(
         "context": context,
         "max_kl": max_kl,
         "tokens": sum(len(probe.tail) for probe in rows.probes),
-        **found.record,
+        "penalty": kept[0],
     }
     texts = tuple((probe.before + probe.tail, len(probe.tail)) for probe in rows.probes)
     return replace(found, record=record, probes=texts)
