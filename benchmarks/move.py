@@ -377,6 +377,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.code = code_hash()
+        vocab_size = self.model.config.vocab_size
+        self.text = read_text(self.args.text, self.tokenizer, vocab_size, seed=self.args.seed)
 
     def rows(self, student: str) -> Iterator[dict[str, Any]]:
         """Yield the row of each task for a student, "base" or sizes K/R/Q, or for --adapter."""
@@ -385,13 +387,9 @@ class Bench:
         if student != "base":
             made |= self._attach(student)
             made["start_minutes"] = (time.perf_counter() - started) / 60
-        text = read_text(
-            self.args.text, self.tokenizer, model.config.vocab_size, seed=self.args.seed
-        )
         try:
-            moments = second_moments(
-                model, text.fitted[: self.args.tokens // 512], layers_to_patch(model, None)
-            )
+            count = max(1, self.args.tokens // self.text.length)
+            moments = second_moments(model, self.text.fitted[:count], layers_to_patch(model, None))
             for task in self.tasks:
                 complain(f"{student}: {task.name}")
                 measure = base_row if student == "base" else student_row
@@ -410,13 +408,10 @@ class Bench:
             return {}
         config = named(student).config(self.model.config)
         npt.attach(self.model, config, seed=self.args.seed)
-        text = read_text(
-            self.args.text, self.tokenizer, self.model.config.vocab_size, seed=self.args.seed
-        )
         report = npt.calibrate(
             self.model,
             self.tokenizer,
-            text.fitted,
+            self.text.fitted,
             self.args.tokens,
             batch_size=2,
             seed=self.args.seed,

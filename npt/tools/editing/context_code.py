@@ -253,6 +253,11 @@ def _changes(
         size = adapter.size_of(state)
         stream, _, _ = adapter.apply_to(STREAM, state + own, size * (z / adapter.scale))
         missing = ((wanted[index] - stream) / size).mean(dim=0)
+        if not bool(torch.isfinite(missing).all()):
+            raise NumericalError(
+                f"layer {index}: the stream of a query's last token is not finite; find the cause"
+                " with npt trace"
+            )
         decoder = adapter.config.additive_scale * adapter.B[STREAM]
         return adapter.scale * (torch.linalg.pinv(decoder) @ missing)
 

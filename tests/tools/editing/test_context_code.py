@@ -84,6 +84,15 @@ def test_with_a_token_part_it_brings_the_stream_nearest(load_model, form):
         assert float(still.norm()) < 1e-3 * float(was.norm())
 
 
+@pytest.mark.parametrize("form", TOKEN_FORMS, ids=str)
+def test_weights_that_are_not_finite_are_named(load_model, form):
+    model = student(load_model, **form)
+    with torch.no_grad():
+        model.model.layers[1].npt.B["stream"][0, 0] = math.nan
+    with pytest.raises(NumericalError, match=r"layer 1: the stream of a query.* npt trace"):
+        npt.context_code(model, [([*CONTEXT, *QUERY], QUERY)])
+
+
 def test_its_mean_over_queries_is_exact_in_all_layers(model):
     """Added to them all, although each query needs another change."""
     queries = [QUERY, [5, 44, 70], [88, 70]]
