@@ -59,14 +59,9 @@ from npt.errors import NPTError, NumericalError
 from npt.evaluation.metrics import final_states
 from npt.files import to_json, write_json
 from npt.tools.editing.edit_metrics import Baseline, Forgetting
+from npt.tools.editing.layerwise import least_squares
 from npt.tools.editing.probes import Fact, Probe, answer_probe, subjects
-from npt.tools.editing.write import (
-    find_update,
-    gathered,
-    general_text,
-    layers_to_patch,
-    least_squares,
-)
+from npt.tools.editing.write import find_update, gathered, general_text, layers_to_patch
 from this_machine import code_hash, machine
 
 OWN = Path(__file__).with_name("facts.jsonl")
@@ -112,7 +107,7 @@ class Bench:
             for pairs in asked
         )
         neighbours = [prompt_tokens(self.tokenizer, text) for f in facts for text in f.neighbours]
-        return Baseline(self.model, self.reported, answers, paraphrases, neighbours)
+        return Baseline(self.model, self.reported, answers, paraphrases, neighbours, self.layers)
 
     def find(self, facts: Sequence[Fact]) -> tuple[Consolidation, float]:
         """Return an update and the seconds that it took."""
@@ -132,7 +127,7 @@ class Bench:
 
     def scaled(self, patches: dict[int, tuple[Tensor, Tensor]]) -> Consolidation:
         """Return patches at the largest strength tried that keeps the bound."""
-        forgetting, strength = Forgetting(self.model, self.general.bound), 1.0
+        forgetting, strength = Forgetting(self.model, self.general.bound, self.layers), 1.0
         while True:
             update = Consolidation(
                 {index: (strength * outer, inner) for index, (outer, inner) in patches.items()}

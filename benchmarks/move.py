@@ -54,8 +54,9 @@ from npt.errors import ConfigError, DataError, NPTError
 from npt.files import to_json, write_json
 from npt.stored import read_bytes
 from npt.tools.editing.context_code import ContextCode
+from npt.tools.editing.layerwise import Rows, opened, second_moments, solve, wanted_outputs
 from npt.tools.editing.probes import Probe
-from npt.tools.editing.write import Rows, layers_to_patch, second_moments, solve, wanted_outputs
+from npt.tools.editing.write import layers_to_patch
 from real import QUANTIZATION, named
 from real_text import read_text
 from tables import moved as markdown
@@ -304,8 +305,10 @@ def written(model: Any, task: MoveTask, moments: dict[int, Tensor]) -> float:
         read, (first, *tail) = task.in_context(pair).ids, task.alone(pair).ids
         probes.append(Probe(tuple(read[: -len(tail)]), (first,), tuple(tail)))
     rows = Rows(probes, [], [])
-    wanted = wanted_outputs(model, rows, tuple(moments), common=0)
-    update = Consolidation(solve(model, rows, wanted, moments, PENALTY))
+    layers = tuple(moments)
+    streams = list(opened(model, rows.alone(), min(layers)))
+    wanted = wanted_outputs(model, rows, streams, layers, common=0)
+    update = Consolidation(solve(model, streams, wanted, moments, PENALTY))
     measured = Batch([task.alone(pair) for pair in task.measured], next(model.parameters()).device)
     with applied(model, update):
         return measured.accuracy(model)

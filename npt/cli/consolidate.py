@@ -165,7 +165,7 @@ def _write(task: Task, output: Path) -> int:
         general = general_text(model, tokenizer, _training_text(task, tokenizer), layers, chosen_on)
     with task.console.status("measuring"):
         judged = judged_probes(model, tokenizer, facts, context, seed)
-        baseline = Baseline(model, reported_on, judged, paraphrases, neighbours)
+        baseline = Baseline(model, reported_on, judged, paraphrases, neighbours, layers)
     with task.console.status("searching"):
         update = find_update(
             model,

@@ -8,7 +8,7 @@ the KL from the model before on held-out text.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,11 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, evaluating, is_attached, npt_layers
+from npt.adapters.converted import adapter_mode, decoder_layers, evaluating, is_attached, npt_layers
 from npt.adapters.layer import Mode
 from npt.adapters.token_modulation import observed, recoded
 from npt.console import say
-from npt.data.batch import Batch, Sample, batches
+from npt.data.batch import Sample, batches
 from npt.errors import DataError, NumericalError
 from npt.evaluation.metrics import (
     Figures,
@@ -33,6 +33,7 @@ from npt.evaluation.metrics import (
     predicting,
 )
 from npt.figures import FIGURES
+from npt.tools.editing.layerwise import opened, reading
 from npt.tools.editing.probes import BATCH, Probe, log_probabilities
 
 FORGETTING = ("tokens", "perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl", "kl_se")
@@ -51,30 +52,44 @@ def streams(model: PreTrainedModel) -> tuple[Mode, ...]:
 
 
 class Forgetting:
-    """The final states of a model before an edit, on held-out samples. Raise DataError if the
-    samples have no token to predict.
+    """The final states of a model before an edit, on held-out samples.
+
+    Args:
+        model: the model.
+        samples: held-out text.
+        layers: those that edits change. What lower layers compute is kept.
+
+    Raises:
+        DataError: the samples have no token to predict.
     """
 
-    def __init__(self, model: PreTrainedModel, samples: Sequence[Sample]):
-        device = next(model.parameters()).device
-        self._batches = [batch.to(device) for batch in batches(samples, BATCH)]
-        if not any(predicting(batch).any() for batch in self._batches):
+    def __init__(self, model: PreTrainedModel, samples: Sequence[Sample], layers: Iterable[int]):
+        # below the first converted layer, student and teacher are the same
+        self._first = min([*layers, *(index for index, _ in npt_layers(model))])
+        self._opened = list(opened(model, samples, self._first, "held-out text"))
+        if not any(predicting(stream.batch).any() for stream in self._opened):
             raise DataError("no held-out token to predict; check the data")
-        self._states = {
-            stream: [_final(model, batch, stream).cpu() for batch in self._batches]
-            for stream in streams(model)
-        }
+        self._states = {mode: list(self._final(model, mode)) for mode in streams(model)}
+
+    def _final(self, model: PreTrainedModel, mode: Mode) -> Iterator[Tensor]:
+        """Yield the final states of each batch's P predicting tokens, [P, D]."""
+        above = decoder_layers(model)[self._first :]
+        for stream in self._opened:
+            with reading(model, mode):
+                states = model.model.norm(stream.through(above).hidden)
+            yield states[:, :-1][predicting(stream.batch)]
 
     @torch.no_grad()
-    def figures(self, model: PreTrainedModel, stream: Mode) -> Figures:
+    def figures(self, model: PreTrainedModel, mode: Mode) -> Figures:
         """Return the figures of the model now against the model before."""
         parts = []
-        for batch, states in zip(self._batches, self._states[stream], strict=True):
-            predicted = predicting(batch)
+        compared = zip(self._opened, self._final(model, mode), self._states[mode], strict=True)
+        for stream, now, before in compared:
+            predicted = predicting(stream.batch)
             per_token = compare_tokens(
-                _final(model, batch, stream),
-                states.to(batch.input_ids.device),
-                batch.labels[:, 1:][predicted],
+                now,
+                before,
+                stream.batch.labels[:, 1:][predicted],
                 model.lm_head,
                 model.config.vocab_size,
             )
@@ -107,8 +122,9 @@ class Baseline:
         answers: Sequence[Probe],
         paraphrases: Sequence[Probe] = (),
         neighbours: Sequence[Sequence[int]] = (),
+        layers: Iterable[int] = (0,),
     ):
-        self._forgetting = Forgetting(model, samples)
+        self._forgetting = Forgetting(model, samples, layers)
         self._asked = {"": list(answers), "paraphrases_": list(paraphrases)}
         self._neighbours = [Sample("neighbour", (*ids, ids[-1])) for ids in neighbours]
         self._before = {stream: self._recall(model, stream) for stream in streams(model)}
@@ -161,7 +177,8 @@ class Baseline:
         """Return the most likely token after each neighbour."""
         words = [torch.empty(0, dtype=torch.int64)]
         for batch in batches(self._neighbours, BATCH):
-            states = _final(model, batch.to(next(model.parameters()).device), stream)
+            with reading(model, stream):
+                states = final_states(model, batch.to(next(model.parameters()).device))
             lasts = predicting(batch).sum(dim=1).cumsum(0) - 1
             words.append(most_likely(states[lasts], model.lm_head, model.config.vocab_size).cpu())
         return torch.cat(words)
@@ -211,13 +228,6 @@ def mean_log_probability(
             f"the {stream}'s log-probability of a text is NaN; run npt trace to find out why"
         )
     return value
-
-
-@torch.no_grad()
-def _final(model: PreTrainedModel, batch: Batch, stream: Mode) -> Tensor:
-    """Return the final states of the P predicting held-out tokens: [P, D]."""
-    with evaluating(model), adapter_mode(model, stream):
-        return final_states(model, batch)
 
 
 def print_retention(retention: Retention, console: Console, text: str = "held-out tokens") -> None:

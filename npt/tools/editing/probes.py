@@ -74,6 +74,10 @@ class Probe(NamedTuple):
     before: tuple[int, ...]
     tail: tuple[int, ...]
 
+    def length(self) -> int:
+        """Return the number of tokens without the context."""
+        return len(self.before) + len(self.tail)
+
     def read(self) -> Sample:
         """Return the text after the context. Its targets are the text's tokens."""
         return _sample(self.context, self.tail)

@@ -12,32 +12,20 @@ MEMIT (Meng et al., ICLR 2023), with the model itself, reading the context, in p
 found by gradients. Of several facts, nearly all of the probes' mean change is subtracted from Y:
 any text before a token makes it, and learning it would change other texts too. Contrasts and the
 probes of earlier updates are rows that must stay as they are.
-
-If n < F, the same W is Y' (P C^-1 P' + penalty I)^-1 P C^-1, whose factors are the patch.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.consolidate import (
-    Consolidation,
-    applied,
-    apply_update,
-    consolidated,
-    patched_module,
-    summed,
-)
+from npt.adapters.consolidate import Consolidation, applied, apply_update, consolidated
 from npt.adapters.converted import (
     adapter_mode,
     decoder_layers,
@@ -47,17 +35,14 @@ from npt.adapters.converted import (
     npt_layers,
 )
 from npt.adapters.fit import resolve_layers
-from npt.adapters.token_modulation import observed
-from npt.base.linear import Patch, patch_term
 from npt.calibration.samples import draw_samples
-from npt.data.batch import IGNORE_INDEX, Sample, batches, collate
+from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.continuation import bare_tokens
 from npt.data.source import Given
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
-from npt.evaluation.metrics import check_ids, checked_batches, final_states
 from npt.tools.editing.edit_metrics import Forgetting, mean_log_probability
+from npt.tools.editing.layerwise import Rows, opened, second_moments, solve, wanted_outputs
 from npt.tools.editing.probes import (
-    BATCH,
     CONTINUATION_TOKENS,
     Fact,
     Probe,
@@ -90,14 +75,8 @@ ROUNDS = 8
 NEAR_BOUND, AIM = 0.8, 0.9
 """Shares of the bound: a KL that is near enough, and the one to try for."""
 
-DAMPING = 1e-4
-"""Share of the mean of C's diagonal that is added to it."""
-
 JUDGED_CONTINUATIONS = 2
 """Continuations after a context that an edit is judged on."""
-
-LEAST_SCALE = 0.1
-"""|m| below which the missing output is not divided by it."""
 
 LEAST_GAIN = 0.1
 """Nats by which a text must become more likely: less changes no answer."""
@@ -114,25 +93,6 @@ class General:
 
     moments: dict[int, Tensor]
     bound: Sequence[Sample]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Everything that an edit is found on.
-
-    Attributes:
-        probes: texts to be changed.
-        contrasts: texts that must stay.
-        earlier: texts that earlier updates changed, which must stay too.
-    """
-
-    probes: list[Probe]
-    contrasts: list[Probe]
-    earlier: list[Sample]
-
-    def alone(self) -> list[Sample]:
-        """Return all texts without their contexts."""
-        return [probe.alone() for probe in (*self.probes, *self.contrasts)] + self.earlier
 
 
 def consolidate(
@@ -261,37 +221,6 @@ def _first_tokens(samples: Sequence[Sample], count: int) -> list[Sample]:
     return [sample for sample, start in zip(samples, before, strict=True) if start < count]
 
 
-def second_moments(
-    model: PreTrainedModel, samples: Sequence[Sample], layers: Sequence[int]
-) -> dict[int, Tensor]:
-    """Return C = E[p p'] by layer, [F, F] each, over the tokens of samples."""
-    sums: dict[int, Tensor] = {}
-    tokens = 0
-    for batch in checked_batches(model, batches(samples, BATCH), "general text"):
-        valid = batch.attention_mask.bool()
-        tokens += batch.tokens
-
-        def add(index: int, seen: Seen, valid: Tensor = valid) -> None:
-            rows = seen.product[valid].to(torch.float32)
-            sums[index] = rows.t() @ rows + sums.get(index, 0.0)
-
-        with _reading(model, layers, add):
-            final_states(model, batch)
-    for index, total in sums.items():
-        if not bool(torch.isfinite(total).all()):
-            raise NumericalError(
-                f"layer {index}: a product on general text is not finite; find the cause with npt"
-                " trace"
-            )
-    return {index: damped(total / tokens) for index, total in sums.items()}
-
-
-def damped(moments: Tensor) -> Tensor:
-    """Return C with its diagonal raised, so that it can be inverted."""
-    moments.diagonal().add_(DAMPING * moments.diagonal().mean())
-    return moments
-
-
 def find_update(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -309,14 +238,17 @@ def find_update(
     """
     check_asked(facts, context, max_kl)
     rows = gathered(model, tokenizer, facts, context, probes, seed)
-    wanted = wanted_outputs(model, rows, tuple(general.moments), common=1 - 1 / max(1, len(facts)))
-    forgetting = Forgetting(model, general.bound)
+    layers = tuple(general.moments)
+    streams = list(opened(model, rows.alone(), min(layers)))
+    common = 1 - 1 / max(1, len(facts))
+    wanted = wanted_outputs(model, rows, streams, layers, common=common)
+    forgetting = Forgetting(model, general.bound, layers)
     found: Consolidation | None = None
     penalty = LEAST_PENALTY
     too_low: tuple[float, float] | None = None
     kept: tuple[float, float] | None = None
     for _ in range(ROUNDS):
-        update = Consolidation(solve(model, rows, wanted, general.moments, penalty))
+        update = Consolidation(solve(model, streams, wanted, general.moments, penalty))
         kl = 0.0
         if math.isfinite(max_kl):
             with applied(model, update):
@@ -395,7 +327,7 @@ def gathered(
     probes = [probe for probe in probes if probe.tail]
     if not probes:
         raise ConfigError("the context has too few tokens to learn from: lengthen it")
-    return Rows(probes, apart, earlier)
+    return Rows(sorted(probes, key=Probe.length), sorted(apart, key=Probe.length), earlier)
 
 
 def judged_probes(
@@ -419,169 +351,3 @@ def check_gain(gain: float, penalty: float) -> None:
             f" {penalty:.3g}, so nothing was written: raise --max_kl, write fewer texts at once, or"
             " use a model that answers differently with them in its context"
         )
-
-
-def wanted_outputs(
-    model: PreTrainedModel, rows: Rows, layers: Sequence[int], *, common: float
-) -> dict[int, Tensor]:
-    """Return what o should be at the tokens of all rows, by layer: [n, D].
-
-    common: share of the mean change over the probes' tokens that is left out: 0 for one text, whose
-        own change the mean is, and near 1 for many.
-    """
-    wanted = outputs(model, rows.alone(), layers)
-    for index, read in outputs_with_context(model, rows.probes, layers).items():
-        changed = wanted[index][: len(read)]
-        change = read - changed
-        changed += change - common * change.mean(dim=0)
-    return wanted
-
-
-def outputs_with_context(
-    model: PreTrainedModel, probes: Sequence[Probe], layers: Sequence[int]
-) -> dict[int, Tensor]:
-    """Return o at the probes' n tokens after their contexts, by layer: [n, D]."""
-    return outputs(model, [probe.read() for probe in probes], layers)
-
-
-def outputs(
-    model: PreTrainedModel, samples: Sequence[Sample], layers: Sequence[int]
-) -> dict[int, Tensor]:
-    """Return o at the samples' n target tokens, by layer: [n, D]; raise NumericalError if a number
-    is not finite.
-    """
-    parts: dict[int, list[Tensor]] = {index: [] for index in layers}
-    for batch in checked_batches(model, batches(samples, BATCH), "the probes"):
-        tails = batch.labels != IGNORE_INDEX
-
-        def keep(index: int, seen: Seen, tails: Tensor = tails) -> None:
-            parts[index].append(seen.output[tails].to(torch.float32))
-
-        with _reading(model, layers, keep):
-            final_states(model, batch)
-    found = {index: torch.cat(each) for index, each in parts.items()}
-    for index, outputs in found.items():
-        if not bool(torch.isfinite(outputs).all()):
-            raise NumericalError(
-                f"layer {index}: a state after the context is not finite; find the cause with npt"
-                " trace"
-            )
-    return found
-
-
-def solve(
-    model: PreTrainedModel,
-    rows: Rows,
-    wanted: dict[int, Tensor],
-    moments: dict[int, Tensor],
-    penalty: float,
-) -> dict[int, Patch]:
-    """Return the patches of all layers from one forward pass over the rows without their contexts.
-
-    wanted: `wanted_outputs`, [n, D] by layer; moments: C by layer, [F, F].
-    """
-    batch = collate(rows.alone())
-    check_ids(batch, model, "the probes")
-    batch = batch.to(next(model.parameters()).device)
-    tails = batch.labels != IGNORE_INDEX
-    patches: dict[int, Patch] = {}
-
-    def patch(index: int, seen: Seen) -> Tensor:
-        missing = wanted[index].to(tails.device) - seen.output[tails].to(torch.float32)
-        p = seen.product[tails].to(torch.float32)
-        if seen.scale is not None:  # some forms of m reach 0, where nothing can be made up for
-            m = seen.scale[tails].to(torch.float32)
-            missing = missing * m / m.square().clamp_min(LEAST_SCALE**2)
-        outer, inner = least_squares(p, missing, moments[index], penalty)
-        patches[index] = outer.cpu(), inner.cpu()
-        added = patch_term((outer, inner), seen.product)
-        added = added if seen.scale is None else added * seen.scale
-        return seen.output + added.to(seen.output.dtype)
-
-    with _reading(model, tuple(wanted), patch):
-        final_states(model, batch)
-    return patches
-
-
-def least_squares(p: Tensor, y: Tensor, moments: Tensor, penalty: float) -> Patch:
-    """Return W = Y' P (P'P + penalty C)^-1 as a patch.
-
-    Args:
-        p: P, [n, F].
-        y: Y, [n, D].
-        moments: C, [F, F].
-        penalty: above 0.
-    """
-    if len(p) < p.shape[1]:
-        inner = torch.cholesky_solve(p.t(), cholesky(moments)).t()
-        gram = p @ inner.t()
-        gram.diagonal().add_(penalty)
-        return summed([(torch.linalg.solve(gram, y).t(), inner)])
-    factor = cholesky(p.t() @ p + penalty * moments)
-    weight = torch.cholesky_solve(p.t() @ y, factor).t()
-    return torch.eye(len(weight), device=weight.device), weight.contiguous()
-
-
-def cholesky(matrix: Tensor) -> Tensor:
-    """Return the Cholesky factor of a symmetric matrix, damped further if rounding needs it."""
-    damping = DAMPING * matrix.diagonal().mean()
-    for _ in range(4):
-        factor, failed = torch.linalg.cholesky_ex(matrix)
-        if not failed:
-            return factor
-        matrix = matrix.clone()
-        matrix.diagonal().add_(damping)
-        damping = 10 * damping
-    raise NumericalError("the second moments of general text have no Cholesky factor; add text")
-
-
-class Seen(NamedTuple):
-    """What one layer computes in a forward pass.
-
-    Attributes:
-        product: p, [B, T, F].
-        scale: m of the target down, [B, T, D]; None if the layer has none.
-        output: o, [B, T, D].
-    """
-
-    product: Tensor
-    scale: Tensor | None
-    output: Tensor
-
-
-@contextmanager
-def _reading(
-    model: PreTrainedModel, layers: Sequence[int], see: Callable[[int, Seen], Tensor | None]
-) -> Iterator[None]:
-    """Within the context, the student's layers pass what they compute to `see`, which may return
-    another output.
-    """
-    products: dict[int, Tensor] = {}
-    scales: dict[int, Tensor | None] = {}
-
-    def keep_product(index: int, _module: Any, args: tuple[Tensor]) -> None:
-        products[index] = args[0]
-
-    def keep_scale(index: int, stages: dict[str, Tensor | None]) -> None:
-        if "m_down" in stages:
-            scales[index] = stages["m_down"]
-
-    def pass_on(index: int, _module: Any, _args: Any, output: Tensor) -> Tensor | None:
-        return see(index, Seen(products.pop(index), scales.pop(index, None), output))
-
-    converted = [(layer.npt, partial(keep_scale, index)) for index, layer in npt_layers(model)]
-    decoder = decoder_layers(model)
-    with ExitStack() as stack:
-        stack.enter_context(observed(converted))
-        stack.enter_context(evaluating(model))
-        stack.enter_context(adapter_mode(model, "student"))
-        stack.enter_context(torch.no_grad())
-        for index in layers:
-            module = patched_module(decoder[index])
-            hooks = [
-                module.register_forward_pre_hook(partial(keep_product, index)),
-                decoder[index].register_forward_hook(partial(pass_on, index)),
-            ]
-            for hook in hooks:
-                stack.callback(hook.remove)
-        yield

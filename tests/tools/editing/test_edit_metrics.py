@@ -93,7 +93,7 @@ def test_a_model_without_adapters_is_measured_too(load_model):
 
 
 def test_the_bound_holds_with_a_margin(model):
-    forgetting = Forgetting(model, samples(6, 1))
+    forgetting = Forgetting(model, samples(6, 1), (1,))
     apply_update(model, random_update(model))
     both = [forgetting.figures(model, stream) for stream in STREAMS]
     expected = max(each.kl + 2 * each.kl_se for each in both)
@@ -102,7 +102,7 @@ def test_the_bound_holds_with_a_margin(model):
 
 def test_what_cannot_be_measured_is_refused(model):
     with pytest.raises(DataError, match="no held-out token"):
-        Forgetting(model, [Sample("x", (5,))])
+        Forgetting(model, [Sample("x", (5,))], (1,))
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)
     with pytest.raises(NumericalError, match="student's log-probability of a text is NaN"):

@@ -10,24 +10,24 @@ from torch.testing import assert_close
 import npt
 from npt.adapters.consolidate import Consolidation, apply_update
 from npt.adapters.converted import decoder_layers
+from npt.adapters.stream import Stream
 from npt.data.readers import builtin_files
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.tools.editing import write
 from npt.tools.editing.edit_metrics import Forgetting, mean_log_probability
-from npt.tools.editing.probes import Fact, Probe
-from npt.tools.editing.write import (
-    General,
+from npt.tools.editing.layerwise import (
     Rows,
-    as_facts,
-    find_update,
-    general_text,
+    cholesky,
     least_squares,
+    opened,
     outputs,
     outputs_with_context,
     second_moments,
     solve,
     wanted_outputs,
 )
+from npt.tools.editing.probes import Fact, Probe
+from npt.tools.editing.write import General, as_facts, find_update, general_text
 
 LAYERS = (1, 2)
 PROBES = [
@@ -41,6 +41,10 @@ TEXT = [{"text": f"sentence number {n} of some general text"} for n in range(60)
 def general(model, tokens: int = 40) -> General:
     samples = random_samples((8 + n % 5 for n in range(tokens)), 3)
     return General(second_moments(model, samples, LAYERS), samples[:6])
+
+
+def alone(model, rows: Rows) -> list[Stream]:
+    return list(opened(model, rows.alone(), LAYERS[0]))
 
 
 @pytest.mark.parametrize("rows", [3, 40])
@@ -72,7 +76,7 @@ def test_with_a_small_penalty_the_states_are_those_with_the_context(load_model, 
     model = student(load_model, **FORMS[form])
     wanted = outputs_with_context(model, PROBES, LAYERS)
     moments = {index: torch.eye(128) for index in LAYERS}
-    patches = solve(model, Rows(PROBES, [], []), wanted, moments, 1e-6)
+    patches = solve(model, alone(model, Rows(PROBES, [], [])), wanted, moments, 1e-6)
     apply_update(model, Consolidation(patches))
     last = LAYERS[-1]
     seen = []
@@ -92,17 +96,18 @@ def test_wanted_are_the_states_with_the_context_without_their_mean_change(load_m
     kept = Probe((), (0,), (31, 12, 40, 7))
     rows = Rows(PROBES, [kept], [kept.alone()])
     read = outputs_with_context(model, PROBES, LAYERS)
-    alone = outputs(model, rows.alone(), LAYERS)
-    plain, centred = (wanted_outputs(model, rows, LAYERS, common=c) for c in (0, 1))
+    streams = alone(model, rows)
+    before = outputs(model, streams, LAYERS)
+    plain, centred = (wanted_outputs(model, rows, streams, LAYERS, common=c) for c in (0, 1))
     for index in LAYERS:
         tokens = len(read[index])
         # fp32: before + (read - before)
         assert_close(plain[index][:tokens], read[index], rtol=1e-5, atol=1e-5)
-        change = centred[index] - alone[index]
+        change = centred[index] - before[index]
         assert_close(change[:tokens].mean(dim=0), torch.zeros(64), rtol=0, atol=1e-5)
-        mean = (read[index] - alone[index][:tokens]).mean(dim=0)
+        mean = (read[index] - before[index][:tokens]).mean(dim=0)
         assert_close(centred[index][:tokens] + mean, read[index], rtol=1e-5, atol=1e-5)
-        assert torch.equal(centred[index][tokens:], alone[index][tokens:])
+        assert torch.equal(centred[index][tokens:], before[index][tokens:])
 
 
 @torch.no_grad()
@@ -114,8 +119,9 @@ def test_contrasts_and_the_probes_of_earlier_updates_stay_nearer(load_model):
     def moved(rows: Rows) -> float:
         ids = torch.tensor([other.before + other.tail])
         plain = model.model(ids).last_hidden_state
-        wanted = wanted_outputs(model, rows, LAYERS, common=0)
-        apply_update(model, Consolidation(solve(model, rows, wanted, moments, 1.0)))
+        streams = alone(model, rows)
+        wanted = wanted_outputs(model, rows, streams, LAYERS, common=0)
+        apply_update(model, Consolidation(solve(model, streams, wanted, moments, 1.0)))
         changed = float((model.model(ids).last_hidden_state - plain).norm())
         npt.unconsolidate(model)
         return changed
@@ -133,7 +139,7 @@ def test_the_penalty_rises_until_the_bound_holds(load_model, tokenizer, max_kl):
     assert npt.consolidated(model) == ()
     penalty = update.record["penalty"]
     assert (penalty == write.LEAST_PENALTY) == math.isinf(max_kl)
-    forgetting = Forgetting(model, text.bound)
+    forgetting = Forgetting(model, text.bound, LAYERS)
     apply_update(model, update)
     if math.isfinite(max_kl):
         assert forgetting.upper_kl(model) <= max_kl
@@ -211,7 +217,7 @@ class TestRefused:
         model = student(load_model)
         with torch.no_grad():
             model.model.layers[0].input_layernorm.weight.fill_(math.nan)
-        with pytest.raises(NumericalError, match="layer 1: a state after the context is not fin"):
+        with pytest.raises(NumericalError, match="layer 1: a state of the probes is not fin"):
             outputs_with_context(model, PROBES, LAYERS)
 
     def test_contexts_that_are_too_long_or_too_short(self, load_model, tokenizer):
@@ -255,13 +261,13 @@ def test_a_multiplier_of_zero_is_not_divided_by(load_model):
             )
     wanted = outputs_with_context(model, PROBES, LAYERS)
     moments = {index: torch.eye(128) for index in LAYERS}
-    patches = solve(model, Rows(PROBES, [], []), wanted, moments, 1.0)
+    patches = solve(model, alone(model, Rows(PROBES, [], [])), wanted, moments, 1.0)
     assert all(bool(part.isfinite().all()) for patch in patches.values() for part in patch)
 
 
 def test_a_matrix_that_rounding_leaves_indefinite_is_damped():
     vector = torch.ones(50, 1)
-    factor = write.cholesky(vector @ vector.T - 1e-7 * torch.eye(50))
+    factor = cholesky(vector @ vector.T - 1e-7 * torch.eye(50))
     assert bool(factor.isfinite().all())
     with pytest.raises(NumericalError, match="no Cholesky factor"):
-        write.cholesky(-torch.eye(3))
+        cholesky(-torch.eye(3))
