@@ -27,7 +27,7 @@ from npt.files import check_folder
 MAX_KL = 0.01
 """Nats per token."""
 
-CONTEXT_PROBES = 8
+CONTEXT_PROBES = 16
 """Continuations of a context that is written without texts."""
 
 

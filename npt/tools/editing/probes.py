@@ -55,7 +55,10 @@ PIECES = 4
 """Pieces of a context that are probes themselves."""
 
 TEMPERATURE = 0.7
-"""Of continuations: below 1, since a small model soon leaves the subject."""
+"""Of what is written in a conversation: below 1, since a small model soon leaves the subject."""
+
+PLAIN_TEMPERATURE = 1.0
+"""Of continuations without a conversation, which repeat themselves below 1."""
 
 BATCH = 16
 """Rows of a forward pass."""
@@ -162,7 +165,7 @@ def continuations(
     if not has_template(tokenizer):
         opening, tokens = opening_tokens(tokenizer), bare_tokens(tokenizer, context)
         read = (*opening, *tokens)
-        for tail in _written(model, [read] * count, CONTINUATION_TOKENS, seed):
+        for tail in _written(model, [read] * count, CONTINUATION_TOKENS, seed, PLAIN_TEMPERATURE):
             yield _without_first(Probe(read, tuple(opening), tuple(tail)))
         return
     mark = "\N{REPLACEMENT CHARACTER}"
