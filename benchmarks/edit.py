@@ -16,6 +16,8 @@ from its beginning, the bound of the KL is held on other samples, and `kl` is me
     lora                all facts: the student's context distillation into a LoRA of the same
                         matrices, for as many seconds as `all` took
     fine-tuning         all facts: next-token training of the same matrices, for as many seconds
+    document            the first 256 tokens of three articles, as plain text, each alone
+    system prompt       three system prompts (prompts.jsonl), each alone
 
     answer              log-probability of the answer after the prompt, nats
     paraphrases         after the paraphrases, which nothing has seen
@@ -23,6 +25,16 @@ from its beginning, the bound of the KL is held on other samples, and `kl` is me
     neighbours          share of neighbours whose most likely word is unchanged
     kl                  KL from the model before on other text, nats a token, and its error
     seconds             to find the edit, without the moments of general text (`moments_seconds`)
+
+and of a context
+
+    before              KL from the model with the context to the one without it, on what it did not
+                        see: the next 128 tokens of the article, answers to eight questions
+    closed              share of that KL that is closed
+    bias_...            the same with the mean change of each layer's output as a bias
+    in_turn...          the same if one is written after another, with all of them in the model
+    last_alone          share closed of the last one, when the others were taken out again
+    left                the largest share closed when all were taken out: 0
 
 Gradient rows are scaled down until their KL keeps --max_kl, like the update; the time for that does
 not count. Run it on an idle machine.
@@ -46,6 +58,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import edit_contexts
 import npt
 from fetch_model import fetched
 from npt.adapters.consolidate import Consolidation, applied, apply_update, patched_module
@@ -65,7 +78,8 @@ from npt.tools.editing.write import find_update, gathered, general_text, layers_
 from this_machine import code_hash, machine
 
 OWN = Path(__file__).with_name("facts.jsonl")
-ROWS = ("before", "in context", "one", "six", "all", "in turn", "memit", "lora", "fine-tuning")
+FACT_ROWS = ("before", "in context", "one", "six", "all", "in turn", "memit", "lora", "fine-tuning")
+ROWS = (*FACT_ROWS, "document", "system prompt")
 REPORT_SAMPLES = 16
 LORA_RANK = 16
 RATE = {"lora": 1e-3, "fine-tuning": 1e-4, "memit": 0.5}
@@ -93,6 +107,12 @@ class Bench:
         self.general = general_text(self.model, self.tokenizer, kept, self.layers)
         self.moments_seconds = time.perf_counter() - began
         opening, size = opening_tokens(self.tokenizer), 256
+        needed = edit_contexts.DOCUMENT_TOKENS + edit_contexts.JUDGED_TOKENS
+        self.long_texts = [
+            record["text"]
+            for record in reported[REPORT_SAMPLES:]
+            if len(bare_tokens(self.tokenizer, record["text"])) >= needed
+        ]
         self.reported = [
             Sample(str(n), (*opening, *bare_tokens(self.tokenizer, record["text"])[:size]))
             for n, record in enumerate(reported[:REPORT_SAMPLES])
@@ -395,6 +415,8 @@ MAKE: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "memit": memit,
     "lora": lora,
     "fine-tuning": fine_tuning,
+    "document": edit_contexts.document,
+    "system prompt": edit_contexts.system_prompt,
 }
 
 

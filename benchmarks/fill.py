@@ -44,6 +44,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "real.py, bits": (tables.rounded, ("real-code",)),
     "move.py": (tables.moved, ("move",)),
     "edit.py": (tables.edited, ("edit",)),
+    "edit_contexts.py": (tables.edited_contexts, ("edit",)),
     "speed.py --shape cpu-0.2b": (tables.speed, ("cpu-0.2b",)),
     "step_cost.py": (tables.step_cost, ("step_cost",)),
     "gpu_check.py": (tables.gpu_check, ("gpu_check",)),

@@ -308,7 +308,30 @@ def edited(figures: Json) -> str:
         "KL": lambda row: f"{row['kl']:.4f} ± {row['kl_se']:.4f}" if "kl" in row else "–",
         "seconds a fact": optional("seconds", ".1f"),
     }
-    rows = [{"name": f"`{name}`", **row} for name, row in figures["rows"].items()]
+    rows = [
+        {"name": f"`{name}`", **row} for name, row in figures["rows"].items() if "closed" not in row
+    ]
+    return table(columns, rows, words=1)
+
+
+def edited_contexts(figures: Json) -> str:
+    """Return the rows of `edit.py` that write contexts."""
+
+    def share(name: str, kl: str) -> Callable[[Json], str]:
+        return lambda row: f"{100 * row[name]:.0f}% ({row[kl]:.3f})"
+
+    columns: dict[str, Cell] = {
+        "row": "{name}",
+        "KL without the context": "{before:.2f}",
+        "closed": share("closed", "kl"),
+        "by a bias": share("bias_closed", "bias_kl"),
+        "one after another": share("in_turn", "in_turn_kl"),
+        "the last one, others taken out": lambda row: f"{100 * row['last_alone']:.0f}%",
+        "all taken out": lambda row: f"{100 * row['left']:.0f}%",
+    }
+    rows = [
+        {"name": f"`{name}`", **row} for name, row in figures["rows"].items() if "closed" in row
+    ]
     return table(columns, rows, words=1)
 
 

@@ -165,17 +165,17 @@ def continuations(
     if not has_template(tokenizer):
         opening, tokens = opening_tokens(tokenizer), bare_tokens(tokenizer, context)
         read = (*opening, *tokens)
-        for tail in _written(model, [read] * count, CONTINUATION_TOKENS, seed, PLAIN_TEMPERATURE):
+        for tail in written(model, [read] * count, CONTINUATION_TOKENS, seed, PLAIN_TEMPERATURE):
             yield _without_first(Probe(read, tuple(opening), tuple(tail)))
         return
     mark = "\N{REPLACEMENT CHARACTER}"
     before_user = _rendered(tokenizer, mark, context, to_answer=False).rpartition(mark)[0]
     asked = [tuple(bare_tokens(tokenizer, before_user))] * count
     turns = []
-    for tokens in _written(model, asked, CONTINUATION_TOKENS // 2, seed):
+    for tokens in written(model, asked, CONTINUATION_TOKENS // 2, seed):
         question = tokenizer.decode(tokens, skip_special_tokens=True).strip().split("\n")[0]
         turns.append((_turn(tokenizer, question, context), _turn(tokenizer, question)))
-    tails = _written(model, [read for read, _ in turns], CONTINUATION_TOKENS, seed)
+    tails = written(model, [read for read, _ in turns], CONTINUATION_TOKENS, seed)
     for (read, alone), tail in zip(turns, tails, strict=True):
         yield Probe(read, alone, tuple(tail))
 
@@ -219,7 +219,7 @@ def contrasts(
         for _ in range(CONTRASTS - len(others)):
             starts.append((*opening, *row[:first]))
             ends.append(row[last:])
-    drawn = _written(model, starts, 4, seed, SUBJECT_TEMPERATURE)
+    drawn = written(model, starts, 4, seed, SUBJECT_TEMPERATURE)
     found = [(*opening, *row) for row in sorted(changed - set(rows))]
     for number, (start, other, end) in enumerate(zip(starts, drawn, ends, strict=True)):
         found.append((*start, *other[: 2 + number % 3], *end))
@@ -262,27 +262,27 @@ def _turn(tokenizer: Any, user: str, context: str = "") -> tuple[int, ...]:
     return tuple(bare_tokens(tokenizer, text))
 
 
-def _written(
+def written(
     model: Any,
     prompts: Sequence[tuple[int, ...]],
     count: int,
     seed: int,
     temperature: float = TEMPERATURE,
 ) -> list[list[int]]:
-    """Return `count` tokens that the model draws after each prompt."""
+    """Return `count` tokens that the model draws after each prompt, at a temperature."""
 
     def drawn(logits: Tensor) -> Tensor:
         p = torch.softmax(logits.to("cpu", torch.float32) / temperature, dim=-1)
         return torch.multinomial(p, 1)[:, 0].to(logits.device)
 
-    written: list[list[int]] = []
+    rows: list[list[int]] = []
     with kept_random_state():
         torch.default_generator.manual_seed(seed)
         for start in range(0, len(prompts), BATCH):
             part = prompts[start : start + BATCH]
             names = ["a probe"] * len(part)
-            written += continue_greedily(model, part, [count] * len(part), (), names, drawn)
-    return written
+            rows += continue_greedily(model, part, [count] * len(part), (), names, drawn)
+    return rows
 
 
 @torch.no_grad()
