@@ -265,13 +265,9 @@ def function_vector(model: Any, effects: Tensor, means: Sequence[Tensor]) -> Ten
     return total
 
 
-def base_row(model: Any, task: MoveTask) -> dict[str, Any]:
-    """Return the figures of a task on the base."""
+def base_row(model: Any, task: MoveTask, measured: Batch, choosing: Batch) -> dict[str, Any]:
+    """Return the figures of a task on the base. measured, choosing: the task's queries alone."""
     device = next(model.parameters()).device
-    measured, choosing = (
-        Batch([task.alone(pair) for pair in pairs], device)
-        for pairs in (task.measured, task.choosing)
-    )
     context = Batch([task.in_context(pair) for pair in task.measured], device)
     means = Batch([task.in_context(pair) for pair in task.moved_from], device)
     states, heads = means_in_context(model, means)
@@ -295,7 +291,7 @@ def base_row(model: Any, task: MoveTask) -> dict[str, Any]:
     return {"figures": figures, "layers": chosen}
 
 
-def written(model: Any, task: MoveTask, moments: dict[int, Tensor]) -> float:
+def written(model: Any, task: MoveTask, measured: Batch, moments: dict[int, Tensor]) -> float:
     """Return the accuracy if what the examples change is written into the weights.
 
     moments: C by layer, [F, F].
@@ -309,18 +305,13 @@ def written(model: Any, task: MoveTask, moments: dict[int, Tensor]) -> float:
     streams = list(opened(model, rows.alone(), min(layers)))
     wanted = wanted_outputs(model, rows, streams, layers, common=0)
     update = Consolidation(solve(model, streams, wanted, moments, PENALTY))
-    measured = Batch([task.alone(pair) for pair in task.measured], next(model.parameters()).device)
     with applied(model, update):
         return measured.accuracy(model)
 
 
-def student_row(model: Any, task: MoveTask) -> dict[str, Any]:
+def student_row(model: Any, task: MoveTask, measured: Batch, choosing: Batch) -> dict[str, Any]:
     """Return the figures of a task on the student attached to the model."""
     device = next(model.parameters()).device
-    measured, choosing = (
-        Batch([task.alone(pair) for pair in pairs], device)
-        for pairs in (task.measured, task.choosing)
-    )
     context = Batch([task.in_context(pair) for pair in task.measured], device)
     in_context = [task.in_context(pair).ids for pair in task.moved_from]
     alone = [task.alone(pair).ids for pair in task.moved_from]
@@ -396,8 +387,13 @@ class Bench:
             for task in self.tasks:
                 complain(f"{student}: {task.name}")
                 measure = base_row if student == "base" else student_row
-                found = measure(model, task)
-                found["figures"]["written"] = written(model, task, moments)
+                device = next(model.parameters()).device
+                measured, choosing = (
+                    Batch([task.alone(pair) for pair in pairs], device)
+                    for pairs in (task.measured, task.choosing)
+                )
+                found = measure(model, task, measured, choosing)
+                found["figures"]["written"] = written(model, task, measured, moments)
                 ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
                 yield {**made, "task": task.name, **found, "code": self.code, "ended": ended}
         finally:

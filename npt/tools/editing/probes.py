@@ -83,11 +83,11 @@ class Probe(NamedTuple):
 
     def read(self) -> Sample:
         """Return the text after the context. Its targets are the text's tokens."""
-        return _sample(self.context, self.tail)
+        return text_after(self.context, self.tail)
 
     def alone(self) -> Sample:
         """Return the text without the context."""
-        return _sample(self.before, self.tail)
+        return text_after(self.before, self.tail)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,8 @@ def contrasts(
     return [_without_first(Probe((), (), row)) for row in dict.fromkeys(found)]
 
 
-def _sample(front: tuple[int, ...], tail: tuple[int, ...]) -> Sample:
+def text_after(front: tuple[int, ...], tail: tuple[int, ...]) -> Sample:
+    """Return a sample of both, whose targets are the tail's tokens."""
     labels = (*[IGNORE_INDEX] * len(front), *tail)
     return Sample("probe", (*front, *tail), labels)
 

@@ -36,7 +36,7 @@ from npt.adapters.converted import (
 )
 from npt.adapters.fit import resolve_layers
 from npt.calibration.samples import draw_samples
-from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.batch import Sample
 from npt.data.continuation import bare_tokens
 from npt.data.source import Given
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
@@ -51,6 +51,7 @@ from npt.tools.editing.probes import (
     contrasts,
     pieces,
     subjects,
+    text_after,
     wordings,
 )
 
@@ -320,7 +321,7 @@ def gathered(
             probes += continuations(model, tokenizer, context, count, seed)
         apart = contrasts(model, tokenizer, prompts, found, seed)
     earlier = [
-        Sample("earlier", ids, (*[IGNORE_INDEX] * (len(ids) - count), *ids[-count:]))
+        text_after(ids[:-count], ids[-count:])
         for update in consolidated(model)
         for ids, count in update.probes
     ]
