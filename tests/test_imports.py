@@ -3,6 +3,8 @@ its own level or above.
 """
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,3 +138,19 @@ def test_the_check_finds_what_is_forbidden(path, source) -> None:
 )
 def test_the_check_lets_pass_what_is_allowed(path, source) -> None:
     assert violations(source, path) == []
+
+
+ALONE = """
+import sys, torch, safetensors.torch
+before = set(sys.modules)
+import npt.guard
+import npt.tracer.trace
+new = {name.partition(".")[0] for name in sys.modules.keys() - before}
+print(sorted(new - sys.stdlib_module_names))
+"""
+
+
+def test_the_guard_and_the_tracer_need_torch_and_safetensors_alone() -> None:
+    """A guard in another project's trainer must not load the libraries of distillation."""
+    found = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert found.stdout.strip() == "['npt']", found.stderr

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.layer import Mode, NPTLayer, in_parts
+from npt.adapters.layer import Mode, NPTLayer
+from npt.base.hooks import in_parts
 from npt.config import NPTConfig
 from npt.errors import ModelError
 

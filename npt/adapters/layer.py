@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import call
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -397,21 +396,3 @@ def student_mlp(
     name = f"layer {layer.self_attn.layer_idx}'s mlp"
     down = call_around(mlp, name, modulated_mlp, x)
     return down, [] if code is None else terms
-
-
-WITHIN = "_npt_within"
-"""Attribute of a sharded module: a forward for FSDP (npt/distributed/sharded_base.py)."""
-
-
-def in_parts(layer: nn.Module) -> bool:
-    """Return whether a decoder layer is sharded."""
-    return WITHIN in vars(layer)
-
-
-def within(module: nn.Module, compute: Callable[..., T], *tensors: Tensor) -> T:
-    """Return `compute(*tensors)`, run as the forward of a decoder layer or of the decoder.
-
-    FSDP then gathers the weights of a sharded module, and again for backward until the gradients of
-    `tensors` exist: pass every tensor that needs one. All processes must make the call.
-    """
-    return vars(module).get(WITHIN, call)(compute, *tensors)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -51,6 +50,7 @@ from npt.base.linear import (
     multiply_backward,
     product_weight,
 )
+from npt.base.unfused import is_unfused
 from npt.config import STREAM, NPTConfig
 from npt.config.adapter import SATURATED
 from npt.errors import first_line
@@ -61,18 +61,6 @@ BLOCK = {"cpu": 1 << 19, "cuda": 1 << 23}
 enough rows for efficient low-rank products. On a GPU memory traffic decides."""
 
 _PRODUCTS = ("gate", "up", "down")
-
-_PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
-
-
-@contextmanager
-def unfused() -> Iterator[None]:
-    """Within the context, compute converted layers operation by operation, for inspection."""
-    token = _PLAIN.set(True)
-    try:
-        yield
-    finally:
-        _PLAIN.reset(token)
 
 
 def trained_output(
@@ -124,7 +112,7 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
     config, parts = layer.npt.config, _parts(layer.mlp)
     _, activation, *linears = parts
     return (
-        not _PLAIN.get()
+        not is_unfused()
         and config.mult_form == "sigmoid"
         and hidden.dtype == layer.npt.A.dtype == torch.float32
         and not torch.is_autocast_enabled(hidden.device.type)

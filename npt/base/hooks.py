@@ -1,4 +1,5 @@
-"""Hooks: find out whether one may change the input or output of a module.
+"""Calls of modules: find out whether a hook may change their input or output, and compute as if in
+their forward.
 
 Training computes parts of a layer from frozen weights without calling their modules. It calls hooks
 that only look, and changes no bit by it. A module with any other hook is called as it is.
@@ -7,6 +8,7 @@ that only look, and changes no bit by it. A module with any other hook is called
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import call
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from npt.errors import ModelError
 
 H = TypeVar("H", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _LOOKS = "_npt_only_looks"
 _LOOKERS = ("transformers.utils.output_capturing", "torch.distributed.fsdp.")
@@ -75,3 +78,21 @@ def call_around(
         return module(x, **context)
     finally:
         del vars(module)["forward"]
+
+
+WITHIN = "_npt_within"
+"""Attribute of a sharded module: a forward for FSDP (npt/distributed/sharded_base.py)."""
+
+
+def in_parts(layer: nn.Module) -> bool:
+    """Return whether a decoder layer is sharded."""
+    return WITHIN in vars(layer)
+
+
+def within(module: nn.Module, compute: Callable[..., T], *tensors: Tensor) -> T:
+    """Return `compute(*tensors)`, run as the forward of a decoder layer or of the decoder.
+
+    FSDP then gathers the weights of a sharded module, and again for backward until the gradients of
+    `tensors` exist: pass every tensor that needs one. All processes must make the call.
+    """
+    return vars(module).get(WITHIN, call)(compute, *tensors)

@@ -33,8 +33,9 @@ from npt.adapters.converted import (
     evaluating,
     npt_layers,
 )
-from npt.adapters.layer import NPTLayer, attention_output, student_output, within
+from npt.adapters.layer import NPTLayer, attention_output, student_output
 from npt.adapters.stream import Stream, open_stream
+from npt.base.hooks import within
 from npt.calibration.cut import SOLVED, Cut
 from npt.calibration.sensitivity import bounded, product
 from npt.calibration.together import on_device_or_host, together

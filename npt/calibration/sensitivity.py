@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapters_disabled, decoder_layers, is_sharded, npt_layers
-from npt.adapters.layer import within
 from npt.adapters.stream import Stream, open_stream
+from npt.base.hooks import within
 from npt.base.linear import cast_once
 from npt.base.precision import fp32_products
 from npt.calibration.cut import Cut

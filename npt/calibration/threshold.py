@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, decoder_layers, evaluating, npt_layers
-from npt.adapters.layer import within
 from npt.adapters.stream import open_stream
 from npt.adapters.token_modulation import observed
+from npt.base.hooks import within
 from npt.data.batch import Sample, batches
 
 TOKENS = 4096

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
-from npt.adapters.layer import NPTLayer, attention_output, within
+from npt.adapters.layer import NPTLayer, attention_output
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import trained_output
-from npt.base.hooks import call_around, may_change
+from npt.base.hooks import call_around, may_change, within
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import HIDDEN_LOSSES, nmse_per_token

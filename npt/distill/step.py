@@ -34,8 +34,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
-from npt.adapters.layer import within
 from npt.base.device import wait_for
+from npt.base.hooks import within
 from npt.config import PRODUCTS, TrainConfig
 from npt.data.batch import Batch
 from npt.distill.local import BatchSums

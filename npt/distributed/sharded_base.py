@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapters_disabled, attached_config, decoder_layers, is_sharded
-from npt.adapters.layer import WITHIN, NPTLayer, within
+from npt.adapters.layer import NPTLayer
 from npt.adapters.stream import Stream, open_stream
+from npt.base.hooks import WITHIN, within
 from npt.base.layers import real_layers
 from npt.base.linear import quantized_linears
 from npt.data.batch import Sample, collate

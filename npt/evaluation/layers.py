@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, npt_layers
-from npt.adapters.layer import Mode, student_output, within
+from npt.adapters.layer import Mode, student_output
 from npt.adapters.token_modulation import observed
+from npt.base.hooks import within
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import nmse_per_token
 from npt.evaluation.metrics import mean_and_error

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from npt.base.linear import dense_weight, quantized_linears
 from npt.errors import ConfigError, printable
 from npt.files import write_bytes
 from npt.stored import opened, shown
 from npt.tracer.operations import BLANK, Observer, TorchCall, names
+from npt.tracer.packed import packed_linears, unpacked
 from npt.tracer.passes import default_run, ready, sinks_of, untouched
 from npt.tracer.source_location import Place, Tokens, layer_of, read_stack
 from npt.tracer.tensors import dtype_name
@@ -387,8 +387,8 @@ def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
     tensors = chain(model.named_parameters(), model.named_buffers())
     own = ((_plain(n), t.detach()) for n, t in tensors if t.is_floating_point())
     state = {name: tensor for name, tensor in own if name.startswith(f"{module}.")}
-    packed = (linear for name, linear in quantized_linears(model) if name == module)
-    return state | {f"{module}.weight": dense_weight(linear) for linear in packed}
+    packed = (linear for name, linear in packed_linears(model) if name == module)
+    return state | {f"{module}.weight": unpacked(linear) for linear in packed}
 
 
 def _plain(name: str) -> str:

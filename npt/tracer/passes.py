@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from npt.adapters.stream import model_inputs
-from npt.base.families import is_known
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError, kind_of
 from npt.random_state import kept_random_state
@@ -45,6 +43,10 @@ class Sink:
 
 def default_run(model: nn.Module, batch: Any) -> Run:
     if isinstance(batch, Batch):
+        # imported late: a batch of another kind needs no transformers
+        from npt.adapters.stream import model_inputs
+        from npt.base.families import is_known
+
         packed = batch if is_known(model) else replace(batch, documents=None)
         batch = {**model_inputs(model, packed), "labels": batch.labels}
     if isinstance(batch, Mapping):
@@ -121,7 +123,8 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
     gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
     held_by = ((m._buffers, *item) for m in model.modules() for item in m._buffers.items())
     buffers = [(held, name, b, b.detach().clone()) for held, name, b in held_by if b is not None]
-    states = random.getstate(), numpy.random.get_state()
+    numpy = sys.modules.get("numpy")  # torch may lack it
+    states = random.getstate(), numpy and numpy.random.get_state()
     # cached casts of weights would have no origin in this pass
     torch.clear_autocast_cache()
     try:
@@ -137,7 +140,8 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         random.setstate(states[0])
-        numpy.random.set_state(states[1])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
         for module, training in modes:
             module.training = training
         for leaf, gradient in gradients:

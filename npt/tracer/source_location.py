@@ -13,12 +13,11 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dis import Positions
+from importlib.util import find_spec
 from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import bitsandbytes
-import torch
 from torch import Tensor
 
 from npt.data.batch import Batch
@@ -34,7 +33,9 @@ _OBSERVERS = tuple(
     for name in ("against", "ledger", "operations", "tensors", "source_location")
 )
 _TRACER = (f"{_HERE}trace.py", f"{_HERE}passes.py")
-_LIBRARIES = tuple(_folder(str(package.__file__)) for package in (torch, bitsandbytes))
+_LIBRARIES = tuple(
+    _folder(str(spec.origin)) for spec in map(find_spec, ("torch", "bitsandbytes")) if spec
+)
 # Files between an operation and the mode that observes it.
 _DISPATCH = tuple(
     os.path.join(_LIBRARIES[0], name)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npt.adapters.layer import in_parts, within
-from npt.base.linear import dense_weight, quantized_linears
+from npt.base.hooks import in_parts, within
 from npt.errors import NumericalError
 from npt.guard.sharding import is_sharded
+from npt.tracer.packed import packed_linears, unpacked
 
 ADAPTER = ".npt."
 """Part of the full name of every adapter tensor, and of no other."""
@@ -96,12 +96,12 @@ def _whole_fault(model: nn.Module, prefix: str) -> BadNumber | None:
 
 def _whole_tensors(model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]:
     packed = set()
-    for name, module in quantized_linears(model):
+    for name, module in packed_linears(model):
         packed.add(id(module.weight))
         if not is_sharded(module.weight):
             name = f"{prefix}{name}"
             yield dict(_statistics(name, module))
-            yield {f"{name}: dequantised weight": dense_weight(module)}
+            yield {f"{name}: dequantised weight": unpacked(module)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         base = tensor.is_floating_point() and ADAPTER not in f".{name}"
         if base and id(tensor) not in packed and not is_sharded(tensor):
@@ -109,7 +109,7 @@ def _whole_tensors(model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]
 
 
 def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, module in quantized_linears(model):
+    for name, module in packed_linears(model):
         yield from _statistics(name, module)
 
 
