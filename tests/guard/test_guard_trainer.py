@@ -11,7 +11,7 @@ from guarded_loops import assert_equal
 from guarded_trainers import InOrder, small_llama, state_of, trainer_of
 from peft import LoraConfig, get_peft_model
 from several import several, values
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from faults.row_faults import plant, row
 from npt.errors import ConfigError, DataError
@@ -270,6 +270,17 @@ def test_settings_and_bases_that_cannot_be_are_said_at_once(tmp_path) -> None:
     with pytest.raises(TypeError, match="argument 'spikes'"):
         type("Odd", (TrainerMixin, InOrder), {"guard_settings": {"spikes": 1}})
     assert type(trainer) is InOrder
+
+
+def test_a_trainer_keeps_its_own_names(tmp_path) -> None:
+    """Beside what it overrides, the guard adds three public names and one that is mangled."""
+    added = {"guard", "guard_settings", "on_refused", "_TrainerMixin__window"}
+    assert {name for name in vars(TrainerMixin) if not hasattr(Trainer, name)} == added
+    trainer = trainer_of(InOrder, rows(None)[:4], tmp_path)
+    protect(trainer).train()
+    trained = trainer_of(InOrder, rows(None)[:4], tmp_path)
+    trained.train()
+    assert set(vars(trainer)) - set(vars(trained)) == added - {"on_refused"}
 
 
 def test_a_trainer_whose_inputs_depend_on_its_calls_is_refused(tmp_path) -> None:

@@ -1,0 +1,351 @@
+"""The open window of a guarded Trainer: its micro-batches, and what computes survivors again.
+
+All that the guard keeps of a Trainer, and does to it, is here, so that the class of the user gets
+no method or attribute that it may have itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from npt.errors import ConfigError, DataError, TooManyRefusalsError
+from npt.guard import generations
+from npt.guard.generations import Generations
+from npt.guard.guard import Guard
+from npt.guard.ids import IGNORED, refuse_bad_ids
+from npt.guard.outcome import Outcome
+from npt.guard.parameters import share_buffers, whole
+from npt.guard.refusal import UNGUARDED, Refusal
+from npt.guard.settings import GuardSettings
+
+# attributes that TRL changes in each forward
+_COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens", *generations.COUNTED)
+_GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
+
+
+class TrainerGuard(Guard):
+    """Clip by the norm of the whole model, as a Trainer does, whatever the optimizer steps."""
+
+    whole_norm = True
+
+
+class TrainerWindow:
+    """The micro-batches of a Trainer's current step, from the start of training to its end.
+
+    Args:
+        trainer: a Trainer that trains.
+        compute: its class's own `training_step`.
+
+    Attributes:
+        norm: of the gradients, once the window is closed.
+        generations: for TRL's Trainers that generate; otherwise None.
+    """
+
+    def __init__(self, trainer: Any, compute: Callable[..., Tensor]):
+        self.norm: float | None = None
+        self.generations = Generations(trainer) if generations.generates(trainer) else None
+        self._trainer = trainer
+        self._compute_step = compute
+        self._inputs: list[Any] = []  # its micro-batches
+        self._drawn: list[Any] = []  # the same as the Trainer drew, and so counts, them
+        self._names: dict[int, tuple[object, ...]] = {}  # their sample ids, by id of the inputs
+        self._logged: Tensor | None = None  # the Trainer's summed loss before it
+        self._counted: Mapping[str, Any] = {}  # TRL's metrics before it
+        self._epoch: Any = None  # the iterator of the current epoch
+        self._finally = ExitStack()  # restores the optimizer's own step
+
+    def end(self) -> None:
+        """Give the optimizer its step back, and free buffers as large as the gradients."""
+        self._finally.close()
+        if self._trainer.guard is not None:
+            self._trainer.guard.close()
+
+    def note_drawn(self, epoch_iterator: Any, micro_batches: Iterable[Any]) -> None:
+        """Keep the indices of the rows of the micro-batches, if the sampler recorded them."""
+        loader = self._trainer.callback_handler.train_dataloader
+        sampler = getattr(loader, "batch_sampler", None)
+        noted: deque[list[Any]] = getattr(sampler, "noted", deque())
+        if noted and self._epoch is None:
+            for _ in range(self._skipped(loader)):
+                noted.popleft()
+        self._epoch = epoch_iterator
+        self._names = {id(x): tuple(noted.popleft()) if noted else () for x in micro_batches}
+
+    def _skipped(self, loader: Any) -> int:
+        """Return how many micro-batches of the epoch a starting or resuming run skips."""
+        trainer = self._trainer
+        size = trainer.args.gradient_accumulation_steps
+        steps = max(1, math.ceil(len(loader) / size))
+        return 0 if trainer.args.ignore_data_skip else trainer.state.global_step % steps * size
+
+    def step(self, model: Any, inputs: Any, items: Any) -> Tensor:
+        """Compute a micro-batch; after the window's last, compute survivors of a refusal again.
+
+        items: the targets of the whole window, by which the Trainer divides; or None.
+        """
+        trainer = self._trainer
+        guard = self._guard_of(model)
+        if not self._inputs:
+            share_buffers(model)
+            # callbacks change it
+            guard.window.max_grad_norm = trainer.args.max_grad_norm or math.inf
+            self._logged = getattr(trainer, "_tr_loss", torch.zeros(())).clone()
+            self._counted = self._counts()
+            self._drawn = []
+        self._drawn.append(inputs)
+        inputs = self._taken(inputs)
+        self._inputs.append(inputs)
+        loss = self._compute(guard, model, inputs, items)
+        if self.generations is not None:
+            trainer._step += 1  # the position in the generation; counts refused micro-batches too
+        if not trainer.accelerator.gradient_state.sync_gradients:
+            return loss
+        losses = None
+        refused: set[int] = set()
+        while refusals := guard.begin_again():
+            refused |= self._places(refusals)
+            vars(trainer).update(deepcopy(self._counted))
+            losses = self._compute_again(guard, model, refused, items)
+        self._inputs = []
+        self.norm = guard.close_window()
+        return loss if losses is None else self._logged_again(losses)
+
+    def _places(self, refusals: Iterable[Refusal]) -> set[int]:
+        """Return which of this process's micro-batches in the window were refused."""
+        trainer = self._trainer
+        assert trainer.guard is not None
+        processes = trainer.guard.window.processes
+        together = trainer.guard.window.sharding is not None
+        return {
+            refusal.micro_batch // processes.size
+            for refusal in refusals
+            if refusal.micro_batch is not None and (together or refusal.process == processes.index)
+        }
+
+    def _taken(self, inputs: Any) -> Any:
+        if self.generations is None:
+            return inputs
+        taken = self.generations.take(len(self._inputs), inputs, self._counted)
+        names = self._names.get(id(inputs), ())  # for the whole generation, which TRL shuffles
+        self._names = {**self._names, id(taken): tuple(dict.fromkeys(names))}
+        return taken
+
+    def _computing(self, inputs: Any) -> Any:
+        return nullcontext() if self.generations is None else self.generations.computing(inputs)
+
+    def _compute(self, guard: Guard, model: Any, inputs: Any, items: Any) -> Tensor:
+        loss = torch.zeros((), device=self._trainer.args.device)
+        again = partial(self._once_more, model, inputs, items)
+        names = self._names.get(id(inputs), ())
+        with (
+            guard.micro_batch(ids=names, inputs=inputs, run=again) as micro,
+            refuse_bad_ids(inputs, self._trainer.model, self._labels_are_tokens()),
+            _alone(self._trainer.accelerator),
+            self._computing(inputs),
+        ):
+            micro.loss = loss = self._compute_step(model, inputs, items)
+        return loss
+
+    def _labels_are_tokens(self) -> bool:
+        """Return whether the loss is a stock one, whose labels are tokens or -100."""
+        trainer = self._trainer
+        if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+            return False
+        return type(trainer).compute_loss.__module__.partition(".")[0] in ("transformers", "trl")
+
+    def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
+        counted = self._counts()
+        try:
+            with _alone(self._trainer.accelerator), self._computing(inputs):
+                return self._compute_step(whole(model), inputs, items)
+        finally:
+            vars(self._trainer).update(counted)
+
+    def _counts(self) -> Mapping[str, Any]:
+        trainer = self._trainer
+        return {name: deepcopy(vars(trainer)[name]) for name in _COUNTED if name in vars(trainer)}
+
+    def _compute_again(
+        self, guard: Guard, model: Any, refused: set[int], items: Any
+    ) -> list[Tensor]:
+        """Compute the survivors as a window without the refused ones; return their losses."""
+        trainer = self._trainer
+        window = self._inputs
+        processes = guard.window.processes
+        (left,) = processes.sums([len(window) - len(refused)])
+        # a Trainer divides by this or by `items`
+        trainer.current_gradient_accumulation_steps = left / processes.size
+        if items is not None:
+            counted = [_blank(x) if i in refused else x for i, x in enumerate(window)]
+            items = trainer._get_num_items_in_batch(counted, trainer.args.device)
+        losses: list[Tensor] = []
+        last = max((i for i in range(len(window)) if i not in refused), default=None)
+        for place, inputs in enumerate(window):
+            if self.generations is not None:
+                self.generations.rewind_to(place)
+                self.generations.calls = len(losses)
+            if place not in refused:
+                trainer.accelerator.sync_gradients = place == last  # GRPO's metrics read it
+                try:
+                    losses.append(self._compute(guard, model, inputs, items))
+                finally:
+                    trainer.accelerator.sync_gradients = True
+                continue
+            guard.window.place += processes.size
+            if guard.sharding is not None and not guard.sharding.trained:
+                with (  # another process may wait for its layers
+                    suppress(*guard.settings.refuse),
+                    guard.aside(),
+                    refuse_bad_ids(inputs, trainer.model, self._labels_are_tokens()),
+                ):
+                    self._once_more(model, inputs, items)
+        return losses
+
+    def _logged_again(self, losses: list[Tensor]) -> Tensor:
+        """Replace the window's losses in the Trainer's sum; return the last one, which it adds.
+
+        Without survivors, return the mean loss since the last log entry, as the Trainer does for a
+        NaN that it filters: the entry divides by all steps.
+        """
+        trainer = self._trainer
+        if not hasattr(trainer, "_tr_loss"):
+            return losses[-1] if losses else torch.zeros((), device=trainer.args.device)
+        trainer._tr_loss.copy_(self._logged)
+        if not losses:
+            steps = trainer.state.global_step - trainer._globalstep_last_logged
+            return trainer._tr_loss / max(1, steps)
+        for loss in losses[:-1]:
+            trainer._tr_loss += loss
+        return losses[-1]
+
+    def _guard_of(self, model: Any) -> Guard:
+        """Return the guard; the first call makes it and puts its `step` into the optimizer."""
+        trainer = self._trainer
+        if trainer.guard is not None:
+            return trainer.guard
+        if trainer.accelerator.distributed_type.value == "DEEPSPEED":
+            raise ConfigError(
+                f"DeepSpeed makes its own step; train with DDP or one process, or {UNGUARDED}"
+            )
+        folder = Path(trainer.args.output_dir, "postmortem")
+        settings = {"trace": 1, "postmortem": folder, **trainer.guard_settings}
+        settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
+        settings |= {"loss": "share", "max_grad_norm": trainer.args.max_grad_norm or math.inf}
+        trainer.guard = TrainerGuard(model, trainer.optimizer, **settings)
+        if self.generations is not None and trainer.guard.sharding is not None:
+            raise ConfigError(
+                f"the guard does not support {type(trainer).__name__} with FSDP2; train with DDP,"
+                f" or {UNGUARDED}"
+            )
+        self._inputs = []
+        self._take_over(trainer.optimizer)
+        return trainer.guard
+
+    def _take_over(self, optimizer: Any) -> None:
+        trainer = self._trainer
+
+        def step(closure: Any = None) -> None:
+            optimizer._opt_called = True  # schedulers read it
+            assert trainer.guard is not None
+            held = [(p, p.grad) for p in trainer.guard.window.gradients.parameters]
+            try:
+                outcome = trainer.guard.step()
+            except TooManyRefusalsError:
+                assert trainer.guard.outcome is not None
+                self._uncount(trainer.guard.outcome)
+                trainer.on_refused(trainer.guard.outcome)
+                raise
+            if outcome.applied:
+                for parameter, gradient in held:  # `AdafactorSchedule` reads them
+                    parameter.grad = gradient
+            optimizer._is_overflow = not outcome.applied  # makes the scheduler skip this step
+            if outcome.refused:
+                self._uncount(outcome)
+                trainer.on_refused(outcome)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        if "step" in vars(optimizer):  # a scheduler's
+            self._finally.callback(setattr, optimizer, "step", optimizer.step)
+        optimizer.step = step
+        self._finally.callback(delattr, optimizer, "step")
+
+    def _uncount(self, outcome: Outcome) -> None:
+        """Take refused rows out of the tokens and operations that the Trainer has counted, and a
+        window refused as a whole out of its metrics and its loss too.
+        """
+        trainer = self._trainer
+        assert trainer.guard is not None
+        places = self._places(outcome.refused)
+        whole_window = any(refusal.micro_batch is None for refusal in outcome.refused)
+        if whole_window:
+            places = set(range(len(self._drawn)))
+        seen = trainer.state.num_input_tokens_seen
+        with _alone(trainer.accelerator):
+            for place in places:
+                trainer.current_flos -= float(trainer.floating_point_ops(self._drawn[place]))
+                trainer._track_num_input_tokens(self._drawn[place])
+        (refused,) = trainer.guard.window.processes.sums(
+            [trainer.state.num_input_tokens_seen - seen]
+        )
+        trainer.state.num_input_tokens_seen = seen - int(refused)
+        if whole_window:
+            vars(trainer).update(self._counted)
+            mean = self._logged_again([])
+            trainer._tr_loss += mean
+
+
+def note_order(loader: Any) -> None:
+    from accelerate.data_loader import DataLoaderDispatcher
+    from transformers.trainer_utils import has_length
+
+    sampler = getattr(loader, "batch_sampler", None)
+    indexed = sampler is not None and not isinstance(loader.dataset, IterableDataset)
+    ordered = getattr(loader, "in_order", True) and not isinstance(loader, DataLoaderDispatcher)
+    if not (indexed and ordered and has_length(loader)) or hasattr(sampler, "noted"):
+        return
+    kind: Any = type(sampler)
+
+    def noting(self: Any) -> Iterator[list[Any]]:
+        noted = self.noted = deque()
+        for indices in kind.__iter__(self):
+            noted.append(indices)
+            yield indices
+
+    with suppress(TypeError):  # a sampler with slots, or written in C
+        # only a subclass of one base has the same layout
+        sampler.__class__ = type(f"Noting{kind.__name__}", (kind,), {"__iter__": noting})
+
+
+@contextmanager
+def _alone(accelerator: Any) -> Iterator[None]:
+    """Turn accelerate's gathering off within the context; TRL uses it for metrics.
+
+    A refused micro-batch may end early, and the other processes would wait for ever. Metrics are
+    then those of the main process.
+    """
+    names = _GATHERING if accelerator.num_processes > 1 else ()
+    for name in names:
+        setattr(accelerator, name, lambda value, *_, **__: value)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
+
+
+def _blank(inputs: Any) -> Any:
+    if not isinstance(inputs, Mapping):
+        return inputs
+    names = [name for name in ("labels", "shift_labels") if name in inputs]
+    return {**inputs, **{name: torch.full_like(inputs[name], IGNORED) for name in names}}
