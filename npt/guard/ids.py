@@ -18,6 +18,9 @@ from npt.guard.sharding import sharded_modules
 
 IGNORED = -100
 
+LOOKED_UP = ("input_ids", "decoder_input_ids")
+"""Entries of a batch whose ids enter an embedding."""
+
 PADDING = (
     "; if it is padding, call model.resize_token_embeddings(len(tokenizer)) or set another"
     " pad_token"
@@ -32,22 +35,24 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
     labels are put in, and the batch is refused afterwards.
 
     Args:
-        inputs: the batch; without `input_ids`, or if it is no mapping, it is not checked.
+        inputs: the batch; if it is no mapping, it is not checked.
         labels: also check labels, if the model computes the loss and is from transformers, whose
-            losses ignore -100 and nothing else.
+            losses ignore -100 and nothing else. Without `input_ids`, labels are tokens only for a
+            decoder that reads them, as of speech or images.
 
     Raises:
         DataError: on entry for a label, in the forward for an id; on exit if layers are sharded.
     """
-    ids: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    given: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {}
     embedding = _part(model, "get_input_embeddings")
     rows, classes = _rows_of(embedding), _rows_of(_part(model, "get_output_embeddings"))
-    bad_ids = _outside(ids, rows)
-    targets: Any = inputs.get("labels") if ids is not None else None
+    bad_ids = {name: _outside(given.get(name), rows) for name in LOOKED_UP}
+    tokens = "input_ids" in given or reads_labels(model)
+    targets: Any = given.get("labels") if tokens else None
     bad_labels = _outside(targets, classes) if labels and _of_transformers(model) else None
     if bad_labels is not None:
         bad_labels &= targets != IGNORED
-    suspects = [bad.any() for bad in (bad_ids, bad_labels) if bad is not None]
+    suspects = [bad.any() for bad in (*bad_ids.values(), bad_labels) if bad is not None]
     if not suspects or not bool(torch.stack(suspects).any()):  # read once for both
         yield
         return
@@ -63,23 +68,29 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
         bad = _outside(entering, rows)
         if bad is None or not bool(bad.any()):
             return None
-        found.append(_unknown("input_ids", entering[bad], rows, PADDING))
+        ids = (name for name, each in bad_ids.items() if each is not None and bool(each.any()))
+        found.append(_unknown(next(ids, "labels"), entering[bad], rows, PADDING))
         if not sharded:
             raise found[-1]
         return entering.masked_fill(bad, 0), *arguments[1:]
 
-    handle = None if embedding is None else embedding.register_forward_pre_hook(check)
+    handles = [each.register_forward_pre_hook(check) for each in _sharing(model, embedding)]
     if found:
         inputs["labels"] = targets.masked_fill(bad_labels, IGNORED)
     try:
         yield
     finally:
-        if handle is not None:
+        for handle in handles:
             handle.remove()
         if targets is not None:
             inputs["labels"] = targets
     if found:
         raise found[0]
+
+
+def reads_labels(model: Any) -> bool:
+    """Return whether the model's decoder reads the labels, shifted by one, as T5's does."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _unknown(name: str, bad: Tensor, rows: Any, remedy: str = "") -> DataError:
@@ -106,6 +117,15 @@ def _part(model: Any, name: str) -> nn.Module | None:
         return getattr(model, name)()
     except (AttributeError, NotImplementedError):  # a model without tokens, or a custom one
         return None
+
+
+def _sharing(model: nn.Module, embedding: nn.Module | None) -> list[nn.Module]:
+    """Return an embedding and those tied to it, as of an encoder and a decoder."""
+    if embedding is None:
+        return []
+    others = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not embedding)
+    weight = getattr(embedding, "weight", None)
+    return [embedding, *(other for other in others if other.weight is weight)]
 
 
 def _rows_of(module: Any) -> int | None:

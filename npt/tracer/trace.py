@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from npt.base.unfused import unfused
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
+from npt.guard.ids import LOOKED_UP, reads_labels
 from npt.tracer import rules
 from npt.tracer.against import PassComparison
 from npt.tracer.ledger import Ledger
@@ -247,17 +248,25 @@ def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
 
 def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
     """Find token ids outside the vocabulary: an IndexError on a CPU, a crash on a GPU."""
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is None:  # a decoder of speech or images has a config of its own
+        vocabulary = getattr(getattr(config, "decoder", None), "vocab_size", None)
     entries = vars(batch) if isinstance(batch, Batch) else batch
     if not isinstance(vocabulary, int) or not isinstance(entries, Mapping):
         return None
-    if "pixel_values" in entries or "input_features" in entries:
-        return None  # placeholders beyond the vocabulary are replaced before the lookup
-    looked_up = {"input_ids": "embedding"}
     # transformers' language models ignore the label -100 only; other losses may ignore any.
     inner = getattr(model, "get_base_model", lambda: model)()
-    if type(inner).__module__.startswith(("transformers.", "npt.")) and hasattr(inner, "lm_head"):
-        looked_up["labels"] = "cross_entropy"
+    stock = type(inner).__module__.startswith(("transformers.", "npt."))
+    looked_up: dict[str, str] = {}
+    if stock and reads_labels(inner):
+        looked_up = dict.fromkeys((*LOOKED_UP, "labels"), "embedding")
+    elif "pixel_values" in entries or "input_features" in entries:
+        return None  # placeholders beyond the vocabulary are replaced before the lookup
+    else:
+        looked_up["input_ids"] = "embedding"
+        if stock and hasattr(inner, "lm_head"):
+            looked_up["labels"] = "cross_entropy"
     for name, operation in looked_up.items():
         ids = entries.get(name)
         if not isinstance(ids, Tensor) or ids.is_floating_point():

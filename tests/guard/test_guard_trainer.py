@@ -1,5 +1,6 @@
 """transformers' Trainer under a guard equals, bit for bit, one that never saw the bad rows."""
 
+import itertools
 import json
 import math
 from functools import wraps
@@ -7,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import DECODERS, VOCABULARY
 from guarded_loops import assert_equal
 from guarded_trainers import InOrder, small_llama, state_of, trainer_of
 from peft import LoraConfig, get_peft_model
 from several import several, values
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+import npt
 from faults.row_faults import plant, row
 from npt.errors import ConfigError, DataError
 from npt.guard import TrainerMixin, protect
@@ -256,6 +259,29 @@ def test_ids_are_compared_with_what_the_model_has_rows_for() -> None:
         assert not model.get_input_embeddings()._forward_pre_hooks
     with refuse_bad_ids({"input_ids": top}, torch.nn.Linear(2, 2)):
         pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("t5", "input_ids"), *itertools.product(DECODERS, ["labels", "decoder_input_ids"])],
+)
+def test_targets_of_a_decoder_are_compared_too(kind, name) -> None:
+    """Its decoder looks them up: without the check they end in an IndexError, or kill a GPU."""
+    make, inputs = DECODERS[kind]
+    model = make()
+    good = torch.tensor([[5, 6, 7]])
+    for bad in (VOCABULARY, -7):
+        given = {**inputs(), "labels": good, name: torch.tensor([[5, bad, 7]])}
+        refused = pytest.raises(DataError, match=f"^{name} has {bad}, but the model's ids are 0 to")
+        with refused, refuse_bad_ids(given, model):
+            model(**given)
+        verdict = npt.trace(model, given)
+        assert (verdict.cause, verdict.phase, verdict.value) == ("token id", "data", bad)
+        assert verdict.tensor.startswith(name)
+    given = {**inputs(), "labels": good.masked_fill(good == 6, -100)}
+    with refuse_bad_ids(given, model):
+        assert bool(model(**given).loss.isfinite())
+    assert npt.trace(model, given) is None
 
 
 def test_settings_and_bases_that_cannot_be_are_said_at_once(tmp_path) -> None:
