@@ -157,6 +157,23 @@ def _labels(origin: Origin) -> Reason | None:
     return None
 
 
+def _frames(origin: Origin) -> Reason | None:
+    """CTC, which puts each label on a frame of its own, and a blank between two equal ones."""
+    targets = _input(origin, "targets")
+    frames, labels = _input(origin, "input_lengths"), _input(origin, "target_lengths")
+    if targets is None or frames is None or labels is None or not origin.index:
+        return None
+    sample = origin.index[0]
+    have, size = int(frames[sample]), int(labels[sample])
+    start = 0 if targets.ndim == 2 else int(labels[:sample].sum())
+    own = (targets[sample] if targets.ndim == 2 else targets)[start : start + size]
+    needed = size + int((own[1:] == own[:-1]).sum())
+    if have >= needed:
+        return None
+    short = f"sample {sample} has {have} frames, but its {size} labels need {needed}"
+    return Reason("too few frames", short)
+
+
 def _cast(origin: Origin) -> Reason | None:
     source = _input(origin, "self", "src")
     if source is None or not source.is_floating_point() or not origin.dtype.is_floating_point:
@@ -304,6 +321,7 @@ _RULES: tuple[tuple[frozenset[str] | None, Callable[[Origin], Reason | None]], .
     (None, _beyond),
     (None, _constant),
     (None, _labels),
+    (names("_ctc_loss ctc_loss"), _frames),
     (CASTS, _cast),
     (SOFTMAXES, _mask),
     (WRITTEN, _written),

@@ -28,6 +28,8 @@ token id: tokenise the data with the model's own tokenizer, and check that the p
 no valid label: the mean over no labels divides by 0: truncate the prompt instead of the
     completion, or leave the sample out
 masked label: the logit of a label's class is masked with -Inf: unmask it, or ignore the label
+too few frames: CTC finds no path: leave out such samples, shorten the encoder's stride, or pass
+    zero_infinity=True
 cast overflow: the value does not fit the smaller dtype: compute in fp32 (with --use_quantization,
     remove --use_fp16) or in bf16
 low-precision overflow: the result fits fp32 but not this dtype: compute in fp32 or bf16 (remove

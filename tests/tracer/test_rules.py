@@ -45,6 +45,12 @@ def masked(x: Tensor) -> Tensor:
     return x.masked_fill(torch.tensor([False, True, False, False]), -INF)
 
 
+def ctc(x: Tensor, targets: Tensor, sizes: list[int]) -> Tensor:
+    """Of two samples with four frames."""
+    logs = x.T.unsqueeze(-1).expand(4, 2, 6).log_softmax(-1)
+    return F.ctc_loss(logs, targets, torch.tensor([4, 4]), torch.tensor(sizes))
+
+
 # The tables keep their lines: function; cause, operation, what the explanation must say.
 # fmt: off
 CASES: dict[Callable[[Tensor], Tensor], str] = {
@@ -102,6 +108,10 @@ CASES: dict[Callable[[Tensor], Tensor], str] = {
         "no valid label; nll_loss_forward; all 2 labels are 3",
     lambda x: F.cross_entropy(masked(x), torch.tensor([0, 1])):
         "masked label; nll_loss_forward; of a label is -Inf",
+    lambda x: ctc(x, torch.tensor([[1, 2, 3, 1, 2], [1, 1, 2, 0, 0]]), [5, 3]):
+        "too few frames; _ctc_loss; sample 0 has 4 frames, but its 5 labels need 5",
+    lambda x: ctc(x, torch.tensor([1, 2, 1, 1, 2, 2]), [2, 4]):
+        "too few frames; _ctc_loss; sample 1 has 4 frames, but its 4 labels need 6",
     lambda x: torch.special.zeta(x.detach(), x.detach()):
         "unknown; special_zeta; special_zeta of numbers up to 4",
 }
