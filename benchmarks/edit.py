@@ -16,8 +16,8 @@ from its beginning, the bound of the KL is held on other samples, and `kl` is me
     lora                all facts: the student's context distillation into a LoRA of the same
                         matrices, for as many seconds as `all` took
     fine-tuning         all facts: next-token training of the same matrices, for as many seconds
-    document            the first 256 tokens of three articles, as plain text, each alone
-    system prompt       three system prompts (prompts.jsonl), each alone
+    document            the first 256 tokens of two articles, as plain text, each alone
+    system prompt       two system prompts (prompts.jsonl), each alone
 
     answer              log-probability of the answer after the prompt, nats
     paraphrases         after the paraphrases, which nothing has seen

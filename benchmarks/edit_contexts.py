@@ -31,7 +31,7 @@ from npt.tools.editing.probes import TEMPERATURE, Probe, written
 from npt.tools.editing.write import find_update, gathered
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
-CONTEXTS = 3
+CONTEXTS = 2
 DOCUMENT_TOKENS = 256
 JUDGED_TOKENS = 128
 ANSWER_TOKENS = 64
