@@ -35,6 +35,7 @@ from npt.adapters.converted import (
     npt_layers,
 )
 from npt.adapters.fit import resolve_layers
+from npt.base.families import check_family
 from npt.calibration.samples import draw_samples
 from npt.data.batch import Sample
 from npt.data.continuation import bare_tokens
@@ -133,7 +134,8 @@ def consolidate(
         ConfigError: there is nothing to write, no penalty keeps the bound, or the texts do not
             become more likely. The model is then unchanged.
         DataError: the data have too little text.
-        ModelError: the model is sharded, or its layers do not support patches.
+        ModelError: the model is sharded or of an unsupported family, or its layers do not support
+            patches.
         NumericalError: a state is not finite.
     """
     facts = as_facts(texts)
@@ -179,14 +181,18 @@ def as_facts(texts: str | Sequence[str | Fact]) -> list[Fact]:
 
 
 def layers_to_patch(model: PreTrainedModel, layers: str | None) -> tuple[int, ...]:
-    """Return the named layers, or the converted ones, or without adapters the upper half; raise
-    ModelError if the model is sharded.
+    """Return the named layers, or the converted ones, or without adapters the upper half.
+
+    Raises:
+        ModelError: the model is sharded, or of another family than NPT supports.
     """
+    count = len(decoder_layers(model))
+    check_family(type(model).__name__, model.config)
     if is_sharded(model):
         raise ModelError("a sharded base cannot be edited: load it in one process")
     if layers is None and is_attached(model):
         return tuple(index for index, _ in npt_layers(model))
-    return resolve_layers(layers or "upper_half", len(decoder_layers(model)))
+    return resolve_layers(layers or "upper_half", count)
 
 
 def general_text(

@@ -6,13 +6,14 @@ import torch
 from students import random_samples
 from token_students import student
 from torch.testing import assert_close
+from transformers import GemmaConfig, GemmaForCausalLM
 
 import npt
 from npt.adapters.consolidate import Consolidation, apply_update
 from npt.adapters.converted import decoder_layers
 from npt.adapters.stream import Stream
 from npt.data.readers import builtin_files
-from npt.errors import ConfigError, DataError, NumericalError
+from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.tools.editing import write
 from npt.tools.editing.edit_metrics import Forgetting, mean_log_probability
 from npt.tools.editing.layerwise import (
@@ -212,6 +213,14 @@ class TestRefused:
         model = student(load_model)
         with pytest.raises(DataError, match="two samples or more, but the data yield 1: add data"):
             general_text(model, tokenizer, [{"text": "one"}], LAYERS)
+
+    def test_a_model_of_another_family(self, tokenizer):
+        """Its layers may be called with other arguments than the stream's."""
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+        model = GemmaForCausalLM(GemmaConfig(vocab_size=64, **sizes, **heads))
+        with pytest.raises(ModelError, match="GemmaForCausalLM is of type 'gemma'; NPT supports"):
+            npt.consolidate(model, tokenizer, "a text", data=TEXT)
 
     def test_states_that_are_not_finite(self, load_model):
         model = student(load_model)
