@@ -42,7 +42,7 @@ from npt.adapters.layer import (
     student_output,
     student_stream,
 )
-from npt.base.hooks import has_forward_hooks, may_change
+from npt.base.hooks import has_forward_hooks, is_unfused, may_change
 from npt.base.linear import (
     effective_dtype,
     is_plain_linear,
@@ -50,7 +50,6 @@ from npt.base.linear import (
     multiply_backward,
     product_weight,
 )
-from npt.base.unfused import is_unfused
 from npt.config import STREAM, NPTConfig
 from npt.config.adapter import SATURATED
 from npt.errors import first_line

@@ -7,7 +7,9 @@ that only look, and changes no bit by it. A module with any other hook is called
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import call
 from typing import Any, TypeVar
 
@@ -21,6 +23,8 @@ T = TypeVar("T")
 _LOOKS = "_npt_only_looks"
 _LOOKERS = ("transformers.utils.output_capturing", "torch.distributed.fsdp.")
 """Python modules whose hooks change nothing; transformers leaves some on every layer."""
+
+_UNFUSED: ContextVar[bool] = ContextVar("unfused", default=False)
 
 
 def only_looks(hook: H) -> H:
@@ -96,3 +100,18 @@ def within(module: nn.Module, compute: Callable[..., T], *tensors: Tensor) -> T:
     `tensors` exist: pass every tensor that needs one. All processes must make the call.
     """
     return vars(module).get(WITHIN, call)(compute, *tensors)
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Within the context, compute converted layers operation by operation, for inspection."""
+    token = _UNFUSED.set(True)
+    try:
+        yield
+    finally:
+        _UNFUSED.reset(token)
+
+
+def is_unfused() -> bool:
+    """Return whether the caller is within `unfused`."""
+    return _UNFUSED.get()

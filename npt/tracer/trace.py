@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npt.base.unfused import unfused
+from npt.base.hooks import unfused
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
 from npt.guard.ids import LOOKED_UP, reads_labels

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 import npt
 from npt.adapters.converted import adapter_parameters, decoder_layers
-from npt.base.unfused import unfused
+from npt.base.hooks import unfused
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive

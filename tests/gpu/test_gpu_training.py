@@ -18,7 +18,7 @@ from torch import Tensor
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.base.unfused import unfused
+from npt.base.hooks import unfused
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
