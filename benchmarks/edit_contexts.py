@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +163,11 @@ def written_contexts(bench: Any, contexts: Sequence[Context]) -> dict[str, float
 
 def document(bench: Any) -> dict[str, float]:
     with without_template(bench):
-        return written_contexts(bench, list(documents(bench))[:CONTEXTS])
+        return written_contexts(bench, list(islice(documents(bench), CONTEXTS)))
 
 
 def system_prompt(bench: Any) -> dict[str, float]:
-    return written_contexts(bench, list(system_prompts(bench))[:CONTEXTS])
+    return written_contexts(bench, list(islice(system_prompts(bench), CONTEXTS)))
 
 
 @torch.no_grad()

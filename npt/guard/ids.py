@@ -47,7 +47,7 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
     embedding = _part(model, "get_input_embeddings")
     rows, classes = _rows_of(embedding), _rows_of(_part(model, "get_output_embeddings"))
     bad_ids = {name: _outside(given.get(name), rows) for name in LOOKED_UP}
-    tokens = "input_ids" in given or reads_labels(model)
+    tokens = given.get("input_ids") is not None or reads_labels(model)
     targets: Any = given.get("labels") if tokens else None
     bad_labels = _outside(targets, classes) if labels and _of_transformers(model) else None
     if bad_labels is not None:

@@ -125,13 +125,14 @@ def second_moments(
     tokens = 0
     for stream in opened(model, samples, min(layers), "general text"):
         tokens += stream.batch.tokens
-        for index, layer in _span(model, layers):
-            with reading(model):
+        valid = stream.batch.attention_mask.bool()
+        with reading(model):
+            for index, layer in _span(model, layers):
                 seen = seen_by(layer, stream)
-            stream = replace(stream, hidden=seen.output)
-            if index in layers:
-                rows = seen.product[stream.batch.attention_mask.bool()].to(torch.float32)
-                sums[index] = rows.t() @ rows + sums.get(index, 0.0)
+                stream = replace(stream, hidden=seen.output)
+                if index in layers:
+                    rows = seen.product[valid].to(torch.float32)
+                    sums[index] = rows.t() @ rows + sums.get(index, 0.0)
     for index, total in sums.items():
         if not bool(torch.isfinite(total).all()):
             raise NumericalError(
@@ -192,11 +193,11 @@ def outputs(
     parts: dict[int, list[Tensor]] = {index: [] for index in layers}
     for stream in streams:
         tails = stream.batch.labels != IGNORE_INDEX
-        for index, layer in _span(model, layers):
-            with reading(model):
+        with reading(model):
+            for index, layer in _span(model, layers):
                 stream = stream.through([layer])
-            if index in parts:
-                parts[index].append(stream.hidden[tails].to(torch.float32))
+                if index in parts:
+                    parts[index].append(stream.hidden[tails].to(torch.float32))
     found = {index: torch.cat(each) for index, each in parts.items()}
     for index, states in found.items():
         if not bool(torch.isfinite(states).all()):
