@@ -10,7 +10,7 @@ It is the same as `npt pretrain`.
 
 import sys
 
-from npt.cli.main import main
+from npt.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["pretrain", *sys.argv[1:]], prog="pretrain_npt_safe.py"))

@@ -2,7 +2,7 @@
 .whl in it.
 
 The source distribution has to hold every file under version control, the wheel every file below
-npt/.
+npt/ except the embedded model, which is 7 MB.
 """
 
 import subprocess
@@ -10,6 +10,9 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+
+MODEL = "npt/demo/tiny/"
+MOST_BYTES = 650_000
 
 
 def main(folder: Path) -> int:
@@ -29,10 +32,14 @@ def main(folder: Path) -> int:
     lost += [
         f"{wheel.name} lacks {path}"
         for path in sorted(tracked - installed)
-        if path.startswith("npt/")
+        if path.startswith("npt/") and not path.startswith(MODEL)
     ]
+    if (size := wheel.stat().st_size) > MOST_BYTES:
+        lost.append(f"{wheel.name} has {size:,} bytes, more than {MOST_BYTES:,}")
     strange = sorted(
-        path for path in installed if not path.startswith("npt/") and ".dist-info/" not in path
+        path
+        for path in installed
+        if path.startswith(MODEL) or (not path.startswith("npt/") and ".dist-info/" not in path)
     )
     lost += [f"{wheel.name} installs {path}" for path in strange]
     print(

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from npt.extras import EXTRAS, missing
 from npt.version import __version__ as __version__
 
 # On some CPUs bitsandbytes warns that the optional package `kernels`, unused here, is missing.
@@ -35,7 +36,13 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'npt' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    try:
+        value = getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        raise ModuleNotFoundError(f"npt.{name} {missing(package)}", name=package) from error
     globals()[name] = value
     return value
 

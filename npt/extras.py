@@ -1,6 +1,7 @@
 """Optional packages, and the extra of this distribution that installs each.
 
-They are imported when they are used, so that everything else works without them.
+The guard and the tracer need torch and safetensors alone, so that they fit into any trainer.
+Everything else is imported when it is used.
 """
 
 from __future__ import annotations
@@ -10,6 +11,14 @@ from importlib.util import find_spec
 from npt.errors import ConfigError
 
 EXTRAS = {
+    "accelerate": "distill",
+    "bitsandbytes": "distill",
+    "jinja2": "distill",
+    "matplotlib": "distill",
+    "rich": "distill",
+    "tokenizers": "distill",
+    "transformers": "distill",
+    "yaml": "distill",
     "datasets": "hub",
     "gguf": "gguf",
     "optuna": "sweep",
@@ -24,14 +33,15 @@ def installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def install_command(extra: str) -> str:
+def install_command(extra: str, editable: bool = False) -> str:
     """Return the command that installs an extra, and where to run it: NPT is on no package index,
     where `npt` is another project.
     """
-    return f"pip install '.[{extra}]' in a clone of NPT"
+    option = "-e " if editable else ""
+    return f"pip install {option}'.[{extra}]' in a clone of NPT"
 
 
-def lacking(package: str) -> str:
+def missing(package: str) -> str:
     """Return the end of a message about a feature whose package is missing."""
     return f"needs {package}, which is not installed: {install_command(EXTRAS[package])}"
 
@@ -39,4 +49,11 @@ def lacking(package: str) -> str:
 def require(package: str, feature: str) -> None:
     """Raise ConfigError if the package of a feature, the message's subject, is not installed."""
     if not installed(package):
-        raise ConfigError(f"{feature} {lacking(package)}")
+        raise ConfigError(f"{feature} {missing(package)}")
+
+
+def require_extra(extra: str, feature: str) -> None:
+    """Raise ConfigError if a package of an extra is not installed."""
+    for package, needed_by in EXTRAS.items():
+        if needed_by == extra:
+            require(package, feature)

@@ -57,6 +57,52 @@ assert "matplotlib.pyplot" not in sys.modules
 """
 
 
+DISTILL = [package for package, extra in EXTRAS.items() if extra == "distill"]
+BESIDE = [package for package, extra in EXTRAS.items() if extra != "distill"]
+
+GUARD_ALONE = """
+import sys
+for name in sys.argv[1:]:
+    sys.modules[name] = None
+
+import torch
+
+import npt
+from npt.__main__ import main
+from npt.guard import Guard
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+guard = Guard(model, torch.optim.AdamW(model.parameters()), loss="mean", trace=1)
+for scale in (1.0, 1e38, 1.0):
+    with guard.micro_batch() as micro:
+        micro.loss = loss = model(torch.full((2, 4), scale)).square().mean()
+        loss.backward()
+    outcome = guard.step()
+    print(outcome.applied, *(refusal.kind for refusal in outcome.refused), *outcome.findings)
+try:
+    npt.Trainer
+except ModuleNotFoundError as error:
+    print(error)
+sys.exit(main(["pretrain", "--config", "tiny"]))
+"""
+
+
+def test_the_guard_traces_without_the_packages_of_distillation() -> None:
+    """And the command line, and names that need them, say which extra installs them."""
+    ran = subprocess.run(
+        [sys.executable, "-c", GUARD_ALONE, *EXTRAS], cwd=ROOT, capture_output=True, text=True
+    )
+    extra = "which is not installed: pip install '.[distill]' in a clone of NPT"
+    first, refused, *traced, last, unknown = ran.stdout.splitlines()
+    assert (first, last) == ("True", "True")
+    assert refused.startswith("False loss micro-batch 0: loss is inf"), ran.stderr
+    assert traced[0] == "corrupt input: input 0 held 1e+38 before the pass"
+    assert "  data: addmm in 0" in traced
+    assert unknown == f"npt.Trainer needs rich, {extra}"
+    assert ran.stderr.splitlines() == [f"npt: error: the command line needs accelerate, {extra}"]
+    assert ran.returncode == 2
+
+
 def absent(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     """Hide a package, and of it what another test has imported."""
     for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
@@ -67,7 +113,7 @@ def absent(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 def test_a_run_and_its_report_need_no_optional_package(tmp_path) -> None:
     """Nor do pictures, for which alone matplotlib is loaded, and pyplot never."""
     ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT, str(tmp_path), *EXTRAS],
+        [sys.executable, "-c", WITHOUT, str(tmp_path), *BESIDE],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -158,12 +204,17 @@ def test_every_extra_that_a_message_names_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     named = re.compile(r"[\w-]+")
+    imported_as = {"pyyaml": "yaml"}
 
     def names(requirements: list[str]) -> set[str]:
-        return {named.match(line)[0].replace("-", "_") for line in requirements}
+        found = {named.match(line)[0].replace("-", "_") for line in requirements}
+        return {imported_as.get(name, name) for name in found}
 
     for package, extra in EXTRAS.items():
         assert package in names(extras[extra]), f"{extra} does not install {package}"
         assert package not in names(project["dependencies"]), f"{package} is installed in any case"
     everything = re.search(r"npt-distill\[([\w,-]+)\]", " ".join(extras["all"]))
-    assert everything is not None and set(EXTRAS.values()) <= set(everything[1].split(","))
+    assert everything is not None
+    assert set(EXTRAS.values()) - {"distill"} <= set(everything[1].split(","))
+    for extra in everything[1].split(","):  # a command that needs an extra needs `distill` as well
+        assert extra == "gpu" or "npt-distill[distill]" in extras[extra]

@@ -38,6 +38,7 @@ from npt.base.precision import audit_precision, enforce_policy, quantization_of
 from npt.base.recipe import STORED, note_dtype
 from npt.config import COMPUTE_DTYPES, QUANT_TYPES, check_attention
 from npt.errors import ConfigError, ModelError
+from npt.extras import install_command
 from npt.stored import RESTORE
 
 EMBEDDED = "tiny"
@@ -273,6 +274,11 @@ def _read_weights(
 def _find(name: str) -> Any:
     """Return the folder or hub id for transformers, or the opened GGUF file."""
     if name == EMBEDDED:
+        if not EMBEDDED_FOLDER.is_dir():
+            raise ModelError(
+                "the embedded model 'tiny' is not part of an installed package: run"
+                f" {install_command('distill', editable=True)}, or name another --model_name"
+            )
         return str(EMBEDDED_FOLDER)
     if not name.strip():
         raise ModelError("the model's name is empty: pass --model_name tiny, a folder or a Hub id")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 def packed_linears(model: nn.Module) -> list[tuple[str, Any]]:
     """Return (name, module) of every 4-bit linear layer, in module order."""
-    if "bitsandbytes" not in sys.modules:
+    if sys.modules.get("bitsandbytes") is None:
         return []
     from npt.base.linear import quantized_linears
 
