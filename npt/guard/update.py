@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.guard.lists import alike, bits_of, keep_, norms_of
+from npt.guard.lists import alike, are_finite, bits_of, copied, keep_, norms_of
 from npt.guard.outcome import Snapshot
 from npt.guard.sharding import is_sharded, local
 from npt.random_state import random_state, set_random_state
@@ -32,6 +34,8 @@ RATE_SCALE = "rate_scale"
 """Key of an optimizer's group that trains at this share of the guard's rates."""
 
 _TORCHS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_TRAINED = attrgetter("requires_grad")
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 class Holdings:
@@ -40,52 +44,92 @@ class Holdings:
 
     It copies tensors, containers, torch's optimizers and schedulers, and an optimizer's state, but
     not models or parameters that need no gradient, which no step changes.
+
+    Args:
+        owners: what holds the state.
+        without: values that are not followed.
+        parts: whether a tensor may be sharded or lie in paged memory.
+        earlier: holdings whose memory may be taken over; they can no longer be restored.
+
+    Attributes:
+        kept: whether other code holds the copies.
     """
 
-    def __init__(self, owners: Iterable[Any], without: Iterable[Any] = ()):
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # id: tensor, copy
+    def __init__(
+        self,
+        owners: Iterable[Any],
+        without: Iterable[Any] = (),
+        parts: bool = False,
+        earlier: Holdings | None = None,
+    ):
         self._containers: list[tuple[Any, Any]] = []  # container, shallow copy
-        self._paged = False
-        self._follow(owners, {id(each) for each in without})
-        plain = [pair for pair in self._tensors.values() if _is_plain(pair[0])]
-        for sources, targets in alike([t for t, _ in plain], [copy for _, copy in plain]):
-            torch._foreach_copy_(targets, sources)
+        self._values = self._follow(owners, {id(each) for each in without})
+        self._tensors = [own_part(value) for value in self._values] if parts else self._values
+        memory = None if earlier is None else earlier._memory_for(self._tensors)
+        self._copies = copied(self._tensors, memory)
+        self.kept = False
+        self._paged = parts and any(
+            tensor.device != value.device
+            for tensor, value in zip(self._tensors, self._values, strict=True)
+        )
         self._random = random_state()
-
-    def of(self, value: Any) -> Any:
-        return self._tensors[id(value)][1] if id(value) in self._tensors else value
 
     @torch.no_grad()
     def restore(self) -> None:
         for container, items in self._containers:
             container.clear()
             (container.update if isinstance(container, dict | set) else container.extend)(items)
-        for tensor, copy in self._tensors.values():
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copy)  # in place: others hold it, and paged tensors have attributes
         if self._paged:  # the host may read them next
             torch.cuda.synchronize()
         set_random_state(self._random)
 
-    def _follow(self, owners: Iterable[Any], seen: set[int]) -> None:
+    def before(self) -> tuple[dict[int, Tensor], dict[int, Any]]:
+        """Return the copies of tensors, and the entries of containers, by `id`."""
+        self.kept = True
+        copies = zip(map(id, self._values), self._copies, strict=True)
+        return dict(copies), {id(container): items for container, items in self._containers}
+
+    def _memory_for(self, tensors: list[Tensor]) -> list[Tensor] | None:
+        """Return the copies, if they were made of the same tensors and nothing else holds them."""
+        same = (
+            not self.kept
+            and [id(t) for t in tensors] == [id(t) for t in self._tensors]
+            # other code may have replaced a parameter's `.data`
+            and [t.shape for t in tensors] == [t.shape for t in self._copies]
+            and [t.dtype for t in tensors] == [t.dtype for t in self._copies]
+        )
+        return self._copies if same else None
+
+    def _follow(self, owners: Iterable[Any], seen: set[int]) -> list[Tensor]:
+        """Note the containers, and return the tensors. Written without a call for each value: an
+        optimizer has three tensors for each parameter.
+        """
+        tensors: list[Tensor] = []
         waiting = [(owner, False) for owner in owners]  # value, whether it is part of a state
         owned = {id(owner) for owner, _ in waiting}
         while waiting:
             value, in_state = waiting.pop()
-            if id(value) in seen:
+            kind = type(value)
+            if kind in _ATOMS or id(value) in seen:
                 continue
-            if isinstance(value, Tensor):
+            if kind is Tensor or isinstance(value, Tensor):
                 seen.add(id(value))
-                if value.requires_grad or not isinstance(value, nn.Parameter):
-                    held = local(on_card(value)).detach()
-                    self._paged |= held.device != value.device
-                    copy = torch.empty_like(held) if _is_plain(held) else held.clone()
-                    self._tensors[id(value)] = held, copy
+                if kind is Tensor or value.requires_grad or not isinstance(value, nn.Parameter):
+                    tensors.append(value)
             elif isinstance(value, dict | list | tuple | set | deque):
                 seen.add(id(value))
                 if not isinstance(value, tuple):
                     self._containers.append((value, value.copy()))
                 items = value.values() if isinstance(value, dict) else value
-                waiting += [(item, in_state) for item in items]
+                kinds = set(map(type, items))
+                if kinds == {Tensor}:  # a parameter's moments
+                    tensors.extend(items)
+                elif kinds == {nn.Parameter}:  # a group's
+                    tensors.extend(filter(_TRAINED, items))
+                else:
+                    waiting.extend(zip(items, repeat(in_state)))
             elif (
                 id(value) in owned
                 or isinstance(value, _TORCHS)
@@ -99,6 +143,7 @@ class Holdings:
                     for name, item in attributes.items()
                     if not name.endswith("_hooks")  # other code adds and removes them
                 ]
+        return tensors
 
 
 @dataclass
@@ -108,18 +153,23 @@ class Update:
     Attributes:
         applied: scalar bool on the device, whether the step stays.
         holdings: the state from before the step; None if there was no step, or it was undone.
-        snapshot: the part of `holdings` that belongs to the parameters.
+        by: what made it.
         names: the names of the verified parameters and moments.
         finite: whether each of `names` is finite.
         fingerprints: [processes] of each process's state after the step, 0 if it is not finite.
     """
 
     applied: Tensor
+    by: GuardedUpdate
     holdings: Holdings | None = None
-    snapshot: Snapshot | None = None
     names: Sequence[str] = ()
     finite: Tensor | None = None
     fingerprints: Tensor | None = None
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The part of `holdings` that belongs to the parameters."""
+        return None if self.holdings is None else self.by.snapshot_of(self.holdings)
 
     def first_bad(self) -> str:
         assert self.finite is not None
@@ -143,9 +193,10 @@ class GuardedUpdate:
         optimizer: torch.optim.Optimizer,
         late: bool | None = None,
     ):
-        self.guard(parameters)
         self.optimizer = optimizer
+        self.guard(parameters)
         self.home = self.parameters[0].device
+        self._earlier: Holdings | None = None
         self._fused = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam) and all(
             group["fused"] for group in optimizer.param_groups
         )
@@ -160,7 +211,10 @@ class GuardedUpdate:
 
     def guard(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Verify and restore these parameters from now on."""
-        self.names, self.parameters = tuple(parameters), tuple(parameters.values())
+        self.names = tuple(parameters)
+        self.parameters = tuple(parameters.values())
+        self._sharded = is_sharded(self.parameters[0])
+        self._parts = self._sharded or getattr(self.optimizer, "is_paged", False)
 
     @contextmanager
     def step(self, go: Tensor, rate: Tensor | None, processes: ProcessGroup) -> Iterator[Update]:
@@ -170,11 +224,12 @@ class GuardedUpdate:
         an interrupt, undoes it. `go` is a scalar bool on the home device. `rate` is a scalar, or
         None to keep the rates of the optimizer's groups.
         """
-        update = Update(go)
+        update = Update(go, self)
         try:
             if self.late or bool(go):
-                update.holdings = Holdings([self.optimizer])
-                update.snapshot = self._snapshot(update.holdings)
+                update.holdings = self._holdings(self._earlier)
+                if self.home.type == "cpu" and not self.late:  # no step but the last is undone
+                    self._earlier = update.holdings
                 self._step(go, rate)
                 self._verify(update, go, processes)
             yield update
@@ -185,7 +240,7 @@ class GuardedUpdate:
     def take_back(self, update: Update) -> None:
         if update.holdings is not None:
             update.holdings.restore()
-        update.holdings = update.snapshot = None
+        update.holdings = None
 
     def groups(self) -> list[dict[str, Any]]:
         names = {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
@@ -196,7 +251,22 @@ class GuardedUpdate:
 
     def snapshot(self) -> Snapshot:
         """Copy parameters and optimizer state on their devices; of sharded ones, the own shards."""
-        return self._snapshot(Holdings([self.optimizer]))
+        return self.snapshot_of(self._holdings())
+
+    def snapshot_of(self, holdings: Holdings) -> Snapshot:
+        """Return the parameters, and each one's part of the optimizer's state, from holdings."""
+        copies, entries = holdings.before()
+
+        def then(value: Any) -> Any:
+            return local(copies[id(value)]) if id(value) in copies else value
+
+        states = entries[id(self.optimizer.state)]
+        return {
+            name: (then(p), {key: then(value) for key, value in entries[id(states[p])].items()})
+            if p in states
+            else (then(p), {})
+            for name, p in zip(self.names, self.parameters, strict=True)
+        }
 
     def first_bad(self) -> str | None:
         names, largest = self._largest()
@@ -222,12 +292,8 @@ class GuardedUpdate:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _snapshot(self, copies: Holdings) -> Snapshot:
-        states = [self.optimizer.state.get(p, {}) for p in self.parameters]
-        return {
-            name: (local(copies.of(p)), {k: local(copies.of(value)) for k, value in state.items()})
-            for name, p, state in zip(self.names, self.parameters, states, strict=True)
-        }
+    def _holdings(self, earlier: Holdings | None = None) -> Holdings:
+        return Holdings([self.optimizer], parts=self._parts, earlier=earlier)
 
     def _step(self, go: Tensor, rate: Tensor | None) -> None:
         if rate is not None:
@@ -241,10 +307,13 @@ class GuardedUpdate:
 
     def _verify(self, update: Update, go: Tensor, processes: ProcessGroup) -> None:
         """Restore the old state unless the new one is finite, and equal, on all processes."""
+        if not self.late and processes.size == 1 and are_finite(self._numbers()):
+            update.applied = torch.ones((), dtype=torch.bool, device=self.home)
+            return
         update.names, largest = self._largest()
         update.finite = largest < math.inf  # False for NaN
         good = update.finite.all()
-        if processes.size > 1 and is_sharded(self.parameters[0]):
+        if processes.size > 1 and self._sharded:
             update.finite = processes.sum_((~update.finite).to(torch.float32)) == 0
             good = update.finite.all()
         elif processes.size > 1:
@@ -271,12 +340,23 @@ class GuardedUpdate:
             keep_(tensors, good, others)
 
     def _largest(self) -> tuple[list[str], Tensor]:
-        sharded = is_sharded(self.parameters[0])  # an empty shard may not be empty elsewhere
         named = [
-            (n, t) for n, t in self._tensors() if t.is_floating_point() and (t.numel() or sharded)
+            (name, tensor)
+            for name, tensor in self._tensors()
+            # an empty shard may not be empty elsewhere
+            if tensor.is_floating_point() and (tensor.numel() or self._sharded)
         ]
         tensors = [t if t.numel() else t.new_zeros(1) for _, t in named]
         return [name for name, _ in named], norms_of(tensors, float("inf"), self.home)
+
+    def _numbers(self) -> list[Tensor]:
+        """Return parameters and moments, as far as they can be other than finite."""
+        values: list[Any] = [*self.parameters]
+        for parameter in self.parameters:
+            values.extend(self.optimizer.state.get(parameter, {}).values())
+        if self._parts:
+            values = [own_part(value) for value in values if isinstance(value, Tensor)]
+        return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return tensors by name, moments first: of the bad ones, the first is reported."""
@@ -284,13 +364,14 @@ class GuardedUpdate:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    named.append((f"{key} of {name}", local(on_card(value))))
-            named.append((name, local(parameter).detach()))
+                    named.append((f"{key} of {name}", own_part(value)))
+            named.append((name, own_part(parameter)))
         return named
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not hasattr(tensor, "__tensor_flatten__")
+def own_part(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor, on its card, without a graph."""
+    return local(on_card(tensor)).detach()
 
 
 def on_card(tensor: Tensor) -> Tensor:

@@ -74,6 +74,8 @@ class Gradients:
     def __init__(self, parameters: Mapping[str, nn.Parameter], track: bool = False):
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
         self.sums, self.sum_views = _flat_like(self.parameters)
+        self._strides = [view.stride() for view in self.sum_views]
+        self._sharded = bool(self.parameters) and is_sharded(self.parameters[0])
         self.track = track
         self.present: dict[int, Tensor] = {}
         self._none = [view.new_empty(0) for view in self.sum_views]
@@ -89,12 +91,17 @@ class Gradients:
         self.present = {}
         taken: set[int] = set()
         for place, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 continue
-            gradient, view = local(parameter.grad).detach(), self.sum_views[place]
-            gradient = gradient.to_dense().resolve_conj().resolve_neg()  # usually no copy
+            if self._sharded:
+                gradient = local(gradient)
+            gradient = gradient.detach()
+            if gradient.layout != torch.strided or gradient.is_complex():
+                gradient = gradient.to_dense().resolve_conj().resolve_neg()
+            view = self.sum_views[place]
             # gradients change in place, so none may share memory with another or with itself
-            same = gradient.stride() == view.stride() and gradient.dtype == view.dtype
+            same = gradient.stride() == self._strides[place] and gradient.dtype == view.dtype
             memory = gradient.untyped_storage().data_ptr()  # backward may return views
             if not same or memory in taken:
                 gradient = torch.empty_like(view).copy_(gradient)
@@ -103,19 +110,25 @@ class Gradients:
 
     def norms(self) -> Tensor:
         """Return the norm of each gradient of the micro-batch [P], 0 where there is none."""
+        if len(self.present) == len(self._none):
+            return norms_of([*self.present.values()])
         return norms_of([self.present.get(i, none) for i, none in enumerate(self._none)])
 
     def scale(self, factor: float) -> None:
+        if factor == 1:
+            return
         for (gradients,) in alike([*self.present.values()]):
             torch._foreach_mul_(gradients, factor)
 
     def add(self, flag: Tensor) -> None:
         """Add the gradients to the sums if `flag`, a scalar bool, is set; then drop them."""
-        self._renew()
-        totals = [self.sum_views[place] for place in self.present]
-        for gradients, sums in alike([*self.present.values()], totals):
-            keep_(gradients, flag)
-            torch._foreach_add_(sums, gradients)
+        if not flag.is_cpu or bool(flag):  # to add zeros would change nothing
+            self._renew()
+            totals = [self.sum_views[place] for place in self.present]
+            for gradients, sums in alike([*self.present.values()], totals):
+                if not flag.is_cpu:
+                    keep_(gradients, flag)
+                torch._foreach_add_(sums, gradients)
         self.withdraw()
 
     def expose(self, unreached: Sequence[int] = ()) -> None:
@@ -123,8 +136,7 @@ class Gradients:
         self._renew()
         for parameter, view in zip(self.parameters, self.sum_views, strict=True):
             gradient = view.detach()  # a callback may replace its `.data`
-            sharded = is_sharded(parameter)
-            parameter.grad = as_gradient(gradient, parameter) if sharded else gradient
+            parameter.grad = as_gradient(gradient, parameter) if self._sharded else gradient
         for place in unreached:
             self.parameters[place].grad = None
 
@@ -360,8 +372,9 @@ class GradientWindow:
         divisor = tokens.clamp_min(1.0)
         if self._divisor is not None:
             divisor = torch.full_like(tokens, self._divisor)
-        for flat in gradients.sums:
-            flat.div_(divisor.to(flat.device))
+        if not (divisor.is_cpu and float(divisor) == 1.0):
+            for flat in gradients.sums:
+                flat.div_(divisor.to(flat.device))
         norm = self._clip(window)
         loss, good, spike = loss / divisor, norm < math.inf, self._zero
         if self.spikes is not None and window.limits != NO_LIMITS:

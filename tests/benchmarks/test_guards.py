@@ -20,3 +20,19 @@ def test_both_lora_loops_make_the_same_steps(monkeypatch) -> None:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert {state["step"].item() for state in optimizer.state.values()} == {3.0}
+
+
+def test_both_loops_over_layers_make_the_same_steps(monkeypatch) -> None:
+    made = []
+
+    def remembered(bench, make=guards.LayersBench.made):
+        made.append(make(bench))
+        return made[-1]
+
+    monkeypatch.setattr(guards.LayersBench, "made", remembered)
+    figures = guards.measure_layers(guards.layers()["small"], pairs=2)
+    assert figures["calls"] > figures["plain_calls"] > 0
+    (one, *_), (other, optimizer, _) = made
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert {state["step"].item() for state in optimizer.state.values()} == {8.0}

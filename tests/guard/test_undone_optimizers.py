@@ -1,6 +1,7 @@
 """A step that is taken back leaves nothing in the optimizer, wherever the optimizer keeps it."""
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from guarded_loops import Micro, World, assert_same_state, guarded_run, plain_run
 from torch import Tensor, nn
 
-from npt.guard import Guard
+from npt.guard import Guard, Outcome, Seeded
 from npt.guard.update import Holdings
 
 
@@ -197,7 +198,8 @@ def test_frozen_weights_are_not_copied() -> None:
     optimizer = InAnAttribute([weight, frozen])
     (before,) = Guard(nn.ParameterDict({"weight": weight}), optimizer).update.snapshot().values()
     assert torch.equal(before[0], weight)
-    assert Holdings([optimizer]).of(frozen) is frozen
+    copies, _ = Holdings([optimizer]).before()
+    assert id(weight) in copies and id(frozen) not in copies
 
 
 def test_a_hook_that_removed_itself_in_the_step_stays_removed() -> None:
@@ -213,3 +215,50 @@ def test_a_hook_that_removed_itself_in_the_step_stays_removed() -> None:
     outcomes = guarded_run(world, [[Micro(1)], [Micro(2)]])
     assert [outcome.applied for outcome in outcomes] == [False, True]
     assert calls == 1
+
+
+def test_a_kept_snapshot_outlives_later_steps() -> None:
+    """On a CPU a step takes over the memory of the last one's copies, unless they are kept."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, rates=[0.1] * 5, draws=Seeded(0))
+
+    def window(*scales: float) -> Outcome:
+        for scale in scales:
+            with guard.micro_batch(ids=[scale]) as micro:
+                micro.loss = loss = model(torch.full((1, 3), scale)).square().sum()
+                loss.backward()
+        (outcome,) = guard.step()
+        return outcome
+
+    window(1.0)
+    before = deepcopy(dict(model.named_parameters()))
+    moments = {n: deepcopy(optimizer.state[p]) for n, p in model.named_parameters()}
+    snapshot = window(math.nan, 2.0).snapshot
+    assert snapshot is not None
+    window(3.0)
+    window(4.0)
+    for name, (value, state) in snapshot.items():
+        assert torch.equal(value, before[name])
+        assert all(torch.equal(state[key], moments[name][key]) for key in state)
+
+
+def test_a_step_is_undone_after_a_parameter_was_given_other_data() -> None:
+    """Its copy then needs memory of its own."""
+    model = nn.Linear(3, 2)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    def step(rate: float) -> bool:
+        with guard.micro_batch() as micro:
+            micro.loss = loss = model(torch.ones(1, 3)).square().sum()
+            loss.backward()
+        guard.update.optimizer.param_groups[0]["lr"] = rate
+        return guard.step().applied
+
+    assert step(0.1) and step(0.1)
+    model.to(torch.bfloat16)
+    model.to(torch.float32)
+    before = deepcopy(model.state_dict())
+    assert not step(math.inf)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

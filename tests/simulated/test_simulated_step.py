@@ -161,6 +161,8 @@ class Paged(torch.optim.Optimizer):
     a tensor of the host, with two attributes that none of its copies has.
     """
 
+    is_paged = True
+
     def __init__(self, parameters: Any):
         super().__init__(parameters, {})
         self.spoilt: Iterator[bool] = iter(())  # by step
