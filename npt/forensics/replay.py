@@ -258,7 +258,7 @@ class StoredState:
                             "the model returns no loss: pass one with npt.guard.replay(...,"
                             " loss=lambda model, inputs: ...)"
                         )
-                    if micro.loss.requires_grad:
+                    if isinstance(micro.loss, Tensor) and micro.loss.requires_grad:
                         micro.loss.backward()
             outcome: Outcome = guard.step()
         buffers.settle(None)

@@ -193,7 +193,9 @@ class Guard:
                 self.draws.drawing(names, offset),
             ):
                 yield micro
-            micro.loss, micro.report = _scalar(micro.loss), micro.report.detach()
+            loss = _scalar(micro.loss)
+            micro.loss = loss  # without its graph, which takes memory
+            micro.report = micro.report.detach()
         except BaseException as error:
             done = isinstance(error, DataError) or micro.loss is not unset
             done = done and any(p.grad is not None for p in self.window.gradients.parameters)
@@ -215,8 +217,8 @@ class Guard:
                     f"the micro-batch began with tokens={self.sharding.weight} and now has"
                     f" {micro.tokens}; with sharded parameters pass micro_batch(tokens=...)"
                 )
-            micro.loss = micro.loss * micro.tokens
-        flag = self.window.add(micro)
+            loss = loss * micro.tokens
+        flag = self.window.add(micro, loss)
         for trace in self._traces:
             trace.settle(flag)
 

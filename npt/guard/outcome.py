@@ -1,15 +1,15 @@
 """A window from its first micro-batch to its outcome.
 
-A window starts as a `PendingWindow`. After the step, `send_record` sends its figures from the
-device to the host as one tensor, and `read_record` turns them into an `Outcome`. `refusal.py`
-explains what was refused.
+A window starts as a `PendingWindow`. Each micro-batch that was computed is `Judged`. After the step
+the `Figures` of the window travel from the device to the host as one tensor, arrive as `Numbers`,
+and `outcome_of` turns them into an `Outcome`. `refusal.py` explains what was refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,34 @@ from npt.guard.refusal import check_alike, refusal_of, window_refusal
 
 if TYPE_CHECKING:
     from npt.guard.forensics import Finding, StoredMicroBatch
+    from npt.guard.update import Update
 
 Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]
 """By parameter name, a copy of the parameter and of its optimizer state."""
 
 NO_LIMITS = (math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What came of a micro-batch's backward, on the device.
+
+    Attributes:
+        loss: the loss times its weight, a scalar in fp32.
+        flag: scalar bool, whether loss and gradients are finite.
+        norm: norm over all gradients, a scalar.
+        norms: [P] norm of each parameter's gradient, to name the bad one.
+        codes: [processes] what is wrong on each, if backward sums gradients; micro-batches
+            computed together then count together.
+        reached: indices of the parameters with a gradient; None for all.
+    """
+
+    loss: Tensor
+    flag: Tensor
+    norm: Tensor
+    norms: Tensor
+    codes: Tensor | None = None
+    reached: frozenset[int] | None = None
 
 
 @dataclass
@@ -36,33 +59,24 @@ class MicroBatch:
 
     Attributes:
         loss: the loss, assigned by the loop; it can be NaN while the gradients are finite. Once the
-            outcome is known, its mean per token, a number.
+            outcome is known, its mean per token, a number; None if it was not computed.
         tokens: its weight.
         report: [n] the caller's own figures, returned with the outcome.
         index: its index in the window over all processes.
-        flag: scalar bool, whether loss and gradients are finite; None if it was refused before.
-        norm: norm over all gradients, a scalar.
-        norms: [P] norm of each parameter's gradient, to name the bad one.
-        codes: [processes] what is wrong on each, if backward sums gradients; micro-batches
-            computed together then count together.
-        grad_norm: `norm` as a number, once the outcome is known.
-        reached: indices of the parameters with a gradient; None for all.
+        judged: what came of its backward; None if it was refused before.
+        grad_norm: the norm of its gradients, once the outcome is known.
         refusal: why it does not count, once the host knows.
         stored: what is needed to compute it again; None if that is not wanted.
         finding: the tracer's finding, if it was refused and traced.
     """
 
-    loss: Any
+    loss: Tensor | float | None
     tokens: int
     report: Tensor = field(default_factory=lambda: torch.zeros(0))
     sample_ids: tuple[str, ...] = ()
     index: int = -1
-    flag: Any = None
-    norm: Any = None
-    norms: Any = None
-    codes: Any = None
+    judged: Judged | None = None
     grad_norm: float | None = None
-    reached: frozenset[int] | None = None
     refusal: Refusal | None = None
     stored: StoredMicroBatch | None = None
     finding: Finding | None = None
@@ -114,7 +128,7 @@ class Outcome:
     longest: int = 0
     limits: tuple[float, float] = NO_LIMITS
     snapshot: Snapshot | None = field(default=None, compare=False)
-    update: Any = field(default=None, compare=False)
+    update: Update | None = field(default=None, compare=False)
     halts: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -123,7 +137,7 @@ class Outcome:
         return [
             micro.index
             for micro in self.own
-            if micro.refusal is None and (micro.codes is None or bool(micro.flag))
+            if micro.refusal is None and not _fell_with_others(micro)
         ]
 
     @property
@@ -177,9 +191,10 @@ class PendingWindow:
         micro_batches: the number of micro-batches over all processes.
         reached: whether a survivor's backward reached a parameter; True if that is not tracked.
         go: scalar bool, whether to step; None if nothing ran.
-        figures: on the device, over the survivors, of each of `ran`, and of each process.
+        figures: its figures on the device; None if nothing ran.
         norms: [P] norms of the window's gradient, if it may be refused or flags are late.
-        record: the figures on the host, in parts of `sizes`, valid once `arrived`.
+        update: the guarded step, if it was made.
+        record: the packed figures on the host, valid once `arrived`.
     """
 
     own: list[MicroBatch] = field(default_factory=list)
@@ -192,17 +207,17 @@ class PendingWindow:
     limits: tuple[float, float] = NO_LIMITS
     reached: bool = True
     go: Tensor | None = None
-    figures: dict[str, Tensor] = field(default_factory=dict)
-    update: Any = None
+    figures: Figures | None = None
+    update: Update | None = None
     norms: Tensor | None = None
     record: Tensor | None = None
-    sizes: list[int] = field(default_factory=list)
-    arrived: Any = None
+    arrived: torch.cuda.Event | None = None
     landing: Landing | None = None
 
     @property
-    def ran(self) -> list[MicroBatch]:
-        return [micro for micro in self.own if micro.flag is not None]
+    def ran(self) -> list[tuple[MicroBatch, Judged]]:
+        """This process's micro-batches that were computed."""
+        return [(micro, micro.judged) for micro in self.own if micro.judged is not None]
 
 
 class Landing:
@@ -212,7 +227,7 @@ class Landing:
         self.memory = torch.empty(size, dtype=torch.float64, pin_memory=True)
         self.arrived = torch.cuda.Event()
 
-    def take(self, record: Tensor) -> tuple[Tensor, Any]:
+    def take(self, record: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         """Return the record on the host, and the event to wait for before reading it."""
         target = self.memory[: record.numel()]
         target.copy_(record, non_blocking=True)
@@ -221,61 +236,160 @@ class Landing:
         return target, self.arrived
 
 
+@dataclass
+class Figures:
+    """The figures of a window on the device.
+
+    Attributes:
+        tokens: the survivors' tokens; like `loss` to `survivors` a scalar over all processes.
+        loss: their mean per token.
+        norm: the norm of the window's gradient before clipping.
+        spike: whether loss or norm is above its limit.
+        survivors: their number.
+        flags: [n] whether each micro-batch of this process that ran counts.
+        losses: [n] their losses times their weights.
+        norms: [n] the norms of their gradients.
+        reports: [n * r] their reports.
+        refused: the number of refused micro-batches; like `halts` and `data` with several
+            processes only.
+        halts: [processes] the code of each process that stops.
+        data: [processes] fingerprints of the window's data.
+        rate: the learning rate of the step, if the guard sets it.
+        applied: whether the step stays; like `steps` known after the step.
+        steps: the number of applied steps so far.
+        states: [processes] fingerprints of the state after the step.
+    """
+
+    tokens: Tensor
+    loss: Tensor
+    norm: Tensor
+    spike: Tensor
+    survivors: Tensor
+    flags: Tensor
+    losses: Tensor
+    norms: Tensor
+    reports: Tensor
+    refused: Tensor | None = None
+    halts: Tensor | None = None
+    data: Tensor | None = None
+    rate: Tensor | None = None
+    applied: Tensor | None = None
+    steps: Tensor | None = None
+    states: Tensor | None = None
+
+    def known(self) -> dict[str, Tensor]:
+        """Return those that there are, by name, in order."""
+        each = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: figure for name, figure in each.items() if figure is not None}
+
+    def packed(self) -> Tensor:
+        """Return them as one tensor [all] in fp64, which holds every count exactly."""
+        flat = [figure.reshape(-1) for figure in self.known().values()]
+        sizes = [figure.numel() for figure in flat]
+        record = flat[0].new_empty(sum(sizes), dtype=torch.float64)
+        for values, parts in alike(flat, record.split(sizes)):
+            torch._foreach_copy_(parts, values)
+        return record
+
+    def unpacked(self, record: Tensor) -> Numbers:
+        """Return what `packed` gave, from the host."""
+        known = self.known()
+        parts = record.split([figure.numel() for figure in known.values()])
+        return Numbers({name: part.tolist() for name, part in zip(known, parts, strict=True)})
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The figures of a window on the host, by name: see `Figures`."""
+
+    each: dict[str, list[float]]
+
+    def one(self, name: str) -> float:
+        """Return a scalar figure."""
+        (number,) = self.each[name]
+        return number
+
+    def first(self, name: str) -> float | None:
+        """Return a scalar figure, or None if there is none."""
+        return next(iter(self.each.get(name, [])), None)
+
+    def all_of(self, name: str) -> list[float]:
+        """Return a figure of each micro-batch, or of each process; of one process there is none."""
+        return self.each.get(name, [])
+
+
 def send_record(window: PendingWindow) -> None:
-    figures = [figure.reshape(-1) for figure in window.figures.values()]
-    window.sizes = [figure.numel() for figure in figures]
-    record = figures[0].new_empty(sum(window.sizes), dtype=torch.float64)
-    for values, parts in alike(figures, record.split(window.sizes)):
-        torch._foreach_copy_(parts, values)
-    window.record = record
+    """Send a window's figures to the host."""
+    assert window.figures is not None
+    window.record = window.figures.packed()
     if window.landing is not None:
-        window.record, window.arrived = window.landing.take(record)
+        window.record, window.arrived = window.landing.take(window.record)
 
 
-def read_record(
+def outcome_of(
     window: PendingWindow, names: Sequence[str], known_steps: int, processes: ProcessGroup
 ) -> Outcome:
-    """Read the arrived record of a window, after `known_steps` applied steps.
+    """Return the outcome of a window whose record has arrived, after `known_steps` applied steps.
 
     If micro-batches were refused, all processes must call this.
     """
     outcome = Outcome(window.index, window.micro_batches, False, known_steps, limits=window.limits)
-    figures: dict[str, list[float]] = {}
-    if window.record is not None:
-        parts = window.record.split(window.sizes)
-        figures = {name: part.tolist() for name, part in zip(window.figures, parts, strict=True)}
-    codes = figures.get("halts", [window.halt])
-    outcome.halts = {process: int(code) for process, code in enumerate(codes) if code}
+    figures, record = window.figures, window.record
+    numbers = None if figures is None or record is None else figures.unpacked(record)
+    codes = [window.halt]
+    if numbers is not None and processes.size > 1:
+        codes = [int(code) for code in numbers.all_of("halts")]
+    outcome.halts = {process: code for process, code in enumerate(codes) if code}
     if outcome.halts:
         return replace(outcome, micro_batches=0)
     outcome.own = sorted([*window.earlier, *window.own], key=lambda micro: micro.index)
-    if figures:
-        if processes.size > 1:
-            check_alike(figures, window.index, known_steps, processes)
-        length = len(figures["reports"]) // max(1, len(window.ran))
-        for number, micro in enumerate(window.ran):
-            loss, micro.grad_norm = figures["losses"][number], figures["norms"][number]
-            micro.loss = loss / max(1, micro.tokens)
-            if figures["flags"][number]:
-                outcome.reports.append(figures["reports"][number * length :][:length])
-            elif micro.refusal is None:
-                micro.refusal = refusal_of(micro, loss, names, processes.index)
-    refusals = [micro.refusal for micro in outcome.own if micro.refusal is not None]
-    if not figures:
-        return replace(outcome, refused=tuple(refusals))
-    scalars = {name: values[0] for name, values in figures.items() if values}
-    if processes.size > 1 and scalars["refused"]:  # a sum over processes, so all come here
+    if numbers is None:
+        return replace(outcome, refused=tuple(_refusals(outcome.own)))
+    if processes.size > 1:
+        check_alike(numbers.each, window.index, known_steps, processes)
+    outcome.reports = _settle(window, numbers, names, processes)
+    refusals = _refusals(outcome.own)
+    if processes.size > 1 and numbers.one("refused"):  # a sum over processes, so all come here
         everywhere = chain(*processes.gather(refusals))
-        refusals = sorted(everywhere, key=lambda r: r.micro_batch or 0)
-    outcome.tokens, outcome.rate = int(scalars["tokens"]), scalars.get("rate")
-    if scalars["survivors"]:
-        outcome.loss, outcome.grad_norm = scalars["loss"], scalars["norm"]
-        outcome.applied = bool(scalars["applied"])
+        refusals = sorted(everywhere, key=lambda refusal: refusal.micro_batch or 0)
+    outcome.tokens = int(numbers.one("tokens"))
+    outcome.steps = int(numbers.one("steps"))
+    outcome.rate = numbers.first("rate")
+    if numbers.one("survivors"):
+        outcome.loss, outcome.grad_norm = numbers.one("loss"), numbers.one("norm")
+        outcome.applied = bool(numbers.one("applied"))
         # survivors without tokens or gradients make no step, and are no fault
         if not outcome.applied and outcome.tokens and window.reached:
-            refusals.append(window_refusal(window, names, scalars))
+            refusals.append(window_refusal(window, names, numbers))
     outcome.update, outcome.refused = window.update, tuple(refusals)
     if refusals and window.update is not None:
         outcome.snapshot = window.update.snapshot
-    outcome.steps = int(scalars["steps"])
     return outcome
+
+
+def _settle(
+    window: PendingWindow, numbers: Numbers, names: Sequence[str], processes: ProcessGroup
+) -> list[list[float]]:
+    """Give each micro-batch its numbers or its refusal, and return the survivors' reports."""
+    reports = []
+    flat = numbers.all_of("reports")
+    length = len(flat) // max(1, len(window.ran))
+    for place, (micro, judged) in enumerate(window.ran):
+        loss = numbers.all_of("losses")[place]
+        micro.grad_norm = numbers.all_of("norms")[place]
+        micro.loss = loss / max(1, micro.tokens)
+        if numbers.all_of("flags")[place]:
+            reports.append(flat[place * length :][:length])
+        elif micro.refusal is None:
+            micro.refusal = refusal_of(micro, judged, loss, names, processes.index)
+    return reports
+
+
+def _refusals(micro_batches: Sequence[MicroBatch]) -> list[Refusal]:
+    return [micro.refusal for micro in micro_batches if micro.refusal is not None]
+
+
+def _fell_with_others(micro: MicroBatch) -> bool:
+    """Return whether another process's micro-batch, computed together with it, was refused."""
+    judged = micro.judged
+    return judged is not None and judged.codes is not None and not bool(judged.flag)

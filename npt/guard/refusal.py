@@ -13,7 +13,7 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import DataError, ProcessError
 
 if TYPE_CHECKING:
-    from npt.guard.outcome import MicroBatch, PendingWindow
+    from npt.guard.outcome import Judged, MicroBatch, Numbers, PendingWindow
 
 UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which logs faults"
 
@@ -98,31 +98,30 @@ def check_alike(
 
 
 def refusal_of(
-    micro: MicroBatch, loss: float, names: Sequence[str], process: int
+    micro: MicroBatch, judged: Judged, loss: float, names: Sequence[str], process: int
 ) -> Refusal | None:
     """Return why this process's micro-batch with this summed loss was refused.
 
     None if another process's micro-batch, computed together with it, is to blame. If only their sum
     is not finite, the refusal is process 0's.
     """
-    if micro.codes is not None:
-        code = micro.codes[process]
-        if not bool(code) and (process or bool(micro.codes.any())):
+    if judged.codes is not None:
+        code = judged.codes[process]
+        if not bool(code) and (process or bool(judged.codes.any())):
             return None
     if math.isfinite(loss):
-        kind, (tensor, detail) = "gradient", describe_norms(micro.norms, names)
+        kind, (tensor, detail) = "gradient", describe_norms(judged.norms, names)
     else:
-        bad = int((~micro.norms.isfinite()).sum())
+        bad = int((~judged.norms.isfinite()).sum())
         kind, tensor = "loss", None
         detail = f"loss is {loss}, and {bad} of {len(names)} gradients are not finite"
     return Refusal(kind, detail, micro.index, micro.sample_ids, process, tensor)
 
 
-def window_refusal(
-    window: PendingWindow, names: Sequence[str], scalars: Mapping[str, float]
-) -> Refusal:
-    loss, norm = scalars["loss"], scalars["norm"]
-    if math.isfinite(norm) and not scalars["spike"]:
+def window_refusal(window: PendingWindow, names: Sequence[str], numbers: Numbers) -> Refusal:
+    loss, norm = numbers.one("loss"), numbers.one("norm")
+    if math.isfinite(norm) and not numbers.one("spike"):
+        assert window.update is not None
         tensor = window.update.first_bad()
         detail = f"{tensor} was not finite after the step; the state before it was restored"
         return Refusal("update", detail, tensor=tensor)

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,13 @@ class _Look:
     text: str
 
 
+@dataclass
+class _Computed(MicroBatch):
+    """A micro-batch of the Trainer, and whether the losses of its model's calls are finite."""
+
+    good: list[Tensor] = field(default_factory=list)
+
+
 class Report(TrainerCallback):
     """Log skipped steps and any loss, gradient, weight or logged figure that is not finite, even
     where the Trainer's curve looks clean.
@@ -71,7 +78,7 @@ class Report(TrainerCallback):
         self._stack = ExitStack()  # hooks for the whole training
         self._watched = ExitStack()  # hook for one micro-batch
         self._forensics: Forensics | None = None
-        self._window: list[MicroBatch] = []
+        self._window: list[_Computed] = []
         self._late: list[_Look] = []  # at the weights after the last step
         self._bits: dict[str, Tensor] = {}  # sums of the weights' bits, to notice skipped steps
         self._moves = False  # the learning rate is above 0
@@ -106,11 +113,11 @@ class Report(TrainerCallback):
         """Read the flags of the step's losses and gradients, and of the last step's weights."""
         self._watched.close()
         self._steps, step = self._steps + 1, state.global_step + 1
-        told = {f"{i}": micro for i, micro in enumerate(self._window) if micro.flag is not None}
+        told = {f"{i}": micro for i, micro in enumerate(self._window) if micro.good}
         hides = " (logging_nan_inf_filter keeps it out of the log)" * args.logging_nan_inf_filter
         text = "the loss of micro-batch {0} is not finite" + hides
-        home = next((m.flag[0].device for m in told.values()), None)
-        each = [torch.stack([f.to(home) for f in m.flag]).all() for m in told.values()]
+        home = next((m.good[0].device for m in told.values()), None)
+        each = [torch.stack([f.to(home) for f in m.good]).all() for m in told.values()]
         flags = torch.stack(each) if told else torch.ones(0)
         gradients = {name: p.grad for name, p in _trained(model).items() if p.grad is not None}
         losses, bad = self._read(
@@ -155,7 +162,7 @@ class Report(TrainerCallback):
 
     def _begin(self) -> None:
         self._watched.close()
-        self._window.append(micro := MicroBatch(None, 1))
+        self._window.append(micro := _Computed(None, 1))
         if self._forensics is not None:
             self._watched.enter_context(self._forensics.watching(micro, StoredMicroBatch()))
 
@@ -167,8 +174,8 @@ class Report(TrainerCallback):
     def _look(self, _arguments: Any, _named: Any, output: Any) -> None:
         loss = loss_in(output)
         if loss is not None and self._window and torch.is_grad_enabled():
-            micro, good = self._window[-1], loss.detach().isfinite().all()
-            micro.flag = [*(micro.flag or []), good]  # several devices under nn.DataParallel
+            # several under nn.DataParallel, each on its device
+            self._window[-1].good.append(loss.detach().isfinite().all())
 
     def _look_at_weights(self, model: nn.Module, step: int) -> None:
         weights = {name: p.detach() for name, p in _trained(model).items()}
@@ -199,7 +206,7 @@ class Report(TrainerCallback):
         return lost[len(lost) - len(now) :]
 
     def _trace(
-        self, suspects: list[MicroBatch], step: int, args: Any, model: nn.Module, optimizer: Any
+        self, suspects: Sequence[MicroBatch], step: int, args: Any, model: nn.Module, optimizer: Any
     ) -> None:
         """Compute suspects again under the tracer until it finds the operation. Changes nothing."""
         assert self._forensics is not None

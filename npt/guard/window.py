@@ -31,12 +31,14 @@ from npt.distributed.processes import ProcessGroup
 from npt.guard.lists import alike, keep_, norms_of
 from npt.guard.outcome import (
     NO_LIMITS,
+    Figures,
+    Judged,
     Landing,
     MicroBatch,
     Outcome,
     PendingWindow,
     Refusal,
-    read_record,
+    outcome_of,
     refusal_of,
     send_record,
 )
@@ -229,21 +231,23 @@ class GradientWindow:
         self.gradients = Gradients(guarded.held, track=self._rates is None)
         self._clipped = guarded.clipped
 
-    def add(self, micro: MicroBatch) -> Tensor:
-        """Add the collected gradients if they and the loss are finite; return that flag [] bool."""
+    def add(self, micro: MicroBatch, loss: Tensor) -> Tensor:
+        """Add the collected gradients if they and the loss are finite; return that flag [] bool.
+        The loss is a scalar in fp32, times the micro-batch's weight.
+        """
         norms = self.gradients.norms().to(self._home)
-        loss = micro.loss.to(self._home)
+        loss = loss.detach().to(self._home, torch.float32)
+        codes = None
         if self.sharding is not None:
-            micro.codes, norms = self.sharding.judge(loss, norms)
+            codes, norms = self.sharding.judge(loss, norms)
         # Finite only if every norm is, and the sum of their squares too.
         norm = torch.linalg.vector_norm(norms)
         flag = norm + 0 * loss < math.inf  # False for NaN, and 0 * inf is NaN
-        if micro.codes is not None:
-            flag = (micro.codes == 0).all() & (norm < math.inf)
-        if self.gradients.track:
-            micro.reached = frozenset(self.gradients.present)
+        if codes is not None:
+            flag = (codes == 0).all() & (norm < math.inf)
+        reached = frozenset(self.gradients.present) if self.gradients.track else None
+        micro.judged = Judged(loss, flag, norm, norms, codes, reached)
         self.gradients.add(flag)
-        micro.flag, micro.norm, micro.norms = flag, norm, norms
         self._append(micro)
         return flag
 
@@ -280,19 +284,21 @@ class GradientWindow:
         """Clear the open window but keep its refused micro-batches, whose flags are known."""
         refused = self.refused()
         for micro in refused:
-            if micro.flag is not None:  # it ran, and no record will hold its figures
-                micro.loss = float(micro.loss) / max(1, micro.tokens)
-                micro.grad_norm = float(micro.norm)
+            judged = micro.judged
+            if judged is not None:  # no record will hold its figures
+                micro.loss = float(judged.loss) / max(1, micro.tokens)
+                micro.grad_norm = float(judged.norm)
         earlier = [*self._open.earlier, *refused]
         self.clear()
         self._open.earlier = earlier
 
     def refused(self) -> list[MicroBatch]:
         """Return this process's refused micro-batches of the open window. Waits for the flags."""
-        for micro in self._open.ran:
-            if micro.refusal is None and not bool(micro.flag):
-                names, process = self.gradients.names, self.processes.index
-                micro.refusal = refusal_of(micro, float(micro.loss), names, process)
+        names = self.gradients.names
+        for micro, judged in self._open.ran:
+            if micro.refusal is None and not bool(judged.flag):
+                loss = float(judged.loss)
+                micro.refusal = refusal_of(micro, judged, loss, names, self.processes.index)
         return [micro for micro in self._open.own if micro.refusal is not None]
 
     def close(self, fingerprint: int = 0) -> Tensor | None:
@@ -301,7 +307,7 @@ class GradientWindow:
         """
         window = self._open
         if window.closed:
-            return window.figures.get("norm")
+            return None if window.figures is None else window.figures.norm
         window.closed, window.index, window.micro_batches = True, self.committed, self.place
         window.halt, window.fingerprint = self._halt, fingerprint
         if self.spikes is not None:
@@ -312,7 +318,7 @@ class GradientWindow:
             except BaseException:
                 self.clear()
                 raise
-        return window.figures.get("norm")
+        return None if window.figures is None else window.figures.norm
 
     def commit(self, fingerprint: int = 0) -> list[Outcome]:
         """Make one optimizer step from the window's survivors, or none. Return the outcomes known
@@ -328,8 +334,8 @@ class GradientWindow:
         self.close(fingerprint)
         self.committed, self.applied = self.committed + 1, None
         try:
-            if window.go is not None:
-                self._step(window, window.go)
+            if window.go is not None and window.figures is not None:
+                self._step(window, window.go, window.figures)
         finally:
             self.clear()
         self._launched.append(window)
@@ -345,15 +351,20 @@ class GradientWindow:
         self.known_steps = steps
 
     def _sum_up(self, window: PendingWindow) -> None:
-        home, ran, gradients = self._home, window.ran, self.gradients
+        """Sum over survivors and processes, divide, and clip. Decides on the device whether to
+        step.
+        """
+        home, gradients = self._home, self.gradients
+        each = [micro for micro, _ in window.ran]
+        ran = [judged for _, judged in window.ran]
         losses = norms = reports = torch.zeros(0, device=home)
         flags = losses.bool()
         if ran:
-            flags = torch.stack([m.flag for m in ran])
-            each = [m.loss.detach().to(home, torch.float32) for m in ran]
-            losses, norms = torch.stack([*each, *(m.norm for m in ran)]).split(len(ran))
-            reports = torch.cat([m.report.detach().to(home) for m in ran])
-        counts = sent([*(m.tokens for m in ran), *(1 for _ in ran)], home)
+            flags = torch.stack([judged.flag for judged in ran])
+            both = [judged.loss for judged in ran] + [judged.norm for judged in ran]
+            losses, norms = torch.stack(both).split(len(ran))
+            reports = torch.cat([micro.report.detach().to(home) for micro in each])
+        counts = sent([micro.tokens for micro in each] + [1] * len(ran), home)
         table = torch.cat([counts, losses]).view(3, len(ran))
         tokens, survivors, loss = torch.where(flags, table, self._zero).sum(1).unbind()
         unreached = self._unreached(ran) if gradients.track else []
@@ -362,13 +373,12 @@ class GradientWindow:
         if self.unscale is not None and window.reached:
             self.unscale()
         allowed = tokens > 0
+        refused = halts = data = None
         if self.processes.size > 1:
-            refused = len(window.earlier) + len(window.own) - survivors
-            numbers = [tokens, loss, survivors, refused]
-            tokens, loss, survivors, refused = self._sum_over_processes(window, numbers)
-            halts, data = window.figures["halts"], window.figures["data"]
+            lost = len(window.earlier) + len(window.own) - survivors
+            numbers, halts, data = self._sum_over_processes(window, [tokens, loss, survivors, lost])
+            tokens, loss, survivors, refused = numbers.unbind()
             allowed = (tokens > 0) & (halts == 0).all() & (data == data[0]).all()
-            window.figures["refused"] = refused
         divisor = tokens.clamp_min(1.0)
         if self._divisor is not None:
             divisor = torch.full_like(tokens, self._divisor)
@@ -376,18 +386,34 @@ class GradientWindow:
             for flat in gradients.sums:
                 flat.div_(divisor.to(flat.device))
         norm = self._clip(window)
-        loss, good, spike = loss / divisor, norm < math.inf, self._zero
+        loss = loss / divisor
+        good = norm < math.inf
+        spike = self._zero
         if self.spikes is not None and window.limits != NO_LIMITS:
             spike = self.spikes.exceeds(loss, norm)
             good = good & ~spike
         window.go = good & allowed if window.reached else torch.zeros_like(good)
-        scalars = {"tokens": tokens, "loss": loss, "norm": norm, "spike": spike}
-        each_of = {"flags": flags, "losses": losses, "norms": norms, "reports": reports}
-        window.figures |= {**scalars, "survivors": survivors, **each_of}
+        window.figures = Figures(
+            tokens,
+            loss,
+            norm,
+            spike,
+            survivors,
+            flags,
+            losses,
+            norms,
+            reports,
+            refused,
+            halts,
+            data,
+        )
 
-    def _sum_over_processes(self, window: PendingWindow, numbers: list[Tensor]) -> Sequence[Tensor]:
-        """Sum gradients, in place, and scalars over all processes, and exchange halts and
-        fingerprints. All travel in one flat fp32 tensor, exact for integers below `EXACT`.
+    def _sum_over_processes(
+        self, window: PendingWindow, numbers: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum gradients, in place, and numbers over all processes; return these sums, and each
+        process's halt and fingerprint of the data. All travel in one flat fp32 tensor, exact for
+        integers below `EXACT`.
         """
         processes, sums = self.processes, self.gradients.sums
         if self.sharding is not None:
@@ -399,15 +425,15 @@ class GradientWindow:
         *summed, totals, of_each = flat.split([part.numel() for part in parts])
         for gradient, total in zip(sums, summed, strict=True):
             gradient.copy_(total)
-        window.figures["halts"], window.figures["data"] = of_each.split(processes.size)
-        return totals.unbind()
+        halts, data = of_each.split(processes.size)
+        return totals, halts, data
 
-    def _unreached(self, ran: Sequence[MicroBatch]) -> list[int]:
+    def _unreached(self, ran: Sequence[Judged]) -> list[int]:
         """Return indices of parameters that no survivor's backward reached. All must call it."""
         reached = torch.zeros(len(self.gradients.parameters))
-        for micro in ran:
-            if micro.reached and bool(micro.flag):
-                reached[list(micro.reached)] = 1
+        for judged in ran:
+            if judged.reached and bool(judged.flag):
+                reached[list(judged.reached)] = 1
         if self.processes.size > 1:
             reached = self.processes.sum_(reached.to(self._home))
         return (reached == 0).nonzero().flatten().tolist()
@@ -429,27 +455,26 @@ class GradientWindow:
         norms = norms_of(self.gradients.sum_views, home=self._home)
         return norms if self.sharding is None else self.sharding.norms_of_all(norms)
 
-    def _step(self, window: PendingWindow, go: Tensor) -> None:
-        """Step, verify or restore, and send the record, all on the device."""
-        rate = None
+    def _step(self, window: PendingWindow, go: Tensor, figures: Figures) -> None:
+        """Step, verify or restore, and send the figures, all on the device."""
         if self._rates is not None:
             # rates[step] would read the step on the host.
             step = self._steps.clamp(max=len(self._rates) - 1).view(1)
-            rate = window.figures["rate"] = self._rates.index_select(0, step).squeeze(0)
+            figures.rate = self._rates.index_select(0, step).squeeze(0)
         if self._home.type == "cuda":
             added = 2 + self.processes.size  # the most that is added below
-            size = added + sum(figure.numel() for figure in window.figures.values())
+            size = added + sum(figure.numel() for figure in figures.known().values())
             fitting = [each for each in self._landings if each.memory.numel() >= size]
             window.landing = fitting[0] if fitting else Landing(size)
             self._landings = fitting[1:]
-        with self.update.step(go, rate, self.processes) as update:
+        with self.update.step(go, figures.rate, self.processes) as update:
             window.update = update
-            steps = self._steps + update.applied
-            window.figures |= {"applied": update.applied, "steps": steps}
-            if update.fingerprints is not None:
-                window.figures["states"] = update.fingerprints
+            figures.applied = update.applied
+            figures.steps = self._steps + update.applied
+            figures.states = update.fingerprints
             send_record(window)
-        self._steps, self.applied = steps, update.applied
+        self._steps = figures.steps
+        self.applied = figures.applied
 
     def _unread(self) -> int:
         if not self.update.late:
@@ -474,7 +499,7 @@ class GradientWindow:
                 if window.arrived is not None:
                     self.processes.check_unbroken()
                     window.arrived.synchronize()
-                result = read_record(window, self.gradients.names, self.known_steps, self.processes)
+                result = outcome_of(window, self.gradients.names, self.known_steps, self.processes)
             except BaseException:
                 self._take_back()
                 raise

@@ -70,4 +70,5 @@ def add_filled(
     with micro_batch_draws(seed, sample_ids, offset):
         sums = fill()
     window.gradients.collect()
-    window.add(MicroBatch(sums.loss, sums.tokens, sums.report, sample_ids))
+    micro = MicroBatch(sums.loss, sums.tokens, sums.report, sample_ids)
+    window.add(micro, sums.loss)
