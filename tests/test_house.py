@@ -29,7 +29,7 @@ WAY = (25, 11)
 AFTER_A_STEP = {"_account", "_evaluate_if_due", "say", "raise_together"}
 """Functions of the loop that are not on it: counting, logging."""
 
-VERBS_AT_MOST, SETTINGS_AT_MOST = 14, 68
+VERBS_AT_MOST, SETTINGS_AT_MOST = 14, 69
 
 
 def files(folder: str) -> list[Path]:

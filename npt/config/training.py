@@ -103,6 +103,11 @@ class TrainConfig(SettingsGroup):
     smoke_test: bool = _guards(
         True, "before training, test one forward and backward pass with anomaly detection"
     )
+    recheck: int = _guards(
+        0,
+        "compute one step in this many twice, and repair what a faulty machine changed (0: none)",
+        bound=at_least(0),
+    )
     trace_steps: str | None = _guards(
         None,
         "record statistics of every tensor at these steps, such as 1-5,8 or /100 (every hundredth)",

@@ -92,6 +92,7 @@ def student_guard(
         "max_grad_norm": config.max_grad_norm,
         "spike_sigmas": SIGMAS if config.skip_spikes else None,
         "max_refused": float("inf"),
+        "recheck": config.recheck,
         "processes": ProcessGroup(),
         "draws": Seeded(config.seed),
     }

@@ -190,6 +190,7 @@ class Forensics:
         traces: how many refusals to trace.
         keep: whether to keep micro-batches for a post-mortem.
         together: whether layers are sharded, so that processes compute only together.
+        again: returns whether the open window will be computed again.
 
     Attributes:
         left: how many refusals may still be traced.
@@ -197,20 +198,28 @@ class Forensics:
         accepted: the last micro-batches that counted in a step.
     """
 
-    def __init__(self, model: nn.Module, traces: int, keep: bool = False, together: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        traces: int,
+        keep: bool = False,
+        together: bool = False,
+        again: Callable[[], bool] = lambda: False,
+    ):
         self.findings: list[Finding] = []
         self.left = traces
         self.refused: list[StoredMicroBatch] = []
         self._stepped = False  # since they were refused
         self.accepted: list[StoredMicroBatch] = []
         self._keep, self._parallel, self._together = keep, model, together
+        self._again = again
         self._model = whole(model)
         self._open: StoredMicroBatch | None = None
 
     @contextmanager
     def watching(self, micro: MicroBatch, stored: StoredMicroBatch) -> Iterator[None]:
         """Record the model's calls in a micro-batch, if it may have to be computed again."""
-        if not self._keep and not self.left:
+        if not self._keep and not self.left and not self._again():
             yield
             return
         micro.stored = self._open = stored

@@ -43,6 +43,7 @@ from npt.guard.parameters import (
     unwrapped,
     whole,
 )
+from npt.guard.recheck import Recheck
 from npt.guard.settings import GuardSettings
 from npt.guard.sharding import sharding_of
 from npt.guard.spikes import SpikeGuard
@@ -145,9 +146,22 @@ class Guard:
             self.window.unscale = self._scale.unscale
         keep = self.settings.postmortem is not None
         together = self.sharding is not None and processes.size > 1
-        self.forensics = Forensics(model, self.settings.trace, keep, together)
         self.draws: Draws = Draws() if draws is None else draws
-        self._traces = self.draws, Buffers(whole(model))
+        buffers = Buffers(whole(model))
+        self._traces = self.draws, buffers
+        self.recheck = Recheck(
+            self.window,
+            model,
+            buffers,
+            self._scale,
+            every=self.settings.recheck,
+            weighted=self.settings.loss == "mean",
+            together=together,
+            seeded=draws is not None,
+        )
+        self.forensics = Forensics(
+            model, self.settings.trace, keep, together, again=self.recheck.is_due
+        )
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
         self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
@@ -178,6 +192,7 @@ class Guard:
             ConfigError: the loss is not one number, or `tokens` changed under sharding.
         """
         self._follow()
+        self.recheck.begin()
         unset = torch.zeros((), device=self._home)
         micro = MicroBatch(unset, 1 if tokens is None else tokens)
         names = micro.sample_ids = tuple(map(str, ids))
@@ -290,6 +305,7 @@ class Guard:
         """
         self._follow()
         with self._window_or_nothing():
+            self.window.note_repaired(self.recheck.settle())
             if self.lists:
                 outcomes = self.window.commit(fingerprint)
             else:
@@ -307,6 +323,7 @@ class Guard:
     def close_window(self) -> float | None:
         """Set `.grad` to the window's clipped gradient until `step`; return its unclipped norm."""
         with self._window_or_nothing():
+            self.window.note_repaired(self.recheck.settle())
             norm = self.window.close()
         return None if norm is None else float(norm)
 

@@ -45,6 +45,17 @@ def bits_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(_INTEGERS[part.element_size()]) for part in parts]
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype are equal bit for bit, NaN included."""
+    first, second = bits_of([one, other])
+    return torch.equal(first, second)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has strides, and is not made of others."""
+    return tensor.layout == torch.strided and not hasattr(tensor, WRAPPER)
+
+
 def norms_of(
     tensors: Sequence[Tensor], order: float = 2.0, home: torch.device | None = None
 ) -> Tensor:
@@ -89,10 +100,10 @@ def copied(tensors: list[Tensor], memory: list[Tensor] | None = None) -> list[Te
     copies: dict[int, Tensor] = {}
     together: list[int] = []
     for place, tensor in enumerate(tensors):
-        if tensor.layout != torch.strided or hasattr(tensor, WRAPPER):
-            copies[place] = tensor.clone()
-        else:
+        if is_plain(tensor):
             together.append(place)
+        else:
+            copies[place] = tensor.clone()
     for group, places in alike([tensors[place] for place in together], together):
         pieces = [torch.empty_like(tensor) for tensor in group]
         torch._foreach_copy_(pieces, group)

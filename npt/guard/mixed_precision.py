@@ -25,6 +25,10 @@ class LossScale:
         self._unscaled = False
         self._quiet = math.inf  # windows since the last overflow
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss as the loop differentiates it."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
     def unscale(self) -> None:
         self.scaler.unscale_(self._optimizer)
         self._unscaled = True

@@ -106,6 +106,7 @@ class Outcome:
         own: this process's micro-batches, refused ones included.
         reports: the `report` of each of this process's survivors.
         refused: the refusals; `micro_batch` is None if the whole window was refused.
+        repaired: what `recheck` found changed and repaired on this process, in words.
         longest: the longest run of refusals in a row up to the end of the window.
         limits: the spike guard's limits of loss and norm for this window.
         snapshot: the state from before the window, if something was refused and it may have changed
@@ -125,6 +126,7 @@ class Outcome:
     own: list[MicroBatch] = field(default_factory=list, compare=False, repr=False)
     reports: list[list[float]] = field(default_factory=list, compare=False)
     refused: tuple[Refusal, ...] = ()
+    repaired: tuple[str, ...] = ()
     longest: int = 0
     limits: tuple[float, float] = NO_LIMITS
     snapshot: Snapshot | None = field(default=None, compare=False)
@@ -190,6 +192,7 @@ class PendingWindow:
         closed: no micro-batch will follow; the fields below are set.
         micro_batches: the number of micro-batches over all processes.
         reached: whether a survivor's backward reached a parameter; True if that is not tracked.
+        repaired: what was found changed and repaired, in words.
         go: scalar bool, whether to step; None if nothing ran.
         figures: its figures on the device; None if nothing ran.
         norms: [P] norms of the window's gradient, if it may be refused or flags are late.
@@ -206,6 +209,7 @@ class PendingWindow:
     fingerprint: int = 0
     limits: tuple[float, float] = NO_LIMITS
     reached: bool = True
+    repaired: tuple[str, ...] = ()
     go: Tensor | None = None
     figures: Figures | None = None
     update: Update | None = None
@@ -334,6 +338,7 @@ def outcome_of(
     If micro-batches were refused, all processes must call this.
     """
     outcome = Outcome(window.index, window.micro_batches, False, known_steps, limits=window.limits)
+    outcome.repaired = window.repaired
     figures, record = window.figures, window.record
     numbers = None if figures is None or record is None else figures.unpacked(record)
     codes = [window.halt]

@@ -29,6 +29,8 @@ class GuardSettings:
         max_refused: raise TooManyRefusalsError after this many refusals in a row.
         trace: how many refused micro-batches each process computes again to find the operation
             that made the NaN; each costs a few slow passes.
+        recheck: compute one window in this many twice, and repair what a faulty machine changed in
+            it (npt/guard/recheck.py); 0 for none.
         postmortem: the folder for post-mortem bundles. When `max_refused` is reached, the last
             refused micro-batches, weights, moments and reasons are written there.
     """
@@ -39,6 +41,7 @@ class GuardSettings:
     spike_sigmas: float | None = None
     max_refused: int = 10
     trace: int = 0
+    recheck: int = 0
     postmortem: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -51,5 +54,6 @@ class GuardSettings:
             number = getattr(self, name)
             if number is not None and not number > 0:
                 raise ConfigError(f"{name} is {number}; it must be above 0")
-        if self.trace < 0:
-            raise ConfigError(f"trace is {self.trace}; it must be 0 or more")
+        for name in ("trace", "recheck"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")

@@ -96,8 +96,7 @@ class Buffers:
         self._start: list[Tensor | None] | None = None  # of the window
 
     def begin(self) -> None:
-        now = [held.get(name) for held, name in self._held]
-        self._copies = [None if buffer is None else buffer.detach().clone() for buffer in now]
+        self._copies = self.now()
         if self._start is None:
             self._start = self._copies
 
@@ -111,6 +110,20 @@ class Buffers:
 
     def forget(self) -> None:
         self._start = None
+
+    def now(self) -> list[Tensor | None]:
+        """Return copies of the buffers."""
+        each = [held.get(name) for held, name in self._held]
+        return [None if buffer is None else buffer.detach().clone() for buffer in each]
+
+    def put(self, copies: Sequence[Tensor | None]) -> None:
+        """Set the buffers to copies."""
+        self._restore(copies, None)
+
+    def put_start(self) -> None:
+        """Set the buffers to what they were before the window."""
+        if self._start is not None:
+            self._restore(self._start, None)
 
     @torch.no_grad()
     def _restore(self, copies: Sequence[Tensor | None], keep: Tensor | None) -> None:

@@ -59,7 +59,9 @@ class TrainerMixin(Trainer):
         check_settings(cls.guard_settings)
 
     def on_refused(self, outcome: Outcome) -> None:
-        """Log a warning for each refusal and each finding of the tracer. Override to do more."""
+        """Log a warning for each refusal, finding of the tracer and repair. Override to do more."""
+        for repair in outcome.repaired:
+            _log.warning("repaired in step %d: %s", self.state.global_step + 1, repair)
         for refusal in outcome.refused:
             _log.warning("refused in step %d: %s", self.state.global_step + 1, refusal)
         for finding in outcome.findings:

@@ -272,6 +272,7 @@ class TrainerWindow:
             optimizer._is_overflow = not outcome.applied  # makes the scheduler skip this step
             if outcome.refused:
                 self._uncount(outcome)
+            if outcome.refused or outcome.repaired:
                 trainer.on_refused(outcome)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.guard.lists import alike, are_finite, bits_of, copied, keep_, norms_of
+from npt.guard.lists import alike, are_finite, bits_of, copied, is_plain, keep_, norms_of, same_bits
 from npt.guard.outcome import Snapshot
 from npt.guard.sharding import is_sharded, local
 from npt.random_state import random_state, set_random_state
@@ -84,6 +84,21 @@ class Holdings:
         if self._paged:  # the host may read them next
             torch.cuda.synchronize()
         set_random_state(self._random)
+
+    def marks(self) -> list[tuple[int, int]]:
+        """Return what an operation on a tensor changes, and a fault of the machine does not."""
+        return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in self._tensors]
+
+    @torch.no_grad()
+    def put_back(self, marks: Sequence[tuple[int, int]]) -> set[int]:
+        """Restore the tensors that changed without an operation since; return their `id`."""
+        changed: set[int] = set()
+        each = zip(self._values, self._tensors, self._copies, marks, self.marks(), strict=True)
+        for value, tensor, copy, mark, now in each:
+            if mark == now and is_plain(tensor) and not same_bits(tensor, copy):
+                tensor.copy_(copy)
+                changed.add(id(value))
+        return changed
 
     def before(self) -> tuple[dict[int, Tensor], dict[int, Any]]:
         """Return the copies of tensors, and the entries of containers, by `id`."""
@@ -227,7 +242,7 @@ class GuardedUpdate:
         update = Update(go, self)
         try:
             if self.late or bool(go):
-                update.holdings = self._holdings(self._earlier)
+                update.holdings = self.holdings(self._earlier)
                 if self.home.type == "cpu" and not self.late:  # no step but the last is undone
                     self._earlier = update.holdings
                 self._step(go, rate)
@@ -242,6 +257,17 @@ class GuardedUpdate:
             update.holdings.restore()
         update.holdings = None
 
+    def put_back(self, holdings: Holdings, marks: Sequence[tuple[int, int]]) -> list[str]:
+        """Restore what changed without an operation since holdings were made; return its names."""
+        changed = holdings.put_back(marks)
+        names: list[str] = []
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if id(parameter) in changed:
+                names.append(name)
+            state = self.optimizer.state.get(parameter, {})
+            names += [f"{key} of {name}" for key, value in state.items() if id(value) in changed]
+        return names
+
     def groups(self) -> list[dict[str, Any]]:
         names = {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
         return [
@@ -251,7 +277,7 @@ class GuardedUpdate:
 
     def snapshot(self) -> Snapshot:
         """Copy parameters and optimizer state on their devices; of sharded ones, the own shards."""
-        return self.snapshot_of(self._holdings())
+        return self.snapshot_of(self.holdings())
 
     def snapshot_of(self, holdings: Holdings) -> Snapshot:
         """Return the parameters, and each one's part of the optimizer's state, from holdings."""
@@ -292,7 +318,7 @@ class GuardedUpdate:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _holdings(self, earlier: Holdings | None = None) -> Holdings:
+    def holdings(self, earlier: Holdings | None = None) -> Holdings:
         return Holdings([self.optimizer], parts=self._parts, earlier=earlier)
 
     def _step(self, go: Tensor, rate: Tensor | None) -> None:

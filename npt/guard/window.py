@@ -233,8 +233,14 @@ class GradientWindow:
 
     def add(self, micro: MicroBatch, loss: Tensor) -> Tensor:
         """Add the collected gradients if they and the loss are finite; return that flag [] bool.
-        The loss is a scalar in fp32, times the micro-batch's weight.
+        The loss is a scalar, times the micro-batch's weight.
         """
+        micro.judged = self.judge(loss)
+        self._append(micro)
+        return micro.judged.flag
+
+    def judge(self, loss: Tensor) -> Judged:
+        """Add the collected gradients if they and the loss are finite; return what came of them."""
         norms = self.gradients.norms().to(self._home)
         loss = loss.detach().to(self._home, torch.float32)
         codes = None
@@ -246,10 +252,8 @@ class GradientWindow:
         if codes is not None:
             flag = (codes == 0).all() & (norm < math.inf)
         reached = frozenset(self.gradients.present) if self.gradients.track else None
-        micro.judged = Judged(loss, flag, norm, norms, codes, reached)
         self.gradients.add(flag)
-        self._append(micro)
-        return flag
+        return Judged(loss, flag, norm, norms, codes, reached)
 
     def refuse(
         self,
@@ -291,6 +295,14 @@ class GradientWindow:
         earlier = [*self._open.earlier, *refused]
         self.clear()
         self._open.earlier = earlier
+
+    def note_repaired(self, faults: Sequence[str]) -> None:
+        """Note what was repaired in the open window."""
+        self._open.repaired += tuple(faults)
+
+    def ran(self) -> list[tuple[MicroBatch, Judged]]:
+        """Return this process's micro-batches of the open window that were computed."""
+        return self._open.ran
 
     def refused(self) -> list[MicroBatch]:
         """Return this process's refused micro-batches of the open window. Waits for the flags."""

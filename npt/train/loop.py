@@ -222,6 +222,9 @@ class Loop:
             if window is None:
                 self.halts, self._ended = self.halts or outcome.halts, True
                 continue
+            for repair in outcome.repaired:
+                self.run.folder.event("repaired", step=self.steps, message=repair)
+                self.setup.say(f"step {self.steps}: repaired: {repair}")
             if outcome.refused:
                 self._report_refused(window, outcome)
                 self._last_refused = window, replace(outcome, snapshot=None, update=None)

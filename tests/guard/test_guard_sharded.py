@@ -1,5 +1,6 @@
 """A guard over FSDP2, two processes: the layers are sharded, the trained parameters too or not."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -196,6 +197,39 @@ def test_a_fault_on_one_process_leaves_no_trace(whole: bool) -> None:
     assert first["data"] == [[], [(1, "data", 1, ("13",))], []]
     assert first["after"] == [[], [(1, "error", 1, ("13",))], []]
     assert first["both"] == [[(0, "loss", 0, ("3",)), (1, "data", 3, ("14",))], []]
+
+
+def rechecked(processes: Any, whole: bool, spoilt: bool) -> tuple[list[Tensor], list[list[str]]]:
+    """Train three windows that are computed twice; an activation of process 1 changes once."""
+    run = Run(processes, whole)
+    guard = Guard(run.model, run.optimizer, max_grad_norm=MAX_NORM, recheck=1)
+    calls, told = 0, []
+
+    def spoil(_module: Any, _args: Any, output: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if spoilt and processes.index == 1 and calls == 5:  # a window is four
+            output.detach().numpy().reshape(-1).view("uint32")[0] ^= 1 << 29
+
+    run.model[0].register_forward_hook(spoil)
+    torch.manual_seed(processes.index)
+    for window in (GOOD, GOOD, GOOD):
+        for seed, _, tokens in window[processes.index]:
+            compute = partial(run.compute, data_of(seed))
+            with guard.micro_batch(tokens, [seed], run=compute) as micro:
+                micro.loss = compute()
+        told.append(list(guard.step().repaired))
+    return [tensor.numpy() for tensor in run.state()["weights"]], told
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "sharded"])
+def test_a_changed_activation_is_found_and_repaired_on_all_processes(whole: bool) -> None:
+    clean = values(several(2, rechecked, whole, False))
+    found = values(several(2, rechecked, whole, True))
+    for (weights, told), (expected, nothing) in zip(found, clean, strict=True):
+        assert nothing == [[], [], []]
+        assert [bool(faults) for faults in told] == [False, True, False]
+        assert all((one == other).all() for one, other in zip(weights, expected, strict=True))
 
 
 class Spoiling(torch.optim.AdamW):

@@ -1,0 +1,194 @@
+"""Compute some windows twice, to find what a faulty machine changes in silence.
+
+A flipped bit in an activation, a gradient, a weight or a moment rarely makes a NaN; it makes a
+wrong step. The same window computed again from the same state gives the same bits, so a difference
+is a fault of the machine, and what two of three computations agree on is kept. Weights and moments
+are compared with copies from the beginning of the window: an operation of torch counts its writes
+(`_version`), a flipped bit does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from npt.errors import ConfigError
+from npt.guard.forensics import StoredMicroBatch, loss_in
+from npt.guard.lists import same_bits
+from npt.guard.mixed_precision import LossScale
+from npt.guard.outcome import Judged, MicroBatch
+from npt.guard.parameters import unsynchronised
+from npt.guard.traces import Buffers
+from npt.guard.update import Holdings
+from npt.guard.window import GradientWindow
+from npt.random_state import random_state, set_random_state
+
+
+@dataclass
+class Computed:
+    """One computation of a window: what came of its micro-batches, their summed gradients, and the
+    buffers and the random state after it.
+    """
+
+    judged: list[Judged]
+    gradients: list[Tensor]
+    buffers: list[Tensor | None]
+    random: Mapping[str, Tensor]
+
+    def differing(self, other: Computed) -> list[int]:
+        """Return the indices of the gradients that differ from another computation's."""
+        pairs = zip(self.gradients, other.gradients, strict=True)
+        return [place for place, (one, two) in enumerate(pairs) if not same_bits(one, two)]
+
+
+class Recheck:
+    """The windows of a guard that are computed twice.
+
+    Args:
+        window: the guard's window.
+        model: the guarded model, perhaps in DistributedDataParallel.
+        buffers: what its forward writes.
+        scale: the loss scale of the guard's loop.
+        every: one window in so many is computed twice; 0 for none.
+        weighted: whether gradients are weighted by the micro-batches' tokens.
+        together: whether processes compute only together, because layers are sharded.
+        seeded: whether each micro-batch draws numbers of its own, whatever came before it.
+    """
+
+    def __init__(
+        self,
+        window: GradientWindow,
+        model: nn.Module,
+        buffers: Buffers,
+        scale: LossScale,
+        every: int,
+        weighted: bool,
+        together: bool,
+        seeded: bool,
+    ):
+        self._window, self._model, self._buffers, self._scale = window, model, buffers, scale
+        self._every, self._weighted = every, weighted
+        self._together, self._seeded = together, seeded
+        self._before: Holdings | None = None
+        self._marks: list[tuple[int, int]] = []
+
+    def is_due(self) -> bool:
+        """Whether the open window is one of those."""
+        return bool(self._every) and self._window.committed % self._every == 0
+
+    def begin(self) -> None:
+        """Copy weights and moments before the first micro-batch of a window."""
+        if self.is_due() and not self._window.place:
+            self._before = self._window.update.holdings()
+            self._marks = self._before.marks()
+
+    def settle(self) -> list[str]:
+        """Compute the window again, and keep what recurs. Return what was repaired, in words.
+
+        Raises:
+            ConfigError: the loss cannot be computed again.
+        """
+        if self._before is None:
+            return []
+        before, self._before = self._before, None
+        faults = [
+            f"{name} changed without an operation; its copy from before the window was put back"
+            for name in self._window.update.put_back(before, self._marks)
+        ]
+        ran = self._window.ran()
+        if not ran:
+            return faults
+        kept = self._computed([judged for _, judged in ran], random_state())
+        second = self._again(ran)
+        places = kept.differing(second)
+        if self._one_differs(places):
+            third = self._again(ran)
+            fault = self._told(places)
+            if not second.differing(third):
+                kept = second
+            elif kept.differing(third):
+                fault += ", and a third time: the model does not compute the same bits twice, so"
+                fault += " leave recheck at 0"
+            faults.append(fault)
+        self._keep(kept, ran)
+        return faults
+
+    def _one_differs(self, places: list[int]) -> bool:
+        """Return whether this process, or one that computes together with it, differs."""
+        if not self._together:
+            return bool(places)
+        (found,) = self._window.processes.sums([len(places)])
+        return bool(found)
+
+    def _told(self, places: Sequence[int]) -> str:
+        names = self._window.gradients.names
+        if not places:
+            return "gradients of another process differed when the window was computed again"
+        return (
+            f"the gradient of {names[places[0]]} differed when the window was computed again"
+            f" ({len(places)} of {len(names)} gradients)"
+        )
+
+    def _computed(self, judged: list[Judged], random: Mapping[str, Tensor]) -> Computed:
+        gradients = [view.clone() for view in self._window.gradients.sum_views]
+        return Computed(judged, gradients, self._buffers.now(), random)
+
+    def _keep(self, computed: Computed, ran: Sequence[tuple[MicroBatch, Judged]]) -> None:
+        for (micro, _), judged in zip(ran, computed.judged, strict=True):
+            micro.judged = judged
+        for view, gradient in zip(
+            self._window.gradients.sum_views, computed.gradients, strict=True
+        ):
+            view.copy_(gradient)
+        self._buffers.put(computed.buffers)
+        set_random_state(computed.random)
+
+    def _again(self, ran: Sequence[tuple[MicroBatch, Judged]]) -> Computed:
+        """Compute the micro-batches once more, from the state before the window.
+
+        If one counts now that did not, those after it draw the numbers that follow its own.
+        """
+        gradients, sharding = self._window.gradients, self._window.sharding
+        gradients.clear()
+        self._buffers.put_start()
+        random, follows = random_state(), False
+        judged = []
+        for micro, was in ran:
+            stored = micro.stored
+            assert stored is not None
+            gradients.withdraw()
+            if sharding is not None:
+                sharding.begin(micro.tokens if self._weighted else 1)
+            buffers = self._buffers.now()
+            if not follows:
+                set_random_state(stored.random)
+            state = random_state()
+            loss = self._backward(stored)
+            gradients.collect()
+            if self._weighted:
+                loss = loss * micro.tokens
+                if sharding is None or not sharding.weighs:
+                    gradients.scale(micro.tokens)
+            judged.append(self._window.judge(loss))
+            if not bool(judged[-1].flag):
+                self._buffers.put(buffers)
+                set_random_state(state)
+            elif not bool(was.flag):
+                follows = not self._seeded
+        return self._computed(judged, random_state() if follows else random)
+
+    def _backward(self, stored: StoredMicroBatch) -> Tensor:
+        """Return the loss; compute its gradients, unless `run` has computed them as well."""
+        with unsynchronised(self._model):
+            loss = loss_in(stored.compute())
+            if loss is None:
+                raise ConfigError(
+                    "recheck computes the loss again, and the model does not return it: pass"
+                    " micro_batch(run=...), which does"
+                )
+            if all(p.grad is None for p in self._window.gradients.parameters):
+                self._scale.scaled(loss).backward()
+        result: Tensor = loss.detach()
+        return result
