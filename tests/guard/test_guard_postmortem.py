@@ -1,6 +1,7 @@
 """A guarded run that gives up leaves all that is needed to look at it elsewhere."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,30 @@ def test_a_replay_of_a_loss_made_outside_is_told_how(tmp_path) -> None:
         BundleError, match=r"has branch\.bias of shape \(3,\), but the model has none"
     ):
         replay(folder, torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (small_llama(), "You must specify exactly one of input_ids"),
+        (torch.nn.Linear(2, 1), r".*unexpected keyword argument 'prompt_ids'"),
+    ],
+)
+def test_inputs_that_the_model_does_not_take_need_a_loss(model, said, tmp_path) -> None:
+    """As TRL's GRPO, whose trainer makes the model's inputs of its own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, max_refused=1, postmortem=tmp_path)
+    with guard.micro_batch(inputs={"prompt_ids": torch.ones(1, 2)}) as micro:
+        micro.loss = torch.tensor(float("nan"))
+    with pytest.raises(TooManyRefusalsError):
+        guard.step()
+    with pytest.raises(ConfigError) as caught:
+        replay(next(tmp_path.iterdir()), model)
+    told = str(caught.value)
+    start = "the model does not compute a loss from the inputs of its trainer (prompt_ids): "
+    assert told.startswith(start) and "\n" not in told
+    assert re.match(said, told.removeprefix(start)), told
+    assert told.endswith(", or loss=trainer.compute_loss for a Trainer")
 
 
 def refused_once(folder: Path, model: Any, spoil: str, inputs: Any) -> Path:
