@@ -25,7 +25,11 @@ def stopped(folder: Path, windows: list[list[Micro]], **settings: Any) -> tuple[
     given = {"max_refused": 3, "postmortem": folder, **settings}
     with pytest.raises(TooManyRefusalsError, match=r"^3 refusals in a row") as caught:
         guarded_run(world, windows, **given)
-    return world, Path(str(caught.value).partition("post-mortem: ")[2])
+    call = re.search(
+        r"; to find the cause, call npt\.guard\.replay\('(.*)', model\)$", str(caught.value)
+    )
+    assert call is not None, caught.value
+    return world, Path(call[1])
 
 
 BAD = [Micro(9, fault="loss"), Micro(1)], *([Micro(i, fault="gradient")] for i in (2, 3, 4))
@@ -114,7 +118,9 @@ def test_a_trainer_writes_it_into_its_output_folder(tmp_path) -> None:
     trainer = protect(
         trainer_of(InOrder, data, tmp_path, plant(small_llama(), "loss-nan")), max_refused=2
     )
-    with pytest.raises(TooManyRefusalsError, match=r"post-mortem: .*step-00000000$"):
+    with pytest.raises(
+        TooManyRefusalsError, match=r"call npt.guard.replay\('.*step-00000000', model\)$"
+    ):
         trainer.train()
     found = read_postmortem(tmp_path / "postmortem" / "step-00000000")
     assert torch.equal(found.micro_batches[0].inputs["input_ids"], data[0]["input_ids"][None])
