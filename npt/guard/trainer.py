@@ -61,7 +61,8 @@ class TrainerMixin(Trainer):
     def on_refused(self, outcome: Outcome) -> None:
         """Log a warning for each refusal and each finding of the tracer. Override to do more."""
         for refusal in outcome.refused:
-            _log.warning("refused in step %d: %s", self.state.global_step + 1, refusal)
+            quotes = "" if self.__window is None else self.__window.quotes(refusal)
+            _log.warning("refused in step %d: %s%s", self.state.global_step + 1, refusal, quotes)
         for finding in outcome.findings:
             _log.warning("traced in step %d: %s", self.state.global_step + 1, finding)
 

@@ -31,6 +31,9 @@ from npt.guard.settings import GuardSettings
 
 # attributes that TRL changes in each forward
 _COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens", *generations.COUNTED)
+QUOTED = 60
+"""How many characters of a refused row are logged, and at most how many of its tokens."""
+
 _GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 
@@ -279,6 +282,21 @@ class TrainerWindow:
             self._finally.callback(setattr, optimizer, "step", optimizer.step)
         optimizer.step = step
         self._finally.callback(delattr, optimizer, "step")
+
+    def quotes(self, refusal: Refusal) -> str:
+        """Return how the first rows of a refused micro-batch begin, to find them in the data: TRL
+        drops and packs rows, so their numbers are not those of the file. Empty without a tokenizer.
+        """
+        rows: list[str] = []
+        decode: Any = getattr(getattr(self._trainer, "processing_class", None), "decode", None)
+        for place in self._places([refusal]):
+            inputs = self._drawn[place]
+            with suppress(Exception):  # no ids, or ids that the tokenizer does not know
+                kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+                for ids, mask in zip(inputs["input_ids"][:4], kept, strict=False):
+                    text = decode(ids[mask][:QUOTED].tolist(), skip_special_tokens=True)
+                    rows.append(repr(text[:QUOTED]))
+        return f"; text: {', '.join(rows)}" if rows else ""
 
     def _uncount(self, outcome: Outcome) -> None:
         """Take refused rows out of the tokens and operations that the Trainer has counted, and a

@@ -103,3 +103,24 @@ def test_a_stopped_dpo_run_is_replayed_with_the_loss_of_its_trainer(tmp_path) ->
         replay(folder, policy)
     found = replay(folder, policy, loss=trainer.compute_loss)
     assert found.reproduced and found.verdict is not None
+
+
+def test_the_text_of_a_refused_row_is_logged(tmp_path, caplog) -> None:
+    """Of rows that TRL drops and reorders, so that their numbers are not the file's."""
+    trl = pytest.importorskip("trl")
+    tokenizer = AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER))
+    (mark,) = tokenizer(" #", add_special_tokens=False)["input_ids"]
+    texts = ["", "alpha is", "it holds # and\nmore" + " of it" * 20, "beta is"]
+    arguments = {**ARGUMENTS, "per_device_train_batch_size": 3, "max_steps": 1}
+    trainer = trl.SFTTrainer(
+        model=plant(small_policy(tokenizer), "loss-nan", mark),
+        args=trl.SFTConfig(str(tmp_path), **arguments, bf16=False),
+        train_dataset=pytest.importorskip("datasets").Dataset.from_list(
+            [{"text": text} for text in texts]
+        ),
+        processing_class=tokenizer,
+    )
+    protect(trainer, trace=0).train()
+    (said,) = [r.message for r in caplog.records if r.message.startswith("refused in step 1")]
+    row = texts[2][:60]
+    assert f"{row!r}" in said.partition("; text: ")[2], said
