@@ -151,6 +151,8 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
         reason = "suspect the hardware or a race"
         if loss_in(outcome) is None:
             reason = "the loss is computed outside the model: pass micro_batch(run=...)"
+        elif stored.run is None:
+            reason += ", or what is added to the model's loss outside the model"
         return Finding(refusal, None, f"computed again, everything was finite; {reason}")
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     if verdict.row is not None and ids is not None and len(ids) == len(refusal.sample_ids):

@@ -104,7 +104,7 @@ class TrainerWindow:
             # callbacks change it
             guard.window.max_grad_norm = trainer.args.max_grad_norm or math.inf
             self._logged = getattr(trainer, "_tr_loss", torch.zeros(())).clone()
-            self._counted = self._counts()
+            self._counted = _counts(trainer)
             self._drawn = []
         self._drawn.append(inputs)
         inputs = self._taken(inputs)
@@ -168,16 +168,8 @@ class TrainerWindow:
         return type(trainer).compute_loss.__module__.partition(".")[0] in ("transformers", "trl")
 
     def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
-        counted = self._counts()
-        try:
-            with _alone(self._trainer.accelerator), self._computing(inputs):
-                return self._compute_step(whole(model), inputs, items)
-        finally:
-            vars(self._trainer).update(counted)
-
-    def _counts(self) -> Mapping[str, Any]:
-        trainer = self._trainer
-        return {name: deepcopy(vars(trainer)[name]) for name in _COUNTED if name in vars(trainer)}
+        with uncounted(self._trainer), self._computing(inputs):
+            return self._compute_step(whole(model), inputs, items)
 
     def _compute_again(
         self, guard: Guard, model: Any, refused: set[int], items: Any
@@ -343,6 +335,21 @@ def note_order(loader: Any) -> None:
     with suppress(TypeError):  # a sampler with slots, or written in C
         # only a subclass of one base has the same layout
         sampler.__class__ = type(f"Noting{kind.__name__}", (kind,), {"__iter__": noting})
+
+
+def _counts(trainer: Any) -> Mapping[str, Any]:
+    return {name: deepcopy(vars(trainer)[name]) for name in _COUNTED if name in vars(trainer)}
+
+
+@contextmanager
+def uncounted(trainer: Any) -> Iterator[None]:
+    """Within the context, keep what is computed out of TRL's metrics, and wait for no process."""
+    counted = _counts(trainer)
+    try:
+        with _alone(trainer.accelerator):
+            yield
+    finally:
+        vars(trainer).update(counted)
 
 
 @contextmanager
