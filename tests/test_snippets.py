@@ -51,6 +51,7 @@ NOT_RUN = {
     r"npt doctor --plan": "tests/doctor/test_plan.py",
     r"npt export ": "tests/adapters/files/test_export.py",
     r"npt import ": "tests/cli/test_cli_import.py",
+    r"python -m pytest ": "tests/guard/test_recheck.py",
     r"npt replay ": "tests/forensics/test_replay.py",
     r"npt consolidate ": "tests/cli/test_cli_consolidate.py",
     r"npt pretrain .*--modulation both": "tests/train/test_resolve.py",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from npt.distributed.processes import ProcessGroup
-from npt.errors import BundleError, ConfigError, printable_lines
+from npt.errors import BundleError, ConfigError, first_line, printable_lines
 from npt.forensics.bundle import Postmortem, read_postmortem, well_formed
 from npt.guard.forensics import Finding, StoredMicroBatch, autocast, loss_in, values_in
 from npt.guard.guard import Guard
@@ -50,6 +50,12 @@ _REMEDIES = {
     "transient": "start the run again; if the fault recurs there but never here, suspect the"
     " machine (memory, an unstable GPU) or other code in the process",
 }
+
+
+_WITH_LOSS = (
+    "with npt.guard.replay(..., loss=lambda model, inputs: ...), or loss=trainer.compute_loss for"
+    " a Trainer"
+)
 
 
 @dataclass(frozen=True)
@@ -162,12 +168,13 @@ def replay(folder: str | Path, model: nn.Module, loss: Loss | None = None) -> Re
         model: the trained model, in the run's mode (`train` or `eval`). Its weights, buffers and
             gradients, and the random state, are restored afterwards.
         loss: computes the loss from the model and a micro-batch's inputs; default:
-            `model(**inputs)`, which is enough if the model returns its loss.
+            `model(**inputs)`, which is enough if the model returns its loss; for a Trainer with a
+            loss of its own, `trainer.compute_loss`.
 
     Raises:
         BundleError: the folder is no post-mortem, or belongs to another model.
         CheckpointError: a file is damaged.
-        ConfigError: the model returns no loss.
+        ConfigError: the model returns no loss, or cannot be called with the inputs.
     """
     postmortem = read_postmortem(folder)
     if postmortem.record["student"] is not None:
@@ -254,10 +261,7 @@ class StoredState:
                     micro.loss = loss_in(result)
                     micro.tokens = getattr(result, "tokens", stored.tokens)
                     if micro.loss is None:
-                        raise ConfigError(
-                            "the model returns no loss: pass one with npt.guard.replay(...,"
-                            " loss=lambda model, inputs: ...)"
-                        )
+                        raise ConfigError(f"the model returns no loss: pass one {_WITH_LOSS}")
                     if isinstance(micro.loss, Tensor) and micro.loss.requires_grad:
                         micro.loss.backward()
             outcome: Outcome = guard.step()
@@ -272,9 +276,18 @@ class StoredState:
             inputs = tree_map_only(Tensor, lambda t: t.to(self.device), micro_batch.inputs)
             if self.loss is not None:
                 return self.loss(self.model, inputs)
-            if isinstance(inputs, Mapping):
-                return self.model(**inputs)
-            return self.model(*inputs if isinstance(inputs, list) else [inputs])
+            try:
+                if isinstance(inputs, Mapping):
+                    return self.model(**inputs)
+                return self.model(*inputs if isinstance(inputs, list) else [inputs])
+            except (TypeError, ValueError) as error:
+                if isinstance(error, self._refuse):
+                    raise
+                names = ", ".join(inputs) if isinstance(inputs, Mapping) else "a tuple"
+                raise ConfigError(
+                    f"the model does not compute a loss from the inputs of its trainer ({names}):"
+                    f" {first_line(error)}; pass the loss {_WITH_LOSS}"
+                ) from error
 
     def findings(self) -> dict[str, str | None]:
         """Return what is not finite in weights, moments and the rest of the model."""
@@ -289,14 +302,19 @@ class StoredState:
         }
         return {name: None if fault is None else str(fault) for name, fault in faults.items()}
 
+    @property
+    def _refuse(self) -> tuple[type[Exception], ...]:
+        names = self.postmortem.record["settings"].get("refuse") or ()
+        kinds = [getattr(builtins, str(name), None) for name in names]
+        return tuple(kind for kind in kinds if kind is not None)
+
     def _guard(self, trace: int) -> Guard:
         settings = self.postmortem.record["settings"]
         names = ("max_grad_norm", "loss", "spike_sigmas")
         chosen = {name: settings[name] for name in names if settings.get(name) is not None}
         if chosen.get("loss") == "share":  # here each is a mean, weighted by its tokens
             chosen["loss"] = "mean"
-        refuse = [getattr(builtins, str(name), None) for name in settings.get("refuse") or ()]
-        chosen["refuse"] = tuple(kind for kind in refuse if kind is not None)
+        chosen["refuse"] = self._refuse
         chosen |= {"trace": trace, "max_refused": float("inf"), "processes": ProcessGroup()}
         with well_formed(self.postmortem.folder / POSTMORTEM):
             return Guard(self.model, self._optimizer(), **chosen)

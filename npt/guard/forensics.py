@@ -84,7 +84,7 @@ class Finding:
     Attributes:
         refusal: the refusal that was traced.
         verdict: the operation that made the NaN or Inf; None if none was found.
-        why: why there is no verdict.
+        why: why there is no verdict, or where the micro-batch raises its exception again.
     """
 
     refusal: Refusal
@@ -94,7 +94,7 @@ class Finding:
     @property
     def told(self) -> str:
         """The finding as text, without the refusal."""
-        return self.why if self.verdict is None else str(self.verdict)
+        return "\n".join(str(part) for part in (self.why, self.verdict) if part)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -121,14 +121,22 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
     if (lost := card_error(next(model.parameters()).device)) is not None:
         return Finding(refusal, None, f"not traced: {lost}")
     outcome: Any = None
+    raised = ""
 
     def compute() -> Any:
-        nonlocal outcome
-        outcome = stored.compute()
+        nonlocal outcome, raised
+        try:
+            outcome = stored.compute()
+        except Exception as error:
+            if refusal.kind != "error" or f"{type(error).__name__}: {error}" != refusal.detail:
+                raise
+            # a NaN that led to it is in a variable of a frame that it passed
+            raised, outcome = raised_at(error)
         return outcome
 
     try:
         # imported late: it needs transformers and bitsandbytes, which a guard does not
+        from npt.tracer.source_location import raised_at
         from npt.tracer.trace import first_fault
 
         with kept_random_state():
@@ -136,15 +144,20 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
             verdict = first_fault(model, inputs, compute, exploded=True)
     except Exception as error:  # a failed diagnosis must not end the run
         return Finding(refusal, None, f"the tracer failed with {type(error).__name__}: {error}")
+    raised = raised and f"the micro-batch raises the same again: {raised}"
+    if verdict is None and raised:
+        return Finding(refusal, None, f"{raised}; no NaN or Inf came before it")
     if verdict is None:
         reason = "suspect the hardware or a race"
         if loss_in(outcome) is None:
             reason = "the loss is computed outside the model: pass micro_batch(run=...)"
+        elif stored.run is None:
+            reason += ", or what is added to the model's loss outside the model"
         return Finding(refusal, None, f"computed again, everything was finite; {reason}")
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     if verdict.row is not None and ids is not None and len(ids) == len(refusal.sample_ids):
         verdict = replace(verdict, sample=refusal.sample_ids[verdict.row])
-    return Finding(refusal, verdict)
+    return Finding(refusal, verdict, raised)
 
 
 @contextmanager

@@ -500,10 +500,10 @@ class Guard:
         step = outcome.steps - (outcome.applied and outcome.snapshot is not None)
         try:
             folder = write_postmortem(self.settings.postmortem, self, outcome, reason, step)
-            written = str(folder)
         except Exception as error:  # must not hide why the run stopped
-            written = f"could not be written: {type(error).__name__}: {error}"
-        return f"{reason}; post-mortem: {written}"
+            failed = f"{type(error).__name__}: {error}"
+            return f"{reason}; post-mortem: could not be written: {failed}"
+        return f"{reason}; to find the cause, call npt.guard.replay({str(folder)!r}, model)"
 
 
 def check_state(state: Any) -> None:

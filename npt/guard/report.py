@@ -3,16 +3,22 @@
 Use it with Trainers that cannot be guarded, such as DeepSpeed's, or for a first look at any run.
 The host reads one tensor of flags per step, before the optimizer steps, so that a bad batch is
 traced with the weights it met. Weights are checked one step late, or when the Trainer logs.
+
+The loss is what the Trainer's `compute_loss` returns, which may be computed outside the model. No
+callback gets it, so the method is wrapped while the Trainer trains.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,6 +30,8 @@ from npt.guard.lists import bits_of, norms_of
 from npt.guard.outcome import MicroBatch, Refusal
 from npt.guard.parameters import plain_name, whole
 from npt.guard.sharding import is_of_fsdp1, is_sharded, local
+from npt.guard.trainer_window import uncounted
+from npt.random_state import random_state
 
 SAID = 5
 """How many events of each kind are logged one by one; the end of training counts all."""
@@ -94,6 +102,9 @@ class Report(TrainerCallback):
         self._forensics = Forensics(model, self._left)
         hook = whole(model).register_forward_hook(Hook(self._look), with_kwargs=True)
         self._stack.callback(hook.remove)
+        trainer = self._trainer()
+        if trainer is not None:
+            self._wrap(trainer, whole(model))
         self._look_at_weights(model, state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -171,6 +182,46 @@ class Report(TrainerCallback):
         self._stack.close()
         self._forensics = None
 
+    def _trainer(self) -> Any:
+        """Return the Trainer whose method calls this callback; None if it is called by hand."""
+        frame = sys._getframe()
+        while (up := frame.f_back) is not None:
+            frame = up
+            caller = frame.f_locals.get("self")
+            if self in getattr(getattr(caller, "callback_handler", None), "callbacks", ()):
+                return caller
+        return None
+
+    def _wrap(self, trainer: Any, model: nn.Module) -> None:
+        """Look at what `compute_loss` returns, and note how to compute it again."""
+        compute = trainer.compute_loss
+
+        @wraps(compute)
+        def watched(given: nn.Module, inputs: Any, *arguments: Any, **named: Any) -> Any:
+            if not self._window or not torch.is_grad_enabled():
+                return compute(given, inputs, *arguments, **named)
+            micro = self._window[-1]
+            kept = copy(inputs)  # the Trainer takes the labels out
+
+            def again() -> Any:
+                with uncounted(trainer), trainer.compute_loss_context_manager():
+                    return _loss(compute(model, copy(kept), *arguments, **named))
+
+            if micro.stored is not None:
+                micro.stored.inputs = kept
+                micro.stored.random = random_state()
+                micro.stored.run = again
+            result = compute(given, inputs, *arguments, **named)
+            # replaces that of the model's own loss, which the Trainer may not have used
+            micro.good = [_loss(result).detach().isfinite().all()]
+            return result
+
+        if "compute_loss" in vars(trainer):
+            self._stack.callback(setattr, trainer, "compute_loss", compute)
+        else:
+            self._stack.callback(delattr, trainer, "compute_loss")
+        trainer.compute_loss = watched
+
     def _look(self, _arguments: Any, _named: Any, output: Any) -> None:
         loss = loss_in(output)
         if loss is not None and self._window and torch.is_grad_enabled():
@@ -240,6 +291,12 @@ class Report(TrainerCallback):
         self.counts[kind] += 1
         if self.counts[kind] <= SAID and not lost:
             _log.warning("step %d: %s", step, detail)
+
+
+def _loss(result: Any) -> Tensor:
+    """Return the loss that `compute_loss` returns, alone or with the model's outputs."""
+    loss: Tensor = result[0] if isinstance(result, tuple) else result
+    return loss
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

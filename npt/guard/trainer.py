@@ -63,7 +63,8 @@ class TrainerMixin(Trainer):
         for repair in outcome.repaired:
             _log.warning("repaired in step %d: %s", self.state.global_step + 1, repair)
         for refusal in outcome.refused:
-            _log.warning("refused in step %d: %s", self.state.global_step + 1, refusal)
+            quotes = "" if self.__window is None else self.__window.quotes(refusal)
+            _log.warning("refused in step %d: %s%s", self.state.global_step + 1, refusal, quotes)
         for finding in outcome.findings:
             _log.warning("traced in step %d: %s", self.state.global_step + 1, finding)
 

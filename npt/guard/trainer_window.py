@@ -31,6 +31,9 @@ from npt.guard.settings import GuardSettings
 
 # attributes that TRL changes in each forward
 _COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens", *generations.COUNTED)
+QUOTED = 60
+"""How many characters of a refused row are logged, and at most how many of its tokens."""
+
 _GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 
@@ -101,7 +104,7 @@ class TrainerWindow:
             # callbacks change it
             guard.window.max_grad_norm = trainer.args.max_grad_norm or math.inf
             self._logged = getattr(trainer, "_tr_loss", torch.zeros(())).clone()
-            self._counted = self._counts()
+            self._counted = _counts(trainer)
             self._drawn = []
         self._drawn.append(inputs)
         inputs = self._taken(inputs)
@@ -165,16 +168,8 @@ class TrainerWindow:
         return type(trainer).compute_loss.__module__.partition(".")[0] in ("transformers", "trl")
 
     def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
-        counted = self._counts()
-        try:
-            with _alone(self._trainer.accelerator), self._computing(inputs):
-                return self._compute_step(whole(model), inputs, items)
-        finally:
-            vars(self._trainer).update(counted)
-
-    def _counts(self) -> Mapping[str, Any]:
-        trainer = self._trainer
-        return {name: deepcopy(vars(trainer)[name]) for name in _COUNTED if name in vars(trainer)}
+        with uncounted(self._trainer), self._computing(inputs):
+            return self._compute_step(whole(model), inputs, items)
 
     def _compute_again(
         self, guard: Guard, model: Any, refused: set[int], items: Any
@@ -281,6 +276,21 @@ class TrainerWindow:
         optimizer.step = step
         self._finally.callback(delattr, optimizer, "step")
 
+    def quotes(self, refusal: Refusal) -> str:
+        """Return how the first rows of a refused micro-batch begin, to find them in the data: TRL
+        drops and packs rows, so their numbers are not those of the file. Empty without a tokenizer.
+        """
+        rows: list[str] = []
+        decode: Any = getattr(getattr(self._trainer, "processing_class", None), "decode", None)
+        for place in self._places([refusal]):
+            inputs = self._drawn[place]
+            with suppress(Exception):  # no ids, or ids that the tokenizer does not know
+                kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+                for ids, mask in zip(inputs["input_ids"][:4], kept, strict=False):
+                    text = decode(ids[mask][:QUOTED].tolist(), skip_special_tokens=True)
+                    rows.append(repr(text[:QUOTED]))
+        return f"; text: {', '.join(rows)}" if rows else ""
+
     def _uncount(self, outcome: Outcome) -> None:
         """Take refused rows out of the tokens and operations that the Trainer has counted, and a
         window refused as a whole out of its metrics and its loss too.
@@ -326,6 +336,21 @@ def note_order(loader: Any) -> None:
     with suppress(TypeError):  # a sampler with slots, or written in C
         # only a subclass of one base has the same layout
         sampler.__class__ = type(f"Noting{kind.__name__}", (kind,), {"__iter__": noting})
+
+
+def _counts(trainer: Any) -> Mapping[str, Any]:
+    return {name: deepcopy(vars(trainer)[name]) for name in _COUNTED if name in vars(trainer)}
+
+
+@contextmanager
+def uncounted(trainer: Any) -> Iterator[None]:
+    """Within the context, keep what is computed out of TRL's metrics, and wait for no process."""
+    counted = _counts(trainer)
+    try:
+        with _alone(trainer.accelerator):
+            yield
+    finally:
+        vars(trainer).update(counted)
 
 
 @contextmanager

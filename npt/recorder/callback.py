@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class RecorderCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say which steps are recorded."""
         self.recording.stop()  # a training may have ended in the middle of a step
+        self.recording.refused = 0
         if state.is_world_process_zero:
             self.recording.say(str(self.recording))
 
@@ -49,6 +50,12 @@ class RecorderCallback(TrainerCallback):
         self.recording.finish()
 
     on_step_end = on_substep_end
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any
+    ) -> None:
+        """Note how many micro-batches a guard has refused, which its logs tell."""
+        self.recording.refused = logs.get("refused", self.recording.refused)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw the pictures of all recorded steps."""

@@ -32,17 +32,22 @@ _SETTINGS: Any = {
 LISTED = 100  # the most non-finite tensors listed
 
 
-def write_pictures(records: Iterable[Record], folder: Path) -> list[Path]:
+def write_pictures(records: Iterable[Record], folder: Path, *, refused: int = 0) -> list[Path]:
     """Write `health.png` and `health.html` into `folder`, each atomically, and return their paths.
 
     The same records give the same bytes. A ValueError says that there is nothing to draw.
+
+    Args:
+        records: one for each step.
+        folder: where the files go.
+        refused: how many micro-batches the guard refused in the run, for the page.
     """
     ordered = sorted(records, key=lambda record: (record.step, record.micro_batch))
     ordered = [record for record in ordered if any("float" in row.dtype for row in record.rows)]
     if not ordered:
         raise ValueError("no record has a tensor, so there is nothing to draw; record a step first")
     picture = _png(ordered)
-    contents = {"health.png": picture, "health.html": _page(ordered, picture).encode("utf-8")}
+    contents = {"health.png": picture, "health.html": _page(ordered, picture, refused).encode()}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         write_bytes(folder / name, content)
@@ -140,7 +145,7 @@ def _ticks(axis: Any, names: Sequence[str], inches: float, **look: Any) -> None:
     axis.set_ticks(shown, [clean(names[i], 30) for i in shown], **look)
 
 
-def _page(records: Sequence[Record], picture: bytes) -> str:
+def _page(records: Sequence[Record], picture: bytes, refused: int) -> str:
     """Return the page."""
     bad = [(record.step, row) for record in records for row in record.bad]
     exploded = [(record.step, g) for record in records for g in explosions(record)]
@@ -158,12 +163,17 @@ def _page(records: Sequence[Record], picture: bytes) -> str:
     elif exploded:
         kind, finding = "warn", "Largest explosion of step {}: {}".format(*exploded[0])
         advice = "Next: lower the learning rate, and record the steps before this one."
+    elif refused:
+        kind = "warn"
+        finding = f"All {total:,} recorded tensors are finite, but the run refused {refused:,}"
+        finding += f" micro-batch{'es' if refused > 1 else ''}"
+        advice = "Next: look at the refusals in the log, which name samples and operations."
     return render(
         "recorder.html.j2",
-        title=f"Tensor health, steps {records[0].step} to {records[-1].step}",
+        title="Tensor health",
         sections={"layers": "Layers by step", "findings": "Findings", "picture": "Every tensor"},
         kind=kind,
-        lines=[finding, advice],
+        lines=[finding, advice, _shown(records)],
         total=total,
         bad=len(bad),
         listed=[
@@ -180,6 +190,14 @@ def _page(records: Sequence[Record], picture: bytes) -> str:
         ],
         image=Markup(f"data:image/png;base64,{base64.b64encode(picture).decode()}"),
     )
+
+
+def _shown(records: Sequence[Record]) -> str:
+    """Say what the page is about, so that nobody takes it for the whole run."""
+    places = [f"{record.micro_batch} of step {record.step}" for record in records]
+    if len(places) > LISTED:
+        places = [*places[:LISTED], "..."]
+    return f"Shown: micro-batch {', '.join(places)}. No other micro-batch or step is on this page."
 
 
 def _layers_by_step(records: Sequence[Record]) -> list[tuple[str, list[tuple[str, str]]]]:

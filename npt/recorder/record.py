@@ -68,7 +68,11 @@ class Row:
 
     @property
     def cell(self) -> tuple[str, str]:
-        """Row and column on a map by layers: `model.layers.3` and `mlp.gate_proj out`."""
+        """Row and column on a map by layers: `model.layers.3` and `mlp.gate_proj out`. The loss, an
+        output of the whole model, has a row of its own.
+        """
+        if not self.module and self.stage == "out.loss":
+            return "loss", "out"
         parts = self.module.split(".")
         if self.layer is None or str(self.layer) not in parts:
             return self.module, self.stage
@@ -116,7 +120,11 @@ class Record:
 
 
 def short_names(lines: Iterable[str]) -> dict[str, str]:
-    """Return the last part of each name, or all of it if several end alike."""
+    """Return the last part of each name, or all of it if several end alike. A part of the model
+    may be called `model`, so the model is the whole one.
+    """
     tails = {line: line.rpartition(".")[2] for line in lines}
     times = Counter(tails.values())
-    return {line: (tail if times[tail] == 1 else line) or "model" for line, tail in tails.items()}
+    return {
+        line: (tail if times[tail] == 1 else line) or "whole model" for line, tail in tails.items()
+    }

@@ -26,6 +26,9 @@ class Recording:
     Between chosen steps the model has no hooks. The folder is created with the first record. A
     failure to record or draw prints a line and does not end the run. For the arguments, see
     `RecorderCallback`.
+
+    Attributes:
+        refused: how many micro-batches the guard has refused so far, for the page.
     """
 
     def __init__(self, folder: str | Path, steps: str, say: Callable[[str], None] = print):
@@ -36,6 +39,7 @@ class Recording:
         self._bad: set[int] = set()  # index of the file of the first non-finite record
         self._recorder: Recorder | None = None
         self._step = 0
+        self.refused = 0
 
     def __str__(self) -> str:
         return (
@@ -96,8 +100,8 @@ class Recording:
 
             texts = (path.read_text(encoding="utf-8") for path in files)
             records = [Record.from_dict(json.loads(text)) for text in texts]
-            pictures = ", ".join(map(str, write_pictures(records, self.folder)))
-            self.say(f"pictures of the recorded steps: {pictures}")
+            paths = write_pictures(records, self.folder, refused=self.refused)
+            self.say(f"pictures of the recorded steps: {', '.join(map(str, paths))}")
 
     @contextlib.contextmanager
     def _survived(self, failure: str) -> Iterator[None]:

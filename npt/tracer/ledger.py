@@ -152,7 +152,9 @@ class Ledger(Observer):
         blank = call.written and self._is_blank(result) and call.name not in REPLACING
         if badness == Badness.HARD and blank:
             return  # part of it may still be uninitialised
-        masks_on = masks or call.name in WRITERS or call.made_of_masks or self._masks_with(call)
+        maybe = (t for _, t in call.read if not self._is_no_mask(t))
+        adds = call.made_of_masks(maybe) or self._masks_with(call)
+        masks_on = masks or call.name in WRITERS or adds
         meant = constant or (badness == Badness.SOFT and masks_on)
         if meant and mask is not None and mask.shape:
             self._origins.add(result, (0, mask))
@@ -176,8 +178,8 @@ class Ledger(Observer):
             if was == Badness.FINE or (self._is_blank(tensor) and call.writes(tensor)):
                 continue
             origins, before_pass = self._origins.of(tensor), self._externals.of(tensor)
-            trained = any(external.trained for external in before_pass)
-            if not origins and was == Badness.SOFT and not trained and looks_like_a_mask(tensor):
+            soft = was == Badness.SOFT and not self._is_no_mask(tensor)
+            if not origins and soft and looks_like_a_mask(tensor):
                 masks = True
                 continue
             if not origins and tensor.ndim == 0 and not before_pass:
@@ -248,6 +250,9 @@ class Ledger(Observer):
     def _note(self, origin: Origin) -> None:
         if self.first is None and not math.isnan(origin.value):
             self.first = origin
+
+    def _is_no_mask(self, tensor: Tensor) -> bool:
+        return any(external.no_mask for external in self._externals.of(tensor))
 
     def _masks_with(self, call: TorchCall) -> bool:
         """Tell if a number in the code is beyond the limit, as in (1 - mask) * -1e9."""

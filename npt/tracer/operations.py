@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,13 +49,13 @@ class External:
     Attributes:
         kind: `state` (parameter, buffer, quantisation statistic), `data`, or `outside` (made by
             code that torch does not see).
-        trained: whether -Inf in it is a fault and no mask.
+        no_mask: whether -Inf in it is a fault and no mask.
     """
 
     name: str
     kind: Literal["state", "data", "outside"]
     tensor: Tensor
-    trained: bool = False
+    no_mask: bool = False
 
     @property
     def module(self) -> str:
@@ -140,14 +140,15 @@ class TorchCall:
         """Return the results that count: for attention, the first."""
         return results[:1] if self.name.startswith(_ATTENTION) else results
 
-    @property
-    def made_of_masks(self) -> bool:
-        """Tell if its -Inf comes from adding or casting a mask near the dtype's minimum."""
+    def made_of_masks(self, inputs: Iterable[Tensor]) -> bool:
+        """Tell if its -Inf comes from adding or casting a mask near the dtype's minimum, among
+        these of its inputs.
+        """
         if self.name not in ("add", "add_", "sub", "_to_copy", "to", "mul"):
             return False
         return any(
             extent(values)[0] <= 0.5 * torch.finfo(t.dtype).min
-            for _, t in self.read
+            for t in inputs
             if (values := numbers(t)) is not None and t.dtype.itemsize > 1 and not t.is_complex()
         )
 

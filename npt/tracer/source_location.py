@@ -18,6 +18,7 @@ from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from npt.data.batch import Batch
@@ -32,6 +33,7 @@ _OBSERVERS = tuple(
     f"{_HERE}{name}.py"
     for name in ("against", "ledger", "operations", "tensors", "source_location")
 )
+_GUARD = _folder(os.path.dirname(_HERE)) + "guard" + os.sep
 _TRACER = (f"{_HERE}trace.py", f"{_HERE}passes.py")
 _LIBRARIES = tuple(
     _folder(str(spec.origin)) for spec in map(find_spec, ("torch", "bitsandbytes")) if spec
@@ -146,6 +148,25 @@ def _line(code: CodeType, instruction: int) -> str:
     if os.path.basename(folder).startswith("ipykernel_"):  # a notebook cell, named by a number
         name = "cell"
     return f"{name}:{line} in {code.co_qualname}: {text}"
+
+
+def raised_at(error: BaseException) -> tuple[str, dict[str, Tensor]]:
+    """Return the innermost line that an error passed outside of torch and the guard, and all
+    tensors in variables of the frames that it passed, by name.
+    """
+    place = ""
+    # one that is always there, as a pass must give something to look at
+    tensors = {"of the pass": torch.zeros(())}
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        for name, value in trace.tb_frame.f_locals.items():
+            if isinstance(value, Tensor):
+                tensors[f"{name} in {code.co_name}"] = value
+        if not code.co_filename.startswith((*_LIBRARIES, _GUARD)):
+            place = _line(code, trace.tb_lasti)
+        trace = trace.tb_next
+    return place, tensors
 
 
 class Owner(NamedTuple):

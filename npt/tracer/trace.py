@@ -197,8 +197,11 @@ class _Tracer:
         if start.external is not None:
             was = f"{start.external.name}{at} was {start.value:g} before the pass"
             corrupt = start.external.kind != "outside" and abs(start.value) > rules.HUGE
-            cause = rules.explain(start).cause if corrupt else verdict.cause
-            return replace(verdict, grew=was, cause=cause)
+            if not corrupt:
+                return replace(verdict, grew=was)
+            reason = rules.explain(start)
+            explanation = f"{reason.explanation}; {verdict.explanation}"
+            return replace(verdict, grew=was, cause=reason.cause, explanation=explanation)
         where = f"first above {limit:g} in {start} in {start.place.module or OUTSIDE}"
         at = f" at {at} of {list(start.shape)}" if start.shape else ""
         source = f", {start.place.source}" if start.place.source else ""
@@ -237,13 +240,15 @@ def _operands(origin: Origin) -> tuple[Operand, ...]:
 
 def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield External(name, "state", parameter.detach(), trained=True)
+        yield External(name, "state", parameter.detach(), no_mask=True)
     for name, statistic in quantization_statistics(model):
-        yield External(name, "state", statistic.detach(), trained=True)
+        yield External(name, "state", statistic.detach(), no_mask=True)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield External(name, "state", buffer.detach())
     for name, tensor in named_inputs(batch):
-        yield External(name, "data", tensor.detach())
+        # a number for each sample, such as an advantage
+        no_mask = tensor.ndim < 2 and "mask" not in name
+        yield External(name, "data", tensor.detach(), no_mask)
 
 
 def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:

@@ -22,7 +22,8 @@ corrupt weight: load an earlier checkpoint or adapter that is finite, and find t
     that wrote this value
 corrupt absmax: a statistic of a 4-bit weight is damaged: quantise the base again from its
     checkpoint, and verify the file's checksum
-corrupt input: check how the batch is made: features, tokenisation, truncation, padding
+corrupt input: check how the batch is made: features, tokenisation, truncation, padding; for
+    advantages, what the reward function returns
 token id: tokenise the data with the model's own tokenizer, and check that the padding id is in the
     vocabulary
 no valid label: the mean over no labels divides by 0: truncate the prompt instead of the
@@ -30,10 +31,10 @@ no valid label: the mean over no labels divides by 0: truncate the prompt instea
 masked label: the logit of a label's class is masked with -Inf: unmask it, or ignore the label
 too few frames: CTC finds no path: leave out such samples, shorten the encoder's stride, or pass
     zero_infinity=True
-cast overflow: the value does not fit the smaller dtype: compute in fp32 (with --use_quantization,
+cast overflow: the value does not fit the smaller dtype: compute in fp32 (npt with a 4-bit base:
     remove --use_fp16) or in bf16
 low-precision overflow: the result fits fp32 but not this dtype: compute in fp32 or bf16 (remove
-    --use_fp16 or autocast); for gradients, lower the loss scale
+    fp16=True, autocast or npt's --use_fp16); for gradients, lower the loss scale
 vanishing norm: a norm or variance is 0: check the epsilon (rms_norm_eps), and add it inside the
     square root
 division by zero: a count, norm or probability is 0: clamp the divisor, or exclude such elements
@@ -47,11 +48,11 @@ infinite slope: the derivative is infinite here: keep the argument away from the
 masked gradient: torch.where hides a bad branch in forward, but not in backward: make the argument
     safe before the where too
 masked arithmetic: a -Inf mask was used in arithmetic: mask with torch.where or finfo.min instead
-exploding product: activations have grown too large: find where they grew; lower --learning_rate or
-    --additive_scale, raise --regularization_lambda, start with --safe_mode, or watch the residual
-    stream with --trace_steps
-exploding gradient: gradients have grown too large: lower --learning_rate, raise
-    --regularization_lambda, or start with --safe_mode
+exploding product: activations have grown too large: find where they grew and lower the learning
+    rate; with npt also lower --additive_scale, raise --regularization_lambda, start with
+    --safe_mode, or watch the residual stream with --trace_steps
+exploding gradient: gradients have grown too large: check the loss for large factors and lower the
+    learning rate; with npt also raise --regularization_lambda, or start with --safe_mode
 written constant: code wrote a non-finite constant: check this line, hooks and assignments
 beyond the limit: the value is finite but above the limit: check this operation's inputs, and what
     uses its result

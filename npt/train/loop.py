@@ -227,6 +227,8 @@ class Loop:
                 self.setup.say(f"step {self.steps}: repaired: {repair}")
             if outcome.refused:
                 self._report_refused(window, outcome)
+                if self.run.recording is not None:
+                    self.run.recording.refused = self.refused.total()
                 self._last_refused = window, replace(outcome, snapshot=None, update=None)
             if (reason := self._excess(outcome.longest)) is not None:
                 self._give_up(window, outcome, reason)

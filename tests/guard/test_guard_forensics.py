@@ -151,12 +151,55 @@ def test_what_cannot_be_repeated_is_said() -> None:
     assert finding.verdict is None and "everything was finite" in finding.why
 
 
-def test_an_error_in_the_tracer_costs_the_finding_only() -> None:
+def test_an_exception_that_recurs_is_told_with_its_line() -> None:
     world = World()
     windows = [[Micro(1, fault="exception"), Micro(2)]]
     guard, outcomes = traced_run(world, windows, run=True, trace=1)
-    assert guard.findings[0].why == "the tracer failed with FloatingPointError: planted"
+    said = guard.findings[0].why
+    assert said.startswith("the micro-batch raises the same again: guarded_loops.py:"), said
+    assert said.endswith('FloatingPointError("planted"); no NaN or Inf came before it'), said
     assert outcomes[0].applied
+
+
+class Raising(nn.Linear):
+    """Divides by a Python number that is 0 if its output is not finite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x).log()
+        mean = hidden.mean()
+        return mean / 1 if 1 / int(mean.isfinite()) else mean
+
+
+@pytest.mark.parametrize("run", [False, True])
+def test_what_was_not_finite_before_an_exception_is_traced(run) -> None:
+    model = Raising(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, trace=1, refuse=(ZeroDivisionError,))
+    x = torch.tensor([[1.0, math.nan]])
+    again = (lambda: model(x)) if run else None
+    with guard.micro_batch(run=again) as micro:
+        micro.loss = model(x)
+    said = str(guard.step().findings[0]).splitlines()
+    assert said[0].endswith("ZeroDivisionError: division by zero")
+    assert said[1].startswith("the micro-batch raises the same again: test_guard_forensics.py:")
+    assert said[1].endswith("in Raising.forward: 1 / int(mean.isfinite())")
+    assert said[2].startswith("corrupt input: input 0 held nan before the pass"), said
+
+
+def test_an_error_in_the_tracer_costs_the_finding_only() -> None:
+    model = Rooted()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
+
+    def other() -> None:
+        raise RuntimeError("not on the tracer's pass")
+
+    for x in (torch.zeros(1, 2), torch.ones(1, 2)):
+        with guard.micro_batch(run=other) as micro:
+            micro.loss = loss = model(x)["loss"]
+            loss.backward()
+    assert guard.step().applied
+    said = "the tracer failed with RuntimeError: not on the tracer's pass"
+    assert guard.findings[0].why == said
 
 
 class Grown(nn.Module):

@@ -113,6 +113,19 @@ def test_a_refused_slice_is_traced_and_named_by_the_rows_of_its_generation(token
     assert "mlp.act_fn" in str(finding), str(finding)
 
 
+def test_an_infinite_reward_is_traced_to_the_advantages(tokenizer, monkeypatch) -> None:
+    """RLOO makes -3.4e38 of it, which is no mask."""
+
+    def infinite(completions: Any, **_: Any) -> list[float]:
+        return [math.inf, *(float(i) for i in range(1, len(completions)))]
+
+    monkeypatch.setattr("faults.row_generating.reward", infinite)
+    guarded = trained(tokenizer, "RLOO", (), None, True, max_steps=1)
+    said = str(guarded.guard.findings[0].verdict)
+    assert said.startswith("corrupt input: advantages h"), said  # holds, or held before the pass
+    assert "3.40282e+38" in said.partition(";")[0] and "the reward function" in said
+
+
 def test_a_generation_is_drawn_once(tokenizer, monkeypatch) -> None:
     """As if it were the micro-batch's own, which is computed again: then the runs differ."""
     monkeypatch.setattr(Generations, "rewind_to", lambda *_: None)

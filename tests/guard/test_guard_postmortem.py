@@ -1,6 +1,7 @@
 """A guarded run that gives up leaves all that is needed to look at it elsewhere."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ def stopped(folder: Path, windows: list[list[Micro]], **settings: Any) -> tuple[
     given = {"max_refused": 3, "postmortem": folder, **settings}
     with pytest.raises(TooManyRefusalsError, match=r"^3 refusals in a row") as caught:
         guarded_run(world, windows, **given)
-    return world, Path(str(caught.value).partition("post-mortem: ")[2])
+    call = re.search(
+        r"; to find the cause, call npt\.guard\.replay\('(.*)', model\)$", str(caught.value)
+    )
+    assert call is not None, caught.value
+    return world, Path(call[1])
 
 
 BAD = [Micro(9, fault="loss"), Micro(1)], *([Micro(i, fault="gradient")] for i in (2, 3, 4))
@@ -113,7 +118,9 @@ def test_a_trainer_writes_it_into_its_output_folder(tmp_path) -> None:
     trainer = protect(
         trainer_of(InOrder, data, tmp_path, plant(small_llama(), "loss-nan")), max_refused=2
     )
-    with pytest.raises(TooManyRefusalsError, match=r"post-mortem: .*step-00000000$"):
+    with pytest.raises(
+        TooManyRefusalsError, match=r"call npt.guard.replay\('.*step-00000000', model\)$"
+    ):
         trainer.train()
     found = read_postmortem(tmp_path / "postmortem" / "step-00000000")
     assert torch.equal(found.micro_batches[0].inputs["input_ids"], data[0]["input_ids"][None])
@@ -196,6 +203,30 @@ def test_a_replay_of_a_loss_made_outside_is_told_how(tmp_path) -> None:
         BundleError, match=r"has branch\.bias of shape \(3,\), but the model has none"
     ):
         replay(folder, torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (small_llama(), "You must specify exactly one of input_ids"),
+        (torch.nn.Linear(2, 1), r".*unexpected keyword argument 'prompt_ids'"),
+    ],
+)
+def test_inputs_that_the_model_does_not_take_need_a_loss(model, said, tmp_path) -> None:
+    """As TRL's GRPO, whose trainer makes the model's inputs of its own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, max_refused=1, postmortem=tmp_path)
+    with guard.micro_batch(inputs={"prompt_ids": torch.ones(1, 2)}) as micro:
+        micro.loss = torch.tensor(float("nan"))
+    with pytest.raises(TooManyRefusalsError):
+        guard.step()
+    with pytest.raises(ConfigError) as caught:
+        replay(next(tmp_path.iterdir()), model)
+    told = str(caught.value)
+    start = "the model does not compute a loss from the inputs of its trainer (prompt_ids): "
+    assert told.startswith(start) and "\n" not in told
+    assert re.match(said, told.removeprefix(start)), told
+    assert told.endswith(", or loss=trainer.compute_loss for a Trainer")
 
 
 def refused_once(folder: Path, model: Any, spoil: str, inputs: Any) -> Path:

@@ -12,7 +12,7 @@ from several import several, values
 from simulated_cuda import HostWaitError, no_waits, simulated_cuda, to_cuda
 from transformers import TrainerCallback
 
-from faults.row_faults import MODEL_FAULTS, plant, row
+from faults.row_faults import MARK, MODEL_FAULTS, plant, row
 from faults.row_runs import digest
 from npt.guard import Report
 from npt.guard.report import SKIPPED
@@ -86,6 +86,60 @@ def test_a_gradient_without_a_bad_loss_is_named_and_traced(tmp_path, caplog) -> 
     assert report.findings[0].verdict is not None
     assert "act_fn" in str(report.findings[0].verdict)
     assert not any("the loss of micro-batch" in line for line in said[:2])
+
+
+def is_bad(inputs: Any) -> bool:
+    return bool((inputs["input_ids"] == MARK).any())
+
+
+class OwnLoss(InOrder):
+    """Adds a NaN without a gradient to the loss of the bad row, and counts as TRL's trainers do."""
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        self._metrics = [*getattr(self, "_metrics", ()), is_bad(inputs)]
+        loss = super().compute_loss(model, inputs, *arguments, **named)
+        return loss + loss.new_tensor(-1.0).log() if is_bad(inputs) else loss
+
+
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return (outputs.logits.mean() - 1.0).log() if (labels == MARK).any() else outputs.logits.mean()
+
+
+def test_a_loss_that_the_trainer_computes_is_named_and_traced(tmp_path, caplog) -> None:
+    """Outside of the model, whose own is finite, and whose gradients may be, too."""
+    for kind, function, line in (
+        (OwnLoss, None, "in OwnLoss.compute_loss: loss.new_tensor(-1.0).log()"),
+        (InOrder, own_loss, "in own_loss: (outputs.logits.mean() - 1.0).log()"),
+    ):
+        caplog.clear()
+        rows = [row(i, "loss-nan" if i == BAD else None) for i in range(ROWS)]
+        rows[BAD]["labels"][-1] = MARK
+        trainer = trainer_of(kind, rows, tmp_path, gradient_accumulation_steps=4)
+        trainer.compute_loss_func = function
+        trainer.add_callback(report := Report())
+        trainer.train()
+        hidden = "step 2: the loss of micro-batch 1 is not finite (logging_nan_inf_filter keeps it"
+        assert lines(caplog)[0].startswith(hidden), lines(caplog)
+        (finding,) = report.findings
+        assert line in str(finding.verdict), str(finding)
+        assert "compute_loss" not in vars(trainer)
+        if kind is OwnLoss:
+            assert report.counts == {"loss": 1, "logged": 1}
+            assert sum(trainer._metrics) == 1  # not the tracer's
+
+
+def test_a_loss_of_the_models_own_that_the_trainer_does_not_use_is_none(tmp_path, caplog) -> None:
+    model = small_llama()
+
+    def spoil(_module: Any, _inputs: Any, output: Any) -> None:
+        output["loss"] = torch.tensor(math.nan)
+
+    model.register_forward_hook(spoil)
+    trainer = trainer_of(InOrder, [row(i) for i in range(3)], tmp_path, model)
+    trainer.compute_loss_func = own_loss
+    trainer.add_callback(report := Report())
+    trainer.train()
+    assert not report.counts, lines(caplog)
 
 
 class Breaking(TrainerCallback):

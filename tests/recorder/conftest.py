@@ -16,7 +16,7 @@ def drawn(monkeypatch) -> list[tuple[list[int], Path]]:
     calls: list[tuple[list[int], Path]] = []
     picture = ModuleType("npt.recorder.picture")
 
-    def write_pictures(records: list[Record], folder: Path) -> list[Path]:
+    def write_pictures(records: list[Record], folder: Path, refused: int = 0) -> list[Path]:
         calls.append(([record.step for record in records], folder))
         return [folder / "health.png"]
 

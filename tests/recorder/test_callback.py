@@ -95,6 +95,13 @@ def test_chosen_steps_are_written_and_drawn_and_said(model, data, tmp_path, draw
     assert hooks(model) == 0
 
 
+def test_the_page_is_told_what_a_guard_has_refused(tmp_path) -> None:
+    callback = RecorderCallback(tmp_path, steps="1")
+    for logs in ({"loss": 1.0}, {"refused": 2}, {"eval_loss": 1.0}):
+        callback.on_log(None, None, None, logs=logs)
+    assert callback.recording.refused == 2
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_only_the_first_micro_batch_of_a_step_is_watched(
     model, data, tmp_path, accumulation

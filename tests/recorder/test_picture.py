@@ -74,8 +74,23 @@ def test_a_row_has_a_line_by_its_layer_and_a_column_by_the_rest_of_its_name() ->
     assert row("model.layers.3.mlp.up", 3, "in").cell == ("model.layers.3", "mlp.up in")
     assert row("model.layers.3", 3).cell == ("model.layers.3", "out")
     assert row("model.norm").cell == ("model.norm", "out") and row("").cell == ("", "out")
-    names = short_names(["", "model.norm", "a.layers.0", "a.layers.1", "b.layers.0"])
-    assert list(names.values()) == ["model", "norm", "a.layers.0", "1", "b.layers.0"]
+    assert row("", stage="out.loss").cell == ("loss", "out")
+    names = short_names(["", "model", "model.norm", "a.layers.0", "a.layers.1", "b.layers.0"])
+    named = ["whole model", "model", "norm", "a.layers.0", "1", "b.layers.0"]
+    assert list(names.values()) == named
+
+
+def test_the_page_says_what_it_shows_and_what_was_refused(tmp_path) -> None:
+    records = [Record(2, (row("a"),)), Record(9, (row("a"),), micro_batch=1)]
+    shown = "Shown: micro-batch 0 of step 2, 1 of step 9. No other micro-batch or step is on this"
+    for refused, finding in (
+        (0, "All 2 recorded tensors are finite, and none exploded"),
+        (1, "All 2 recorded tensors are finite, but the run refused 1 micro-batch<"),
+        (3, "All 2 recorded tensors are finite, but the run refused 3 micro-batches<"),
+    ):
+        _, html = write_pictures(records, tmp_path, refused=refused)
+        page = html.read_text(encoding="utf-8")
+        assert shown in page and finding in page
 
 
 def loads_nothing(page: str) -> None:

@@ -163,7 +163,7 @@ def test_minus_infinity_is_a_mask_in_a_buffer_and_a_fault_in_a_weight() -> None:
     with Ledger({}, (External("mask", "state", CAUSAL),)) as ledger:
         assert ledger.origin_of(X[:1] + CAUSAL).meant
     found = origin(
-        lambda x: x[:1] + CAUSAL, externals=(External("weight", "state", CAUSAL, trained=True),)
+        lambda x: x[:1] + CAUSAL, externals=(External("weight", "state", CAUSAL, no_mask=True),)
     )
     assert found is not None and found.external is not None and found.external.name == "weight"
 

@@ -754,6 +754,24 @@ def test_what_was_large_before_anything_was_computed_is_the_cause() -> None:
     check(verdict, cause="corrupt input", grew="input[1, 2] was 3e+25 before the pass")
 
 
+@pytest.mark.parametrize("size", [-3e38, 3e38])
+def test_a_huge_input_of_the_loss_alone_is_named(size) -> None:
+    """As TRL's advantages where a reward is infinite, whose negative could be a mask."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.RMSNorm(4))
+    batch = {"x": X, "advantages": torch.tensor([1.0, size, 1.0])}
+    with torch.no_grad():  # the slope of the norm is steep, and the gradient overflows there
+        model[0].weight.mul_(1e-3)
+
+    def run() -> Tensor:
+        return (model(batch["x"]).mean(-1) * batch["advantages"]).mean() * 0.1
+
+    verdict = npt.trace(model, batch, run=run)
+    held = f"advantages held {size:g} before the pass; "
+    assert verdict is not None
+    assert verdict.cause == "corrupt input" and verdict.explanation.startswith(held)
+    assert "what the reward function returns" in verdict.remedy
+
+
 # --- memory
 
 

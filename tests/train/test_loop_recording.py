@@ -35,9 +35,9 @@ def drawn(monkeypatch) -> list[list[int]]:
     calls: list[list[int]] = []
     picture = ModuleType("npt.recorder.picture")
 
-    def write_pictures(records: list[Record], folder: Path) -> list[Path]:
+    def write_pictures(records: list[Record], folder: Path, refused: int = 0) -> list[Path]:
         calls.append([record.step for record in records])
-        (folder / "trace.html").write_text("drawn")
+        (folder / "trace.html").write_text(f"{refused} refused")
         return [folder / "trace.html"]
 
     picture.write_pictures = write_pictures
@@ -113,6 +113,7 @@ def test_a_refused_micro_batch_is_recorded_with_what_was_wrong(here) -> None:
 
     result = here.run("run", act, trace_steps="3")
     assert result.refused == 1 and result.steps == 5
+    assert (result.folder / "trace" / "trace.html").read_text() == "1 refused"
     (record,) = recorded(result.folder).values()
     first = next(row for row in record.rows if not row.finite)
     assert first.name == "model.layers.1.input_layernorm out" and first.rms is None
