@@ -118,20 +118,24 @@ def judged_cells(
 
 
 def summary(cells: Sequence[Cell], left_out: dict[str, str]) -> dict[str, Any]:
-    """Return the figures: cells, and counts by guard and fault."""
+    """Return the counts by guard and fault, and what happened in each cell that makes sense."""
     guards: dict[str, Any] = {}
     for name in dict.fromkeys(cell.guard for cell in cells):
         own = [cell for cell in cells if cell.guard == name]
         guards[name] = {**counted(own), "faults": {}}
         for fault in dict.fromkeys(cell.fault for cell in own):
             of_fault = [cell for cell in own if cell.fault == fault]
-            guards[name]["faults"][fault] = counted(of_fault)
-    return {
-        "torch": torch.__version__,
-        "guards": guards,
-        "left_out": left_out,
-        "cells": [vars(cell) for cell in cells],
-    }
+            happened = {cell.setting: told(cell) for cell in of_fault if told(cell) != "n/a"}
+            guards[name]["faults"][fault] = {**counted(of_fault), "settings": happened}
+    return {"torch": torch.__version__, "guards": guards, "left_out": left_out}
+
+
+def told(cell: Cell) -> str:
+    """Return what happened in a cell: its verdict, or what was lost."""
+    lost = "; ".join(cell.lost)
+    if cell.verdict == "lost":
+        return lost
+    return f"{cell.verdict}: {lost}" if lost else cell.verdict
 
 
 def counted(cells: Sequence[Cell]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from conformance_guards.faults import (
 )
 from conformance_guards.run import Setting, trained
 
-WAIT = 8.0
+WAIT = 15.0
 """Seconds that a process waits for the other before it counts as hanging."""
 LONGEST = 120.0
 """Seconds after which two processes are ended."""
