@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -125,13 +126,17 @@ class Run:
     """
 
     net: Net
-    model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     ema: AveragedModel | None
     scaler: torch.amp.GradScaler | None
     max_norm: float
     processes: int
+
+    @cached_property
+    def model(self) -> nn.Module:
+        # made when asked for, because two wrappers of one model disturb each other
+        return DistributedDataParallel(self.net) if self.processes > 1 else self.net
 
     def backward(self, loss: Tensor) -> None:
         """Backward of a loss, multiplied by the scale if there is a scaler."""
@@ -162,9 +167,6 @@ def new_run(setting: Setting) -> Run:
     """Return a run at its start, the same one each time, and seed torch's random numbers."""
     torch.manual_seed(0)
     net = Net(setting)
-    model: nn.Module = net
-    if setting.processes > 1:
-        model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     optimizer.register_step_post_hook(_spoiling(net))
     scheduler = ema = scaler = None
@@ -175,7 +177,7 @@ def new_run(setting: Setting) -> Run:
         ema = AveragedModel(net, multi_avg_fn=average, use_buffers=True)
     if setting.scaler:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    return Run(net, model, optimizer, scheduler, ema, scaler, 1.0, setting.processes)
+    return Run(net, optimizer, scheduler, ema, scaler, 1.0, setting.processes)
 
 
 def _spoiling(net: Net) -> Callable[..., None]:
