@@ -188,6 +188,10 @@ def trainers(*campaigns: Json) -> str:
     return f"{table(columns, rows, 1)}\n{alarms} false alarms.\n{failures}"
 
 
+MOST = 6
+"""How many losses of a guard `conformance` lists."""
+
+
 def conformance(figures: Json) -> str:
     """Return the output of `conformance.py --json`: cells by fault and guard, what each guard
     lost, and the guards that were left out.
@@ -210,14 +214,14 @@ def conformance(figures: Json) -> str:
         {
             "guard": name,
             **guard,
-            "words": ", ".join(f"{word} {times}" for word, times in guard["lost"].items()) or "–",
+            "words": ", ".join(f"{word} {n}" for word, n in [*guard["lost"].items()][:MOST]) or "–",
         }
         for name, guard in guards.items()
     ]
     by_guard: dict[str, Cell] = {
         "guard": "{guard}",
         "equal": "{equal} of {total}",
-        "lost, in how many cells": "{words}",
+        "lost most often, in how many cells": "{words}",
     }
     missing = "".join(f"\nLeft out: {name} ({why}).\n" for name, why in figures["left_out"].items())
     return f"{table(by_fault, [{'fault': f} for f in faults])}\n{table(by_guard, rows)}{missing}"

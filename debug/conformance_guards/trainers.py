@@ -45,6 +45,7 @@ class Lightning:
             def __init__(self) -> None:
                 super().__init__()
                 self.net = run.net
+                self.averaged = 0
 
             def training_step(self, batch: Batch, _: int) -> Tensor | None:
                 loss = self.net(**batch)
@@ -57,7 +58,9 @@ class Lightning:
                 return {"optimizer": run.optimizer, "lr_scheduler": schedule}
 
             def on_train_batch_end(self, *_: Any) -> None:
-                if run.ema is not None:
+                # as Lightning's WeightAveraging: once for each step that it counts
+                if run.ema is not None and self.trainer.global_step > self.averaged:
+                    self.averaged = self.trainer.global_step
                     run.ema.update_parameters(run.net)
 
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
