@@ -235,6 +235,8 @@ def quiet() -> Iterator[None]:
 
 
 def _told(error: BaseException) -> str:
+    if isinstance(error, GuardError):
+        return str(error)
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
