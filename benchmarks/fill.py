@@ -50,6 +50,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "gpu_check.py": (tables.gpu_check, ("gpu_check",)),
     "fault-campaign": (tables.campaign, ("faults",)),
     "fault-trainers": (tables.trainers, tuple(f"fault-{name}" for name in tables.TRAINERS)),
+    "conformance": (tables.conformance, ("conformance",)),
     "guards": (tables.guards, ("guards", "guard_lora")),
     "tracer": (tables.tracer, ("tracer",)),
     "kernels": (tables.kernels, ("kernels",)),

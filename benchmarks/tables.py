@@ -188,6 +188,45 @@ def trainers(*campaigns: Json) -> str:
     return f"{table(columns, rows, 1)}\n{alarms} false alarms.\n{failures}"
 
 
+MOST = 6
+"""How many losses of a guard `conformance` lists."""
+
+
+def conformance(figures: Json) -> str:
+    """Return the output of `conformance.py --json`: cells by fault and guard, what each guard
+    lost, and the guards that were left out.
+    """
+
+    def cell(guard: str, row: Json) -> str:
+        of_fault = figures["guards"][guard]["faults"][row["fault"]]
+        if not of_fault["claimed"]:
+            return "not claimed"
+        if not of_fault["total"]:
+            return "n/a"
+        equal = of_fault["equal"] == of_fault["total"]
+        return "equal" if equal else f"{of_fault['equal']} of {of_fault['total']}"
+
+    guards = figures["guards"]
+    faults = dict.fromkeys(fault for guard in guards.values() for fault in guard["faults"])
+    by_fault: dict[str, Cell] = {"fault": "`{fault}`"}
+    by_fault |= {name: partial(cell, name) for name in guards}
+    rows = [
+        {
+            "guard": name,
+            **guard,
+            "words": ", ".join(f"{word} {n}" for word, n in [*guard["lost"].items()][:MOST]) or "–",
+        }
+        for name, guard in guards.items()
+    ]
+    by_guard: dict[str, Cell] = {
+        "guard": "{guard}",
+        "equal": "{equal} of {total}",
+        "lost most often, in how many cells": "{words}",
+    }
+    missing = "".join(f"\nLeft out: {name} ({why}).\n" for name, why in figures["left_out"].items())
+    return f"{table(by_fault, [{'fault': f} for f in faults])}\n{table(by_guard, rows)}{missing}"
+
+
 def machine(figures: Json) -> str:
     """Return the machine of a measurement."""
     machine = figures["machine"]

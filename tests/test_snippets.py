@@ -60,6 +60,7 @@ NOT_RUN = {
     r"python debug/inject_fault\.py .*--trainer": "tests/faults/test_row_cases.py",
     r"python debug/inject_fault\.py (?!.*--trainer)": "tests/faults/test_campaign.py",
     r"python debug/verify_fixes\.py": "tests/faults/test_fixes.py",
+    r"python debug/conformance\.py": "tests/faults/test_conformance.py",
     r"python debug/compare_trainers\.py": "tests/guard/test_clean_runs.py",
     r"python benchmarks/h100_hour\.py": "tests/benchmarks/test_gpu_check.py",
     r"python benchmarks/gpu_check\.py .*--device cpu": "tests/benchmarks/test_gpu_check.py",
