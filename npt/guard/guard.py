@@ -147,12 +147,12 @@ class Guard:
         keep = self.settings.postmortem is not None
         together = self.sharding is not None and processes.size > 1
         self.draws: Draws = Draws() if draws is None else draws
-        buffers = Buffers(whole(model))
-        self._traces = self.draws, buffers
+        self._buffers = Buffers(whole(model))
+        self._traces = self.draws, self._buffers
         self.recheck = Recheck(
             self.window,
             model,
-            buffers,
+            self._buffers,
             self._scale,
             every=self.settings.recheck,
             weighted=self.settings.loss == "mean",
@@ -233,7 +233,7 @@ class Guard:
                     f" {micro.tokens}; with sharded parameters pass micro_batch(tokens=...)"
                 )
             loss = loss * micro.tokens
-        flag = self.window.add(micro, loss)
+        flag = self.window.add(micro, loss, self._buffers.spoilt(self._home))
         for trace in self._traces:
             trace.settle(flag)
 

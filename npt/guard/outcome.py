@@ -23,6 +23,7 @@ from npt.guard.refusal import check_alike, refusal_of, window_refusal
 
 if TYPE_CHECKING:
     from npt.guard.forensics import Finding, StoredMicroBatch
+    from npt.guard.traces import Spoilt
     from npt.guard.update import Update
 
 Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]
@@ -43,6 +44,7 @@ class Judged:
         codes: [processes] what is wrong on each, if backward sums gradients; micro-batches
             computed together then count together.
         reached: indices of the parameters with a gradient; None for all.
+        spoilt: the buffers that may have become NaN or Inf.
     """
 
     loss: Tensor
@@ -51,6 +53,7 @@ class Judged:
     norms: Tensor
     codes: Tensor | None = None
     reached: frozenset[int] | None = None
+    spoilt: Spoilt | None = None
 
 
 @dataclass

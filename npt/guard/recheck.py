@@ -161,7 +161,7 @@ class Recheck:
             gradients.withdraw()
             if sharding is not None:
                 sharding.begin(micro.tokens if self._weighted else 1)
-            buffers = self._buffers.now()
+            self._buffers.begin()
             if not follows:
                 set_random_state(stored.random)
             state = random_state()
@@ -171,9 +171,9 @@ class Recheck:
                 loss = loss * micro.tokens
                 if sharding is None or not sharding.weighs:
                     gradients.scale(micro.tokens)
-            judged.append(self._window.judge(loss))
+            judged.append(self._window.judge(loss, self._buffers.spoilt(loss.device)))
             if not bool(judged[-1].flag):
-                self._buffers.put(buffers)
+                self._buffers.settle(None)
                 set_random_state(state)
             elif not bool(was.flag):
                 follows = not self._seeded

@@ -26,7 +26,8 @@ class Refusal:
     """A refused micro-batch or window.
 
     Attributes:
-        kind: `data` (refused before any computation), `error`, `loss` or `gradient`; for a whole
+        kind: `data` (refused before any computation), `error`, `loss`, `gradient` or `buffer`; for
+            a whole
             window `norm`, `spike`, `update` (parameters or moments after the step) or `card`.
         detail: the reason in words.
         micro_batch: its index in the window over all processes; None for a whole window.
@@ -109,7 +110,11 @@ def refusal_of(
         code = judged.codes[process]
         if not bool(code) and (process or bool(judged.codes.any())):
             return None
-    if math.isfinite(loss):
+    sound = math.isfinite(loss) and bool(judged.norms.isfinite().all())
+    if sound and judged.spoilt is not None and bool(judged.spoilt.flags.any()):
+        tensor = judged.spoilt.names[judged.spoilt.flags.tolist().index(True)]
+        kind, detail = "buffer", f"buffer {tensor} is not finite after the forward"
+    elif math.isfinite(loss):
         kind, (tensor, detail) = "gradient", describe_norms(judged.norms, names)
     else:
         bad = int((~judged.norms.isfinite()).sum())

@@ -6,12 +6,16 @@ step. `keep` tells whether the changes stay: a scalar bool on the device, or Non
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from npt.guard.lists import are_finite, norms_of
 from npt.random_state import micro_batch_draws, random_state, set_random_state
 
 LARGEST_BUFFER = 2**20
@@ -78,6 +82,19 @@ class Seeded(Draws):
         """Do nothing: `drawing` has restored the state."""
 
 
+@dataclass(frozen=True)
+class Spoilt:
+    """The buffers that a micro-batch may have made NaN or Inf.
+
+    Attributes:
+        names: in the model.
+        flags: [buffers] bool, on the guard's device.
+    """
+
+    names: Sequence[str]
+    flags: Tensor
+
+
 class Buffers:
     """The buffers that a forward may write to: running statistics, codebooks, observed ranges.
 
@@ -86,12 +103,15 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module):
-        self._held = [
-            (module._buffers, name)
-            for module in model.modules()
+        found = [
+            (f"{path}.{name}".removeprefix("."), module._buffers, name)
+            for path, module in model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and _is_written(module, buffer)
         ]
+        self._names = [path for path, _, _ in found]
+        self._held = [(buffers, name) for _, buffers, name in found]
+        self._checked: list[int] | None = None  # those that began finite: a mask may hold -inf
         self._copies: list[Tensor | None] = []
         self._start: list[Tensor | None] | None = None  # of the window
 
@@ -99,6 +119,21 @@ class Buffers:
         self._copies = self.now()
         if self._start is None:
             self._start = self._copies
+
+    def spoilt(self, home: torch.device) -> Spoilt | None:
+        """Return which buffers the micro-batch made other than finite; None if all are finite and
+        the host may know.
+        """
+        if self._checked is None:
+            floats = {i: c for i, c in enumerate(self._copies) if _is_float(c)}
+            sizes = norms_of([*floats.values()], math.inf).tolist() if floats else []
+            self._checked = [i for i, size in zip(floats, sizes, strict=True) if size < math.inf]
+        now = {i: self._held[i][0].get(self._held[i][1]) for i in self._checked}
+        floats = {i: buffer.detach() for i, buffer in now.items() if _is_float(buffer)}
+        if not floats or (home.type == "cpu" and are_finite([*floats.values()])):
+            return None
+        flags = ~(norms_of([*floats.values()], math.inf, home) < math.inf)
+        return Spoilt([self._names[i] for i in floats], flags)
 
     def settle(self, keep: Tensor | None) -> None:
         self._restore(self._copies, keep)
@@ -136,6 +171,10 @@ class Buffers:
                 now.data.copy_(copy)  # .data: a graph of an earlier forward may hold the buffer
             else:
                 torch.where(keep.to(now.device), now, copy, out=now.data)
+
+
+def _is_float(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    return buffer is not None and buffer.is_floating_point() and buffer.numel() > 0
 
 
 def _is_written(module: nn.Module, buffer: Tensor) -> bool:

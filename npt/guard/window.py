@@ -50,6 +50,7 @@ from npt.guard.update import EXACT, GuardedUpdate
 
 if TYPE_CHECKING:
     from npt.guard.forensics import StoredMicroBatch
+    from npt.guard.traces import Spoilt
 
 IN_FLIGHT = 3
 """The most windows whose results may be pending before the host waits for one."""
@@ -231,29 +232,32 @@ class GradientWindow:
         self.gradients = Gradients(guarded.held, track=self._rates is None)
         self._clipped = guarded.clipped
 
-    def add(self, micro: MicroBatch, loss: Tensor) -> Tensor:
-        """Add the collected gradients if they and the loss are finite; return that flag [] bool.
-        The loss is a scalar, times the micro-batch's weight.
+    def add(self, micro: MicroBatch, loss: Tensor, spoilt: Spoilt | None = None) -> Tensor:
+        """Add the collected gradients if they, the loss and the buffers are finite; return whether
+        they are, a scalar bool. The loss is a scalar, times the micro-batch's weight.
         """
-        micro.judged = self.judge(loss)
+        micro.judged = self.judge(loss, spoilt)
         self._append(micro)
         return micro.judged.flag
 
-    def judge(self, loss: Tensor) -> Judged:
-        """Add the collected gradients if they and the loss are finite; return what came of them."""
+    def judge(self, loss: Tensor, spoilt: Spoilt | None = None) -> Judged:
+        """Add the collected gradients if all is finite; return what came of the micro-batch."""
         norms = self.gradients.norms().to(self._home)
         loss = loss.detach().to(self._home, torch.float32)
+        sound = loss
+        if spoilt is not None:
+            sound = torch.where(spoilt.flags.any(), math.nan, loss)
         codes = None
         if self.sharding is not None:
-            codes, norms = self.sharding.judge(loss, norms)
+            codes, norms = self.sharding.judge(sound, norms)
         # Finite only if every norm is, and the sum of their squares too.
         norm = torch.linalg.vector_norm(norms)
-        flag = norm + 0 * loss < math.inf  # False for NaN, and 0 * inf is NaN
+        flag = norm + 0 * sound < math.inf  # False for NaN, and 0 * inf is NaN
         if codes is not None:
             flag = (codes == 0).all() & (norm < math.inf)
         reached = frozenset(self.gradients.present) if self.gradients.track else None
         self.gradients.add(flag)
-        return Judged(loss, flag, norm, norms, codes, reached)
+        return Judged(loss, flag, norm, norms, codes, reached, spoilt)
 
     def refuse(
         self,

@@ -4,6 +4,7 @@ them.
 
 import math
 from contextlib import suppress
+from copy import deepcopy
 
 import hypothesis.strategies as st
 import pytest
@@ -19,11 +20,11 @@ from guarded_loops import (
     plain_run,
 )
 from hypothesis import given, settings
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from npt.errors import ConfigError
-from npt.guard import Guard, GuardSettings, TooManyRefusalsError
+from npt.guard import Guard, GuardSettings, Outcome, TooManyRefusalsError
 
 
 def micro_batches() -> st.SearchStrategy[Micro]:
@@ -343,3 +344,30 @@ def test_a_graph_from_before_the_micro_batches_keeps_its_buffers() -> None:
             micro.loss = loss = rows.sum()
             loss.backward(retain_graph=True)
     assert guard.step().applied
+
+
+def test_a_running_statistic_that_overflows_refuses_its_micro_batch() -> None:
+    """One row of 1e20: the variance is inf, but normalised values, loss and gradients are finite.
+    A mask that holds -inf is no fault.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, loss="mean")
+    rows = torch.randn(4, 3)
+
+    def window(*batches: Tensor) -> Outcome:
+        for batch in batches:
+            with guard.micro_batch() as micro:
+                micro.loss = loss = model(batch).square().mean()
+                loss.backward()
+        outcome: Outcome = guard.step()
+        return outcome
+
+    assert not window(rows).refused
+    before = deepcopy(model.state_dict())
+    (refusal,) = window(torch.cat([rows, torch.full((1, 3), 1e20)])).refused
+    assert (refusal.kind, refusal.tensor) == ("buffer", "0.running_var")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert window(rows).applied
