@@ -3,8 +3,9 @@
 A reference's results are recorded. In the other pass, each result is compared with its record and
 then replaced by it, so no difference is inherited. To measure how much rounding explains, the pass
 runs again, held in the same way, while its operations' inputs are perturbed at random by as much as
-rounding would (TTrace, arXiv 2506.09280, perturbs a program's inputs). An operation without a
-partner, such as a cast or a fused kernel, runs freely and counts towards the next matched one.
+rounding would (TTrace, arXiv 2506.09280, perturbs a program's inputs): by the rounding of the
+operation and of what it reads, so of a parameter in bf16 that is read as fp32. An operation without
+a partner, such as a cast or a fused kernel, runs freely and counts towards the next matched one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from npt.tracer.operations import BLANK, Observer, TorchCall, names
 from npt.tracer.packed import packed_linears, unpacked
 from npt.tracer.passes import default_run, ready, sinks_of, untouched
 from npt.tracer.source_location import Place, Tokens, layer_of, read_stack
-from npt.tracer.tensors import dtype_name
+from npt.tracer.tensors import Memory, dtype_name
 from npt.tracer.verdict import Phase, Verdict
 
 MARGIN = 12.0
@@ -114,12 +115,14 @@ class PassRecord:
     """The steps of a pass in order.
 
     Attributes:
+        reads: the coarsest rounding of what the operation of each read.
         sources: the line of each.
         values: the result of each on the host, if kept.
         end: the loss, or the mean of the first output.
     """
 
     dtypes: dict[Step, torch.dtype] = field(default_factory=dict)
+    reads: dict[Step, float] = field(default_factory=dict)
     sources: dict[Step, str] = field(default_factory=dict)
     values: dict[Step, Tensor] = field(default_factory=dict)
     end: str = ""
@@ -143,7 +146,12 @@ class PassRecord:
 
     def save(self, path: Path) -> None:
         tensors = {str(i): value.contiguous() for i, value in enumerate(self.values.values())}
-        metadata = {"npt_trace": json.dumps([*self.values]), "end": self.end}
+        reads = [self.reads[step] for step in self.values]
+        metadata = {
+            "npt_trace": json.dumps([*self.values]),
+            "reads": json.dumps(reads),
+            "end": self.end,
+        }
         write_bytes(path, safetensors.torch.save(tensors, metadata))
 
     @staticmethod
@@ -155,13 +163,18 @@ class PassRecord:
                 raise ConfigError(f"{path} was not written by against=; pass another file")
             try:
                 record = PassRecord(end=printable(metadata["end"], one_line=True))
+                reads = json.loads(metadata.get("reads", "[]"))
                 for i, entry in enumerate(json.loads(metadata["npt_trace"])):
+                    read = reads[i] if reads else 0.0
                     step, value = _step_of(entry), stored.get_tensor(str(i))
                     if value.dtype not in _DTYPES or value.shape != step.shape:
                         kept = f"{dtype_name(value.dtype)} {[*value.shape]}"
                         raise ValueError(f"tensor {i} is {kept}, but its step {[*step.shape]}")
+                    if not 0 <= read <= 1:
+                        raise ValueError(f"{read} is not the rounding of a dtype")
                     record.values[step] = value
                     record.dtypes[step] = value.dtype
+                    record.reads[step] = read
             except (LookupError, RecursionError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{path} is damaged ({type(error).__name__}: {shown(str(error))}): remove it,"
@@ -190,19 +203,24 @@ class HeldPass(Observer):
         keep: record values too.
         held: the results to replace by.
         compared: the results to compare with; default `held`.
-        units: the relative size of the perturbation of each operation's inputs and held result.
-        unit: that size for other operations; 0 turns perturbations off.
+        units: by operation, the relative size of the perturbation of its held result, and the
+            least of its inputs.
+        unit: both sizes for other operations; 0 turns perturbations off.
     """
 
     def __init__(
         self, model: nn.Module, tokens: Tokens, boundaries: bool, *, keep: bool = False,
         held: Mapping[Step, Tensor] = _NONE, compared: Mapping[Step, Tensor] = _NONE,
-        units: Mapping[Any, float] = _NONE, unit: float = 0.0,
+        units: Mapping[Any, tuple[float, float]] = _NONE, unit: float = 0.0,
     ):  # fmt: skip
         super().__init__({id(m): _plain(name) for name, m in model.named_modules()})
         self.record, self.found = PassRecord(), dict[Step, Difference]()
         self._tokens, self._boundaries, self._keep = tokens, boundaries, keep
         self._held, self._compared, self._units, self._unit = held, compared or held, units, unit
+        self._roundings: Memory[float] = Memory()
+        for buffer in model.buffers():
+            # a constant such as rotary frequencies, which must not be rounded
+            self._roundings.add(buffer, 0.0)
         self._places: dict[Any, Place] = {}
         self._counts: Counter[Any] = Counter()
         self._draws = torch.Generator().manual_seed(0)
@@ -212,24 +230,39 @@ class HeldPass(Observer):
         name = call.name.rstrip("_")
         # autograd adds gradients in order of arrival
         summed = call.node is not None and name == "add"
-        unseen = call.is_view or call.name in _UNSEEN or "dequantize" in name or summed
-        if unseen or self._taking:
+        if call.is_view or self._taking:
             return func(*args, **kwargs)
+        reads = [rounding for _, tensor in call.read if (rounding := self._rounding(tensor))]
+        if call.name in _UNSEEN or "dequantize" in name or summed:
+            out = func(*args, **kwargs)
+            for result in call.results(out):
+                # what is cast keeps its rounding; exact numbers must not be rounded
+                rounding = max([*reads, _unit(result.dtype)]) if reads else 0.0
+                self._roundings.forget(result)
+                self._roundings.add(result, rounding)
+            return out
+        read = max(reads, default=0.0)
         phase, place = self._where(call)
-        unit = self._units.get((place.module, phase, name), self._unit)
+        unit, least = self._units.get((place.module, phase, name), (self._unit, self._unit))
         if self._unit:
             # A sum of n numbers rounds about sqrt(n) times, in fp32 or better; n is at most the
             # longest dimension.
             longest = max((n for _, t in call.read if _unit(t.dtype) for n in t.shape), default=1)
-            moved = unit + (0.0 if call.pointwise else _unit(torch.float32) * math.sqrt(longest))
+            summing = 0.0 if call.pointwise else _unit(torch.float32) * math.sqrt(longest)
+            moved = max(unit, least) + summing
             args, kwargs = tree_map_only(
                 Tensor, lambda t: t if call.writes(t) else self._moved(t, moved), (args, kwargs)
             )
         out = func(*args, **kwargs)
         results = [] if self._boundaries else call.results(out)
         for i, result in enumerate(call.judged(results)):
-            self._take((place.module, phase, name, i), result, place.source, unit)
+            self._roundings.forget(result)
+            self._take((place.module, phase, name, i), result, place.source, unit, read)
         return out
+
+    def _rounding(self, tensor: Tensor) -> float:
+        """Return how coarsely a tensor was rounded: in its dtype, or before a cast to it."""
+        return max(self._roundings.of(tensor), default=_unit(tensor.dtype))
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -257,13 +290,17 @@ class HeldPass(Observer):
             return "forward" if call.node is None else "recomputation", stack.place
         return "backward", self._places.get(self.sequence(call.node, stack.nested), stack.place)
 
-    def _take(self, operation: Any, result: Tensor, source: str = "", unit: float = 0.0) -> None:
+    def _take(
+        self, operation: Any, result: Tensor, source: str = "", unit: float = 0.0, read: float = 0.0
+    ) -> None:
         if result.layout != torch.strided or result.dtype not in _DTYPES or not result.numel():
             return
         kind = *operation, tuple(result.shape)
         self._counts[kind] += 1
         step = Step._make((*kind, self._counts[kind]))
-        self.record.dtypes[step], self.record.sources[step] = result.dtype, source
+        self.record.dtypes[step] = result.dtype
+        self.record.reads[step] = read
+        self.record.sources[step] = source
         if self._keep:
             self.record.values[step] = result.to("cpu", copy=True)
         if step in self._held:
@@ -331,10 +368,16 @@ class PassComparison:
         run = self._pass(self.model, held=held, keep=True)
         if not any(bool(difference.error.any()) for difference in run.found.values()):
             return None
-        coarsest, operations = max(plain.unit, record.unit), dict[Any, float]()
+        coarsest = max(plain.unit, record.unit)
+        operations: dict[Any, tuple[float, float]] = {}
         for step in run.found:  # an operation that returns integers rounds as coarsely as any
             unit = max(_unit(run.record.dtypes[step]), _unit(record.dtypes[step])) or coarsest
-            operations[step[:3]] = max(min(unit, coarsest), operations.get(step[:3], 0.0))
+            read = max(run.record.reads[step], record.reads[step])
+            others = operations.get(step[:3], (0.0, 0.0))
+            operations[step[:3]] = (
+                max(min(unit, coarsest), others[0]),
+                max(min(read, coarsest), others[1]),
+            )
         shown = run  # a compiled pass shows no operation to perturb
         if _is_compiled(self.model):
             shown = self._pass(self.model, eager=True, held=held, keep=True)
@@ -343,7 +386,7 @@ class PassComparison:
         for step, found in run.found.items():
             if step not in noise:
                 continue  # the shape depends on values, as for an expert's tokens
-            unit = operations[step[:3]] if record.dtypes[step].is_floating_point else 0.0
+            unit = operations[step[:3]][0] if record.dtypes[step].is_floating_point else 0.0
             rounding = noise[step].error + unit * found.size
             explained = MARGIN * (rounding + rounding.mean())
             row = int((found.error / explained.clamp(min=1e-300)).argmax())
@@ -386,7 +429,9 @@ class PassComparison:
 def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
     tensors = chain(model.named_parameters(), model.named_buffers())
     own = ((_plain(n), t.detach()) for n, t in tensors if t.is_floating_point())
-    state = {name: tensor for name, tensor in own if name.startswith(f"{module}.")}
+    # of a whole model, only what it holds itself
+    prefix = f"{module}." if module else ""
+    state = {n: t for n, t in own if n.startswith(prefix) and (module or "." not in n)}
     packed = (linear for name, linear in packed_linears(model) if name == module)
     return state | {f"{module}.weight": unpacked(linear) for linear in packed}
 

@@ -221,6 +221,35 @@ def test_rounding_is_no_parting(pair: str, padded: slice, bases: dict[str, Any])
     assert npt.trace(model, {"input_ids": ids, "attention_mask": mask}, against=reference) is None
 
 
+class Decay(nn.Module):
+    """As in a state space model: a parameter that is used in fp32, whatever it is stored in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.log_decay = nn.Parameter(torch.arange(1.0, 9.0).log())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.project(x.to(self.project.weight.dtype))
+        return (hidden.float() * torch.exp(-self.log_decay.float().exp())).square().sum()
+
+
+def test_the_rounding_of_a_parameter_that_is_read_as_fp32_is_no_parting(tmp_path: Path) -> None:
+    """On either side, with a model and with a file; a change of the parameter still is one."""
+    torch.manual_seed(0)
+    model, x = Decay(), torch.randn(4, 8)
+    low = lowered(model)
+    for pair in ((low, model), (model, low)):
+        file = tmp_path / f"{pair[0] is low}.safetensors"
+        assert npt.trace(pair[0], x, against=pair[1]) is None
+        assert npt.trace(pair[1], x, against=file) is None
+        assert npt.trace(pair[0], x, against=file) is None
+    low.log_decay.data[3] += 0.5
+    verdict = npt.trace(low, x, against=model)
+    assert verdict is not None and verdict.operation == "exp"
+    assert "log_decay has a relative difference" in verdict.explanation
+
+
 def test_more_threads_are_no_parting(bases: dict[str, Any]) -> None:
     """They divide sums otherwise."""
     model = copy.deepcopy(bases["fp32"]).requires_grad_(True)
@@ -379,8 +408,9 @@ def test_a_changed_file_is_compared_with_or_refused_in_one_line(tmp_path: Path) 
         elif number % 3 == 1:
             safetensors.torch.save_file(mutated_tensors(tensors, source), file, metadata)
         else:
-            steps = json.dumps(mutated(json.loads(metadata["npt_trace"]), source))
-            safetensors.torch.save_file(tensors, file, {**metadata, "npt_trace": steps})
+            part = source.choice(["npt_trace", "reads"])
+            changed = json.dumps(mutated(json.loads(metadata[part]), source))
+            safetensors.torch.save_file(tensors, file, {**metadata, part: changed})
         try:
             npt.trace(model, torch.ones(2, 4), against=file)
             ended["compared"] += 1
