@@ -71,12 +71,11 @@ class Step(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Norms, by row, of a difference and of the record, and the element that differs most."""
+    """Norms, by row, of a difference and of the record, and where in each row it is largest."""
 
     error: Tensor
     size: Tensor
-    at: tuple[int, ...]
-    value: float
+    at: Tensor
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -88,7 +87,7 @@ def _compare(record: Tensor, found: Tensor, tokens: Tokens | None = None) -> Dif
     both, are equal; a differing integer counts 1.
     """
     if record.dtype == found.dtype and torch.equal(record, found):
-        return Difference(torch.zeros(1), torch.zeros(1), (), 0.0)
+        return Difference(torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
     if record.is_floating_point() and found.is_floating_point():
         # torch does not promote 8-bit floats
         wide = torch.float64 if torch.float64 in (record.dtype, found.dtype) else torch.float32
@@ -103,11 +102,11 @@ def _compare(record: Tensor, found: Tensor, tokens: Tokens | None = None) -> Dif
         size = torch.ones_like(gap)
     if tokens is not None:
         gap, size = map(tokens.without_padding, (gap, size))
-    index = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
     row = gap.shape[-1] if gap.ndim > 1 and gap.shape[-1] >= _ROW else gap.numel()
     norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
-    error, norms = (norm(t.reshape(-1, row)).cpu() for t in (gap, size))
-    return Difference(error, norms, index, float(found[index]))
+    gap, size = (t.reshape(-1, row) for t in (gap, size))
+    at = gap.argmax(dim=-1) + row * torch.arange(len(gap), device=gap.device)
+    return Difference(norm(gap).cpu(), norm(size).cpu(), at.cpu())
 
 
 @dataclass
@@ -390,39 +389,62 @@ class PassComparison:
             rounding = noise[step].error + unit * found.size
             explained = MARGIN * (rounding + rounding.mean())
             row = int((found.error / explained.clamp(min=1e-300)).argmax())
-            error, size = float(found.error[row]), float(found.size[row]) or 1.0
+            error = float(found.error[row])
+            size = float(found.size[row])
             if error <= explained[row]:
                 continue
-            text = f"the relative difference from the reference is {error / size:.2g}; rounding"
-            text += f" explains at most {float(explained[row]) / size:.2g}"
+            module, phase, operation, _, shape, _ = step
+            index = tuple(int(i) for i in torch.unravel_index(found.at[row], shape))
+            value = float(run.record.values[step][index])
+            expected = float(record.values[step][index])
+            text = f"the relative difference from the reference is {error / (size or 1.0):.2g}"
+            if not size:
+                text = f"the reference is {expected:.2g} and this pass {value:.2g}"
+            text += f"; rounding explains at most {float(explained[row]) / (size or 1.0):.2g}"
+            states = self._states(module)
             for size_of, name in _FORMATS.items():
-                if 0 < unit < size_of and size_of * size < 8 * error <= 16 * size_of * size:
+                near = size_of * size < 8 * error <= 16 * size_of * size
+                if 0 < unit < size_of and near and not states:
                     text += f"; rounding to {name} would explain it"
             for whose, other in (("this pass", plain), ("the reference", record)):
                 alone = other.alone(step, held)
                 text += f"; just before, only {whose} ran {alone}" if alone else ""
-            module, phase, operation, _, shape, _ = step
             dtype, source = dtype_name(run.record.dtypes[step]), run.record.sources[step]
             return Verdict(
                 cause="beyond rounding", phase=phase, layer=layer_of(module), module=module,
                 operation=operation, source=source,
-                tensor=f"output of {operation} {[*shape]} {dtype}", index=found.at,
-                value=found.value, reached=f"{plain.end}; the reference {record.end}",
-                explanation=text + self._states(module),
-                **self.tokens.locate(shape, found.at)._asdict(),
+                tensor=f"output of {operation} {[*shape]} {dtype}", index=index,
+                value=value, reached=f"{plain.end}; the reference {record.end}",
+                explanation=text + states, **self.tokens.locate(shape, index)._asdict(),
             )  # fmt: skip
         return None
 
     def _states(self, module: str) -> str:
-        text, theirs = "", _state(self.other, module)
+        """Describe the parameters and buffers of a module that differ, and buffers that are only
+        rounded: rotary frequencies in bf16 turn distant tokens wrongly.
+        """
+        text = ""
+        theirs = _state(self.other, module)
+        buffers = {_plain(name) for name, _ in self.model.named_buffers()}
         for name, tensor in _state(self.model, module).items():
             other = theirs.get(name, tensor)
             difference = _compare(other.cpu(), tensor.cpu())
             apart = float(difference.error.norm() / difference.size.norm())
+            fine, coarse = sorted((tensor.dtype, other.dtype), key=_unit)
             # equal dtypes may differ in a last bit that another device rounded
-            units = _unit(tensor.dtype), _unit(other.dtype)
-            if apart > (1e-6 if units[0] == units[1] else max(units)):
-                text += f"; {name} has a relative difference of {apart:.2g}"
+            explained = 1e-6 if fine == coarse else _unit(coarse)
+            if apart > explained:
+                zero = math.isinf(apart) and not bool(other.any())
+                found = (
+                    "only zeros in the reference"
+                    if zero
+                    else f"a relative difference of {apart:.2g}"
+                )
+                text += f"; {name} has {found}"
+            elif fine != coarse and apart > 0 and name in buffers:
+                where = "this pass" if coarse == tensor.dtype else "the reference"
+                text += f"; the buffer {name} was rounded to {dtype_name(coarse)} in {where}"
+                text += f": keep it in {dtype_name(fine)}"
         return text
 
 

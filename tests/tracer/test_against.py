@@ -187,6 +187,46 @@ def test_a_gradient_that_parts_is_found(bases: dict[str, Any]) -> None:
     assert "only this pass ran mul" in verdict.explanation and "self.up_proj(x)" in verdict.source
 
 
+@pytest.mark.parametrize("low", [True, False])
+def test_a_rounded_buffer_is_named(low: bool, bases: dict[str, Any]) -> None:
+    """`model.to(bfloat16)` rounds rotary frequencies too, which turns distant tokens wrongly."""
+    rounded = copy.deepcopy(bases["fp32"]).to(torch.bfloat16)
+    pair = (rounded, bases["fp32"]) if low else (bases["fp32"], rounded)
+    verdict = npt.trace(pair[0], BATCH, against=pair[1])
+    assert verdict is not None and verdict.module == ROTARY
+    where = "this pass" if low else "the reference"
+    said = f"the buffer {ROTARY}.inv_freq was rounded to bfloat16 in {where}: keep it in float32"
+    assert said in verdict.explanation
+    assert "would explain" not in verdict.explanation
+
+
+def test_a_reference_of_zero_has_no_relative_difference() -> None:
+    reference = nn.Sequential(nn.Linear(4, 40), nn.Linear(40, 3))
+    reference[0].weight.data.zero_()
+    reference[0].bias.data.zero_()
+    model = copy.deepcopy(reference)
+    model[0].bias.data[7] = 2e-3
+    verdict = npt.trace(model, torch.ones(2, 4), against=reference)
+    assert verdict is not None and verdict.index == (0, 7)
+    assert verdict.explanation.startswith(
+        "the reference is 0 and this pass 0.002; rounding explains at most 1"
+    )
+    assert verdict.explanation.endswith("; 0.bias has only zeros in the reference")
+    assert "would explain" not in verdict.explanation
+
+
+def test_the_element_shown_is_of_the_row_that_parts() -> None:
+    """Rounding makes elements of a larger row differ more."""
+    torch.manual_seed(0)
+    reference, x = nn.Linear(40, 40), torch.randn(200, 40)
+    x[0] *= 1000
+    model = lowered(reference)
+    model.register_forward_pre_hook(lambda _module, given: given[0].to(torch.bfloat16))
+    model.bias.data += 1
+    verdict = npt.trace(model, x, against=reference)
+    assert verdict is not None and verdict.index[0] != 0 and abs(verdict.value) < 10
+
+
 # --- rounding is no parting
 
 
