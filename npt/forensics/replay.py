@@ -237,6 +237,8 @@ class StoredState:
         """Make one step as the run would have, with the spike guard's `limits`, and trace up to
         `trace` refused micro-batches. Afterwards the stored state is restored.
         """
+        from npt.tracer.passes import differentiate
+
         buffers = Buffers(self.model)
         buffers.begin()
         with values_in(self.parameters, self.weights), self._guard(trace) as guard:
@@ -259,7 +261,7 @@ class StoredState:
                             " loss=lambda model, inputs: ...)"
                         )
                     if micro.loss.requires_grad:
-                        micro.loss.backward()
+                        differentiate(micro.loss)
             outcome: Outcome = guard.step()
         buffers.settle(None)
         return outcome

@@ -23,6 +23,8 @@ from npt.tracer.tensors import Badness, judge, tensors_in
 
 Run = Callable[[], Any]
 
+_FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
+
 
 @dataclass(frozen=True)
 class Sink:
@@ -88,7 +90,7 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
     leaves = [(name, leaf) for name, leaf in named if leaf.is_leaf and leaf.requires_grad]
     if isinstance(loss, Tensor) and loss.numel() == 1:
         if loss.requires_grad and all(leaf.grad is None for _, leaf in leaves):
-            loss.backward()
+            differentiate(loss)
         sinks = [Sink("loss", loss.detach())]
     else:
         outputs = tensors_in(result)
@@ -100,6 +102,20 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
         gave = f"run returned {kind_of(result)} and made no gradients"
         raise ConfigError(f"{gave}: return a loss or outputs, or call backward in it")
     return sinks
+
+
+def differentiate(loss: Tensor) -> None:
+    """Run backward. Lightning Fabric refuses one that it has not started, which it may have to
+    scale; a trace scales none.
+    """
+    loaded: list[Any] = [sys.modules[name] for name in _FABRIC if name in sys.modules]
+    for wrappers in loaded:
+        wrappers._in_fabric_backward = True
+    try:
+        loss.backward()
+    finally:
+        for wrappers in loaded:
+            wrappers._in_fabric_backward = False
 
 
 def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
