@@ -167,6 +167,8 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     for argument, value in named:
         if isinstance(value, int | float) and not isinstance(value, bool):
             call.constants[argument.name] = value
+        if name == "_ctc_loss" and isinstance(value, list):
+            value = torch.tensor(value)  # lengths, which may be given in a tensor too
         writes = argument.alias_info is not None and argument.alias_info.is_write
         only = name == "lift_fresh" or (writes and (argument.kwarg_only or name in REPLACING))
         tensors = [*tensors_in(value, argument.name)]
