@@ -62,6 +62,11 @@ def default_run(model: nn.Module, batch: Any) -> Run:
             arguments["labels"] = ids
         return lambda: model(**arguments)
     positional = batch if isinstance(batch, tuple | list) else (batch,)
+    if isinstance(batch, list):  # of arguments, as from a data loader, or of samples
+        try:
+            inspect.signature(model.forward).bind(*batch)
+        except TypeError:
+            positional = (batch,)
     return lambda: model(*positional)
 
 

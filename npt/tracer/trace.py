@@ -28,7 +28,7 @@ from npt.tracer.mask_check import mask_check
 from npt.tracer.operations import External, Origin
 from npt.tracer.passes import Run, Sink, default_run, named_inputs, ready, sinks_of, untouched
 from npt.tracer.source_location import Place, Tokens, layer_of
-from npt.tracer.tensors import absmax, count, dtype_name, element, first_bad
+from npt.tracer.tensors import absmax, count, dtype_name, element, first_bad, tensors_in
 from npt.tracer.verdict import OUTSIDE, Operand, Phase, Verdict
 from npt.tracer.watchdogs import quantization_statistics
 
@@ -103,14 +103,50 @@ def trace(
     return verdict or next(iter(masks), None)
 
 
-def first_fault(model: nn.Module, batch: Any, run: Run, *, exploded: bool) -> Verdict | None:
-    """Return the operation that made the first NaN or Inf of a micro-batch.
+def first_fault(
+    model: nn.Module, batch: Any, run: Run, ids: tuple[str, ...], *, exploded: bool
+) -> Verdict | None:
+    """Return the operation that made the first NaN or Inf of a micro-batch of samples with `ids`.
 
     If it was refused (`exploded`) although every number is finite, trace the first one above
     `EXPLOSION`, since a norm overflows before its elements do.
     """
     verdict = trace(model, batch, run=run)
-    return trace(model, batch, run=run, limit=EXPLOSION) if exploded and not verdict else verdict
+    if verdict is None and exploded:
+        verdict = trace(model, batch, run=run, limit=EXPLOSION)
+    return verdict and _with_sample(verdict, batch, ids)
+
+
+def _with_sample(verdict: Verdict, batch: Any, ids: tuple[str, ...]) -> Verdict:
+    """Add the sample that a verdict is about: that of its row, or one of a list."""
+    if verdict.row is not None:
+        shape = Tokens(batch).shape
+        known = shape is not None and shape[0] == len(ids)
+        return replace(verdict, sample=ids[verdict.row]) if known else verdict
+    bad = (t for name, t in named_inputs(batch) if verdict.tensor.startswith(f"{name} ["))
+    tensor = next(bad, None)
+    if verdict.phase != "data" or tensor is None:
+        return verdict
+    for number, of_sample in _listed(batch, len(ids)):
+        if of_sample is tensor:
+            return replace(verdict, sample=ids[number])
+    if tensor.shape[:1] == (len(ids),) and len(ids) not in tensor.shape[1:]:
+        row = verdict.index[0]
+        return replace(verdict, row=row, sample=ids[row])
+    return verdict
+
+
+def _listed(batch: Any, count: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the tensors in lists of `count` samples, each with its sample's number. A list with a
+    tensor of a row per sample, as from a data loader, is none.
+    """
+    rows = any(tensor.shape[:1] == (count,) for _, tensor in tensors_in(batch))
+    if isinstance(batch, list) and len(batch) == count and not rows:
+        for number, sample in enumerate(batch):
+            yield from ((number, tensor) for _, tensor in tensors_in(sample))
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _listed(part, count)
 
 
 class _Tracer:
@@ -248,6 +284,13 @@ def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
 
 def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
     """Find token ids outside the vocabulary: an IndexError on a CPU, a crash on a GPU."""
+    if isinstance(batch, list):  # of samples, or of the inputs of several calls
+        for number, part in enumerate(batch):
+            fault = _data_fault(model, part)
+            if fault is not None:
+                tensor = f"input {number}.{fault.tensor}"
+                return replace(fault, tensor=tensor, row=None, token=None)
+        return None
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is None:  # a decoder of speech or images has a config of its own
