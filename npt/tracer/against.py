@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -34,7 +33,7 @@ from npt.stored import opened, shown
 from npt.tracer.operations import BLANK, Observer, TorchCall, names
 from npt.tracer.packed import packed_linears, unpacked
 from npt.tracer.passes import default_run, ready, sinks_of, untouched
-from npt.tracer.source_location import Place, Tokens, layer_of, read_stack
+from npt.tracer.source_location import Tokens, layer_of
 from npt.tracer.tensors import Memory, dtype_name
 from npt.tracer.verdict import Phase, Verdict
 
@@ -220,7 +219,6 @@ class HeldPass(Observer):
         for buffer in model.buffers():
             # a constant such as rotary frequencies, which must not be rounded
             self._roundings.add(buffer, 0.0)
-        self._places: dict[Any, Place] = {}
         self._counts: Counter[Any] = Counter()
         self._draws = torch.Generator().manual_seed(0)
         self._taking = False
@@ -241,7 +239,7 @@ class HeldPass(Observer):
                 self._roundings.add(result, rounding)
             return out
         read = max(reads, default=0.0)
-        phase, place = self._where(call)
+        phase, place = self.where(call)
         unit, least = self._units.get((place.module, phase, name), (self._unit, self._unit))
         if self._unit:
             # A sum of n numbers rounds about sqrt(n) times, in fp32 or better; n is at most the
@@ -280,14 +278,6 @@ class HeldPass(Observer):
             for module in model.modules():
                 hooks.callback(module.register_forward_hook(hook).remove)
             yield
-
-    def _where(self, call: TorchCall) -> tuple[Phase, Place]:
-        """Return an operation's phase and place; in backward, the place of its forward."""
-        stack, (away, now) = read_stack(sys._getframe(), self.modules), self.clock()
-        if call.node is None or stack.recomputing:
-            self._places.setdefault((away, now - 1), stack.place)
-            return "forward" if call.node is None else "recomputation", stack.place
-        return "backward", self._places.get(self.sequence(call.node, stack.nested), stack.place)
 
     def _take(
         self, operation: Any, result: Tensor, source: str = "", unit: float = 0.0, read: float = 0.0

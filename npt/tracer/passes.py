@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,9 +100,7 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
     else:
         outputs = tensors_in(result)
         sinks = [Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in outputs]
-    for name, leaf in leaves:
-        if leaf.grad is not None:
-            sinks += [Sink(*named) for named in tensors_in(leaf.grad, f"gradient of {name}")]
+    sinks += gradients_of(leaves)
     if not sinks:
         gave = f"run returned {kind_of(result)} and made no gradients"
         raise ConfigError(f"{gave}: return a loss or outputs, or call backward in it")
@@ -127,6 +125,13 @@ def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield a batch's tensors: entries by name, arguments by position."""
     for name, tensor in tensors_in(batch):
         yield f"input {name}".strip() if isinstance(batch, Tensor | list | tuple) else name, tensor
+
+
+def gradients_of(leaves: Iterable[tuple[str, Tensor]]) -> list[Sink]:
+    """Return the gradients of named tensors, as far as they have one."""
+    named = ((name, leaf.grad) for name, leaf in leaves if leaf.grad is not None)
+    parts = (part for name, grad in named for part in tensors_in(grad, f"gradient of {name}"))
+    return [Sink(*part) for part in parts]
 
 
 @contextmanager
