@@ -315,10 +315,10 @@ def test_the_page_on_nan_ends_with_the_guilty_operation(tmp_path, monkeypatch, c
         "args": TrainingArguments("trained", **settings, **quiet),
         "data": [{"input_ids": row, "labels": row} for row in rows],
     }
-    plain, guarded, findings, read = blocks(WENT_NAN)
+    plain, guarded, findings, watched, read = blocks(WENT_NAN)
     assert all(
         len([line for line in block.splitlines() if line]) <= 8
-        for block in (plain, guarded, findings, read)
+        for block in (plain, guarded, findings, watched, read)
     )
     exec(plain, names)
     said = capsys.readouterr().out
@@ -335,6 +335,8 @@ def test_the_page_on_nan_ends_with_the_guilty_operation(tmp_path, monkeypatch, c
         assert line in shown or line.startswith("  line: "), line
     assert "vanishing norm" in said and "div in model.embed_tokens" in said
     model.load_state_dict(saved)  # its head trains the padding's embedding too
+    exec(watched, {**names, "batch": {"input_ids": rows[:2]}})
+    assert "invalid argument: log of -" in capsys.readouterr().out
     with pytest.raises(TooManyRefusalsError):
         exec(guarded.replace("data))", "data), max_refused=1)"), names)
     (folder,) = (tmp_path / "trained" / "postmortem").iterdir()

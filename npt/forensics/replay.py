@@ -244,6 +244,8 @@ class StoredState:
         """Make one step as the run would have, with the spike guard's `limits`, and trace up to
         `trace` refused micro-batches. Afterwards the stored state is restored.
         """
+        from npt.tracer.passes import differentiate
+
         buffers = Buffers(self.model)
         buffers.begin()
         with values_in(self.parameters, self.weights), self._guard(trace) as guard:
@@ -263,7 +265,7 @@ class StoredState:
                     if micro.loss is None:
                         raise ConfigError(f"the model returns no loss: pass one {_WITH_LOSS}")
                     if isinstance(micro.loss, Tensor) and micro.loss.requires_grad:
-                        micro.loss.backward()
+                        differentiate(micro.loss)
             outcome: Outcome = guard.step()
         buffers.settle(None)
         return outcome

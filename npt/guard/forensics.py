@@ -38,7 +38,8 @@ class StoredMicroBatch:
     """A stored micro-batch, to compute it again in this process or elsewhere.
 
     Attributes:
-        inputs: nested tensors and plain values; the model's inputs, unless the loop passed others.
+        inputs: nested tensors and plain values; those of the model's first call, unless the loop
+            passed others.
         sample_ids: the ids of its samples.
         tokens: its weight.
         refusal: why it, or its whole window, was refused; None if it counted.
@@ -46,6 +47,7 @@ class StoredMicroBatch:
         autocast: the dtype of each device type that autocast was on for.
         run: computes the loss, in this process.
         calls: the model's calls, which can be repeated in this process.
+        given: the inputs of each, if the loop passed none.
     """
 
     inputs: Any = None
@@ -56,6 +58,7 @@ class StoredMicroBatch:
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
     run: Callable[[], Any] | None = None
     calls: list[Callable[[], Any]] = field(default_factory=list)
+    given: list[Any] = field(default_factory=list)
 
     def compute(self) -> Any:
         """Compute it again; return the loss, or the model's outputs if they hold none."""
@@ -114,7 +117,9 @@ def loss_in(outcome: Any) -> Any:
 
 def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
     """Compute a refused micro-batch again under the tracer, without changing the run."""
-    refusal, inputs = stored.refusal, stored.inputs
+    refusal = stored.refusal
+    # a loop over samples calls the model for each
+    inputs = stored.given if len(stored.given) > 1 else stored.inputs
     assert refusal is not None
     if stored.run is None and not stored.calls:
         return Finding(refusal, None, "the model was not called, so there is nothing to trace")
@@ -141,7 +146,7 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
 
         with kept_random_state():
             set_random_state(stored.random)
-            verdict = first_fault(model, inputs, compute, exploded=True)
+            verdict = first_fault(model, inputs, compute, refusal.sample_ids, exploded=True)
     except Exception as error:  # a failed diagnosis must not end the run
         return Finding(refusal, None, f"the tracer failed with {type(error).__name__}: {error}")
     raised = raised and f"the micro-batch raises the same again: {raised}"
@@ -154,9 +159,6 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
         elif stored.run is None:
             reason += ", or what is added to the model's loss outside the model"
         return Finding(refusal, None, f"computed again, everything was finite; {reason}")
-    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-    if verdict.row is not None and ids is not None and len(ids) == len(refusal.sample_ids):
-        verdict = replace(verdict, sample=refusal.sample_ids[verdict.row])
     return Finding(refusal, verdict, raised)
 
 
@@ -254,8 +256,9 @@ class Forensics:
             stored.autocast = dtypes
             if stored.run is None:
                 stored.random = random_state()
-            if stored.inputs is None:
-                stored.inputs = (*arguments, *named.values()) if arguments else named
+        if stored.inputs is None or stored.given:
+            stored.given.append((*arguments, *named.values()) if arguments else named)
+            stored.inputs = stored.given[0]
         stored.calls.append(partial(self._call, dtypes, arguments, named))
 
     def _call(self, dtypes: Mapping[str, torch.dtype], arguments: Any, named: Any) -> Any:
@@ -301,7 +304,7 @@ class Forensics:
 
 
 def _copied(stored: StoredMicroBatch) -> StoredMicroBatch:
-    return replace(stored, inputs=_cloned(stored.inputs), run=None, calls=[])
+    return replace(stored, inputs=_cloned(stored.inputs), run=None, calls=[], given=[])
 
 
 def _cloned(inputs: Any) -> Any:

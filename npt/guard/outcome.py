@@ -1,7 +1,7 @@
 """A window from its first micro-batch to its outcome.
 
 A window starts as a `PendingWindow`. Each micro-batch that was computed is `Judged`. After the step
-the `Figures` of the window travel from the device to the host as one tensor, arrive as `Numbers`,
+the `WindowFigures` of the window travel from the device to the host as one tensor, arrive as `WindowNumbers`,
 and `outcome_of` turns them into an `Outcome`. `refusal.py` explains what was refused.
 """
 
@@ -214,7 +214,7 @@ class PendingWindow:
     reached: bool = True
     repaired: tuple[str, ...] = ()
     go: Tensor | None = None
-    figures: Figures | None = None
+    figures: WindowFigures | None = None
     update: Update | None = None
     norms: Tensor | None = None
     record: Tensor | None = None
@@ -244,7 +244,7 @@ class Landing:
 
 
 @dataclass
-class Figures:
+class WindowFigures:
     """The figures of a window on the device.
 
     Attributes:
@@ -298,16 +298,16 @@ class Figures:
             torch._foreach_copy_(parts, values)
         return record
 
-    def unpacked(self, record: Tensor) -> Numbers:
+    def unpacked(self, record: Tensor) -> WindowNumbers:
         """Return what `packed` gave, from the host."""
         known = self.known()
         parts = record.split([figure.numel() for figure in known.values()])
-        return Numbers({name: part.tolist() for name, part in zip(known, parts, strict=True)})
+        return WindowNumbers({name: part.tolist() for name, part in zip(known, parts, strict=True)})
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """The figures of a window on the host, by name: see `Figures`."""
+class WindowNumbers:
+    """The figures of a window on the host, by name: see `WindowFigures`."""
 
     each: dict[str, list[float]]
 
@@ -376,7 +376,7 @@ def outcome_of(
 
 
 def _settle(
-    window: PendingWindow, numbers: Numbers, names: Sequence[str], processes: ProcessGroup
+    window: PendingWindow, numbers: WindowNumbers, names: Sequence[str], processes: ProcessGroup
 ) -> list[list[float]]:
     """Give each micro-batch its numbers or its refusal, and return the survivors' reports."""
     reports = []

@@ -13,7 +13,7 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import DataError, ProcessError
 
 if TYPE_CHECKING:
-    from npt.guard.outcome import Judged, MicroBatch, Numbers, PendingWindow
+    from npt.guard.outcome import Judged, MicroBatch, WindowNumbers, PendingWindow
 
 UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which logs faults"
 
@@ -123,7 +123,7 @@ def refusal_of(
     return Refusal(kind, detail, micro.index, micro.sample_ids, process, tensor)
 
 
-def window_refusal(window: PendingWindow, names: Sequence[str], numbers: Numbers) -> Refusal:
+def window_refusal(window: PendingWindow, names: Sequence[str], numbers: WindowNumbers) -> Refusal:
     loss, norm = numbers.one("loss"), numbers.one("norm")
     if math.isfinite(norm) and not numbers.one("spike"):
         assert window.update is not None

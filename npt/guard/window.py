@@ -31,7 +31,7 @@ from npt.distributed.processes import ProcessGroup
 from npt.guard.lists import alike, keep_, norms_of
 from npt.guard.outcome import (
     NO_LIMITS,
-    Figures,
+    WindowFigures,
     Judged,
     Landing,
     MicroBatch,
@@ -409,7 +409,7 @@ class GradientWindow:
             spike = self.spikes.exceeds(loss, norm)
             good = good & ~spike
         window.go = good & allowed if window.reached else torch.zeros_like(good)
-        window.figures = Figures(
+        window.figures = WindowFigures(
             tokens,
             loss,
             norm,
@@ -471,7 +471,7 @@ class GradientWindow:
         norms = norms_of(self.gradients.sum_views, home=self._home)
         return norms if self.sharding is None else self.sharding.norms_of_all(norms)
 
-    def _step(self, window: PendingWindow, go: Tensor, figures: Figures) -> None:
+    def _step(self, window: PendingWindow, go: Tensor, figures: WindowFigures) -> None:
         """Step, verify or restore, and send the figures, all on the device."""
         if self._rates is not None:
             # rates[step] would read the step on the host.

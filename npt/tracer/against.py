@@ -3,15 +3,15 @@
 A reference's results are recorded. In the other pass, each result is compared with its record and
 then replaced by it, so no difference is inherited. To measure how much rounding explains, the pass
 runs again, held in the same way, while its operations' inputs are perturbed at random by as much as
-rounding would (TTrace, arXiv 2506.09280, perturbs a program's inputs). An operation without a
-partner, such as a cast or a fused kernel, runs freely and counts towards the next matched one.
+rounding would (TTrace, arXiv 2506.09280, perturbs a program's inputs): by the rounding of the
+operation and of what it reads, so of a parameter in bf16 that is read as fp32. An operation without
+a partner, such as a cast or a fused kernel, runs freely and counts towards the next matched one.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,8 +33,8 @@ from npt.stored import opened, shown
 from npt.tracer.operations import BLANK, Observer, TorchCall, names
 from npt.tracer.packed import packed_linears, unpacked
 from npt.tracer.passes import default_run, ready, sinks_of, untouched
-from npt.tracer.source_location import Place, Tokens, layer_of, read_stack
-from npt.tracer.tensors import dtype_name
+from npt.tracer.source_location import Tokens, layer_of
+from npt.tracer.tensors import Memory, dtype_name
 from npt.tracer.verdict import Phase, Verdict
 
 MARGIN = 12.0
@@ -70,12 +70,11 @@ class Step(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Norms, by row, of a difference and of the record, and the element that differs most."""
+    """Norms, by row, of a difference and of the record, and where in each row it is largest."""
 
     error: Tensor
     size: Tensor
-    at: tuple[int, ...]
-    value: float
+    at: Tensor
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -87,7 +86,7 @@ def _compare(record: Tensor, found: Tensor, tokens: Tokens | None = None) -> Dif
     both, are equal; a differing integer counts 1.
     """
     if record.dtype == found.dtype and torch.equal(record, found):
-        return Difference(torch.zeros(1), torch.zeros(1), (), 0.0)
+        return Difference(torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
     if record.is_floating_point() and found.is_floating_point():
         # torch does not promote 8-bit floats
         wide = torch.float64 if torch.float64 in (record.dtype, found.dtype) else torch.float32
@@ -102,11 +101,11 @@ def _compare(record: Tensor, found: Tensor, tokens: Tokens | None = None) -> Dif
         size = torch.ones_like(gap)
     if tokens is not None:
         gap, size = map(tokens.without_padding, (gap, size))
-    index = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
     row = gap.shape[-1] if gap.ndim > 1 and gap.shape[-1] >= _ROW else gap.numel()
     norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
-    error, norms = (norm(t.reshape(-1, row)).cpu() for t in (gap, size))
-    return Difference(error, norms, index, float(found[index]))
+    gap, size = (t.reshape(-1, row) for t in (gap, size))
+    at = gap.argmax(dim=-1) + row * torch.arange(len(gap), device=gap.device)
+    return Difference(norm(gap).cpu(), norm(size).cpu(), at.cpu())
 
 
 @dataclass
@@ -114,12 +113,14 @@ class PassRecord:
     """The steps of a pass in order.
 
     Attributes:
+        reads: the coarsest rounding of what the operation of each read.
         sources: the line of each.
         values: the result of each on the host, if kept.
         end: the loss, or the mean of the first output.
     """
 
     dtypes: dict[Step, torch.dtype] = field(default_factory=dict)
+    reads: dict[Step, float] = field(default_factory=dict)
     sources: dict[Step, str] = field(default_factory=dict)
     values: dict[Step, Tensor] = field(default_factory=dict)
     end: str = ""
@@ -143,7 +144,12 @@ class PassRecord:
 
     def save(self, path: Path) -> None:
         tensors = {str(i): value.contiguous() for i, value in enumerate(self.values.values())}
-        metadata = {"npt_trace": json.dumps([*self.values]), "end": self.end}
+        reads = [self.reads[step] for step in self.values]
+        metadata = {
+            "npt_trace": json.dumps([*self.values]),
+            "reads": json.dumps(reads),
+            "end": self.end,
+        }
         write_bytes(path, safetensors.torch.save(tensors, metadata))
 
     @staticmethod
@@ -155,13 +161,18 @@ class PassRecord:
                 raise ConfigError(f"{path} was not written by against=; pass another file")
             try:
                 record = PassRecord(end=printable(metadata["end"], one_line=True))
+                reads = json.loads(metadata.get("reads", "[]"))
                 for i, entry in enumerate(json.loads(metadata["npt_trace"])):
+                    read = reads[i] if reads else 0.0
                     step, value = _step_of(entry), stored.get_tensor(str(i))
                     if value.dtype not in _DTYPES or value.shape != step.shape:
                         kept = f"{dtype_name(value.dtype)} {[*value.shape]}"
                         raise ValueError(f"tensor {i} is {kept}, but its step {[*step.shape]}")
+                    if not 0 <= read <= 1:
+                        raise ValueError(f"{read} is not the rounding of a dtype")
                     record.values[step] = value
                     record.dtypes[step] = value.dtype
+                    record.reads[step] = read
             except (LookupError, RecursionError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{path} is damaged ({type(error).__name__}: {shown(str(error))}): remove it,"
@@ -190,20 +201,24 @@ class HeldPass(Observer):
         keep: record values too.
         held: the results to replace by.
         compared: the results to compare with; default `held`.
-        units: the relative size of the perturbation of each operation's inputs and held result.
-        unit: that size for other operations; 0 turns perturbations off.
+        units: by operation, the relative size of the perturbation of its held result, and the
+            least of its inputs.
+        unit: both sizes for other operations; 0 turns perturbations off.
     """
 
     def __init__(
         self, model: nn.Module, tokens: Tokens, boundaries: bool, *, keep: bool = False,
         held: Mapping[Step, Tensor] = _NONE, compared: Mapping[Step, Tensor] = _NONE,
-        units: Mapping[Any, float] = _NONE, unit: float = 0.0,
+        units: Mapping[Any, tuple[float, float]] = _NONE, unit: float = 0.0,
     ):  # fmt: skip
         super().__init__({id(m): _plain(name) for name, m in model.named_modules()})
         self.record, self.found = PassRecord(), dict[Step, Difference]()
         self._tokens, self._boundaries, self._keep = tokens, boundaries, keep
         self._held, self._compared, self._units, self._unit = held, compared or held, units, unit
-        self._places: dict[Any, Place] = {}
+        self._roundings: Memory[float] = Memory()
+        for buffer in model.buffers():
+            # a constant such as rotary frequencies, which must not be rounded
+            self._roundings.add(buffer, 0.0)
         self._counts: Counter[Any] = Counter()
         self._draws = torch.Generator().manual_seed(0)
         self._taking = False
@@ -212,24 +227,39 @@ class HeldPass(Observer):
         name = call.name.rstrip("_")
         # autograd adds gradients in order of arrival
         summed = call.node is not None and name == "add"
-        unseen = call.is_view or call.name in _UNSEEN or "dequantize" in name or summed
-        if unseen or self._taking:
+        if call.is_view or self._taking:
             return func(*args, **kwargs)
-        phase, place = self._where(call)
-        unit = self._units.get((place.module, phase, name), self._unit)
+        reads = [rounding for _, tensor in call.read if (rounding := self._rounding(tensor))]
+        if call.name in _UNSEEN or "dequantize" in name or summed:
+            out = func(*args, **kwargs)
+            for result in call.results(out):
+                # what is cast keeps its rounding; exact numbers must not be rounded
+                rounding = max([*reads, _unit(result.dtype)]) if reads else 0.0
+                self._roundings.forget(result)
+                self._roundings.add(result, rounding)
+            return out
+        read = max(reads, default=0.0)
+        phase, place = self.where(call)
+        unit, least = self._units.get((place.module, phase, name), (self._unit, self._unit))
         if self._unit:
             # A sum of n numbers rounds about sqrt(n) times, in fp32 or better; n is at most the
             # longest dimension.
             longest = max((n for _, t in call.read if _unit(t.dtype) for n in t.shape), default=1)
-            moved = unit + (0.0 if call.pointwise else _unit(torch.float32) * math.sqrt(longest))
+            summing = 0.0 if call.pointwise else _unit(torch.float32) * math.sqrt(longest)
+            moved = max(unit, least) + summing
             args, kwargs = tree_map_only(
                 Tensor, lambda t: t if call.writes(t) else self._moved(t, moved), (args, kwargs)
             )
         out = func(*args, **kwargs)
         results = [] if self._boundaries else call.results(out)
         for i, result in enumerate(call.judged(results)):
-            self._take((place.module, phase, name, i), result, place.source, unit)
+            self._roundings.forget(result)
+            self._take((place.module, phase, name, i), result, place.source, unit, read)
         return out
+
+    def _rounding(self, tensor: Tensor) -> float:
+        """Return how coarsely a tensor was rounded: in its dtype, or before a cast to it."""
+        return max(self._roundings.of(tensor), default=_unit(tensor.dtype))
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -249,21 +279,17 @@ class HeldPass(Observer):
                 hooks.callback(module.register_forward_hook(hook).remove)
             yield
 
-    def _where(self, call: TorchCall) -> tuple[Phase, Place]:
-        """Return an operation's phase and place; in backward, the place of its forward."""
-        stack, (away, now) = read_stack(sys._getframe(), self.modules), self.clock()
-        if call.node is None or stack.recomputing:
-            self._places.setdefault((away, now - 1), stack.place)
-            return "forward" if call.node is None else "recomputation", stack.place
-        return "backward", self._places.get(self.sequence(call.node, stack.nested), stack.place)
-
-    def _take(self, operation: Any, result: Tensor, source: str = "", unit: float = 0.0) -> None:
+    def _take(
+        self, operation: Any, result: Tensor, source: str = "", unit: float = 0.0, read: float = 0.0
+    ) -> None:
         if result.layout != torch.strided or result.dtype not in _DTYPES or not result.numel():
             return
         kind = *operation, tuple(result.shape)
         self._counts[kind] += 1
         step = Step._make((*kind, self._counts[kind]))
-        self.record.dtypes[step], self.record.sources[step] = result.dtype, source
+        self.record.dtypes[step] = result.dtype
+        self.record.reads[step] = read
+        self.record.sources[step] = source
         if self._keep:
             self.record.values[step] = result.to("cpu", copy=True)
         if step in self._held:
@@ -331,10 +357,16 @@ class PassComparison:
         run = self._pass(self.model, held=held, keep=True)
         if not any(bool(difference.error.any()) for difference in run.found.values()):
             return None
-        coarsest, operations = max(plain.unit, record.unit), dict[Any, float]()
+        coarsest = max(plain.unit, record.unit)
+        operations: dict[Any, tuple[float, float]] = {}
         for step in run.found:  # an operation that returns integers rounds as coarsely as any
             unit = max(_unit(run.record.dtypes[step]), _unit(record.dtypes[step])) or coarsest
-            operations[step[:3]] = max(min(unit, coarsest), operations.get(step[:3], 0.0))
+            read = max(run.record.reads[step], record.reads[step])
+            others = operations.get(step[:3], (0.0, 0.0))
+            operations[step[:3]] = (
+                max(min(unit, coarsest), others[0]),
+                max(min(read, coarsest), others[1]),
+            )
         shown = run  # a compiled pass shows no operation to perturb
         if _is_compiled(self.model):
             shown = self._pass(self.model, eager=True, held=held, keep=True)
@@ -343,50 +375,75 @@ class PassComparison:
         for step, found in run.found.items():
             if step not in noise:
                 continue  # the shape depends on values, as for an expert's tokens
-            unit = operations[step[:3]] if record.dtypes[step].is_floating_point else 0.0
+            unit = operations[step[:3]][0] if record.dtypes[step].is_floating_point else 0.0
             rounding = noise[step].error + unit * found.size
             explained = MARGIN * (rounding + rounding.mean())
             row = int((found.error / explained.clamp(min=1e-300)).argmax())
-            error, size = float(found.error[row]), float(found.size[row]) or 1.0
+            error = float(found.error[row])
+            size = float(found.size[row])
             if error <= explained[row]:
                 continue
-            text = f"the relative difference from the reference is {error / size:.2g}; rounding"
-            text += f" explains at most {float(explained[row]) / size:.2g}"
+            module, phase, operation, _, shape, _ = step
+            index = tuple(int(i) for i in torch.unravel_index(found.at[row], shape))
+            value = float(run.record.values[step][index])
+            expected = float(record.values[step][index])
+            text = f"the relative difference from the reference is {error / (size or 1.0):.2g}"
+            if not size:
+                text = f"the reference is {expected:.2g} and this pass {value:.2g}"
+            text += f"; rounding explains at most {float(explained[row]) / (size or 1.0):.2g}"
+            states = self._states(module)
             for size_of, name in _FORMATS.items():
-                if 0 < unit < size_of and size_of * size < 8 * error <= 16 * size_of * size:
+                near = size_of * size < 8 * error <= 16 * size_of * size
+                if 0 < unit < size_of and near and not states:
                     text += f"; rounding to {name} would explain it"
             for whose, other in (("this pass", plain), ("the reference", record)):
                 alone = other.alone(step, held)
                 text += f"; just before, only {whose} ran {alone}" if alone else ""
-            module, phase, operation, _, shape, _ = step
             dtype, source = dtype_name(run.record.dtypes[step]), run.record.sources[step]
             return Verdict(
                 cause="beyond rounding", phase=phase, layer=layer_of(module), module=module,
                 operation=operation, source=source,
-                tensor=f"output of {operation} {[*shape]} {dtype}", index=found.at,
-                value=found.value, reached=f"{plain.end}; the reference {record.end}",
-                explanation=text + self._states(module),
-                **self.tokens.locate(shape, found.at)._asdict(),
+                tensor=f"output of {operation} {[*shape]} {dtype}", index=index,
+                value=value, reached=f"{plain.end}; the reference {record.end}",
+                explanation=text + states, **self.tokens.locate(shape, index)._asdict(),
             )  # fmt: skip
         return None
 
     def _states(self, module: str) -> str:
-        text, theirs = "", _state(self.other, module)
+        """Describe the parameters and buffers of a module that differ, and buffers that are only
+        rounded: rotary frequencies in bf16 turn distant tokens wrongly.
+        """
+        text = ""
+        theirs = _state(self.other, module)
+        buffers = {_plain(name) for name, _ in self.model.named_buffers()}
         for name, tensor in _state(self.model, module).items():
             other = theirs.get(name, tensor)
             difference = _compare(other.cpu(), tensor.cpu())
             apart = float(difference.error.norm() / difference.size.norm())
+            fine, coarse = sorted((tensor.dtype, other.dtype), key=_unit)
             # equal dtypes may differ in a last bit that another device rounded
-            units = _unit(tensor.dtype), _unit(other.dtype)
-            if apart > (1e-6 if units[0] == units[1] else max(units)):
-                text += f"; {name} has a relative difference of {apart:.2g}"
+            explained = 1e-6 if fine == coarse else _unit(coarse)
+            if apart > explained:
+                zero = math.isinf(apart) and not bool(other.any())
+                found = (
+                    "only zeros in the reference"
+                    if zero
+                    else f"a relative difference of {apart:.2g}"
+                )
+                text += f"; {name} has {found}"
+            elif fine != coarse and apart > 0 and name in buffers:
+                where = "this pass" if coarse == tensor.dtype else "the reference"
+                text += f"; the buffer {name} was rounded to {dtype_name(coarse)} in {where}"
+                text += f": keep it in {dtype_name(fine)}"
         return text
 
 
 def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
     tensors = chain(model.named_parameters(), model.named_buffers())
     own = ((_plain(n), t.detach()) for n, t in tensors if t.is_floating_point())
-    state = {name: tensor for name, tensor in own if name.startswith(f"{module}.")}
+    # of a whole model, only what it holds itself
+    prefix = f"{module}." if module else ""
+    state = {n: t for n, t in own if n.startswith(prefix) and (module or "." not in n)}
     packed = (linear for name, linear in packed_linears(model) if name == module)
     return state | {f"{module}.weight": unpacked(linear) for linear in packed}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -164,7 +165,7 @@ class Ledger(Observer):
         origin.meant, origin.hard = meant, badness == Badness.HARD
         self._origins.add(result, (0, origin))
         if not meant:
-            self._note(origin)
+            self._note(origin, call)
 
     def _inherited(
         self, call: TorchCall, result: Tensor, badness: Badness
@@ -204,11 +205,14 @@ class Ledger(Observer):
             pointwise=call.pointwise, **self._location(call.node)._asdict(),
         )  # fmt: skip
         if self._keep == (call.number, position):
-            origin.inputs, origin.constants = self._inputs, call.constants
-            named = ((label, self._external(t, origin.place.module)) for label, t in call.read)
-            origin.externals = {label: external for label, external in named if external}
+            self._give_inputs(origin, call)
             self.kept = origin
         return origin
+
+    def _give_inputs(self, origin: Origin, call: TorchCall) -> None:
+        origin.inputs, origin.constants = self._inputs, call.constants
+        named = ((label, self._external(t, origin.place.module)) for label, t in call.read)
+        origin.externals = {label: external for label, external in named if external}
 
     def _location(self, node: Any) -> Location:
         stack = read_stack(sys._getframe(), self.modules)
@@ -238,7 +242,7 @@ class Ledger(Observer):
         origin.value = element(whole, origin.index)
         origin.hard = was == Badness.HARD
         self._origins.add(tensor, (0, origin))
-        self._note(origin)
+        self._note(origin, call)
         return origin
 
     def _external(self, tensor: Tensor, module: str, bad: bool = False) -> External | None:
@@ -247,7 +251,7 @@ class Ledger(Observer):
         externals = [e for e in noted if not bad or judge(e.tensor, self._limit)]
         return min(externals, key=lambda external: external.module != module, default=None)
 
-    def _note(self, origin: Origin) -> None:
+    def _note(self, origin: Origin, _call: TorchCall) -> None:
         if self.first is None and not math.isnan(origin.value):
             self.first = origin
 
@@ -269,3 +273,51 @@ class Ledger(Observer):
         variable = getattr(node, "variable", None)
         external = self._external(variable, "") if isinstance(variable, Tensor) else None
         return "" if external is None else external.module
+
+
+class OnePass(Ledger):
+    """The ledger of code that is not run again. It keeps at once what `trace` collects in further
+    passes: the inputs of the first origins, and the line of every forward operation.
+
+    Attributes:
+        losses: what backward was called on.
+    """
+
+    def __init__(self, modules: Mapping[int, str], externals: Iterable[External], limit: float):
+        super().__init__(modules, externals, limit)
+        self.losses: list[Tensor] = []
+        self._bad: set[Sequence] = set()
+        self._noted = 0
+
+    def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
+        if call.name == "ones_like" and _starts_backward():
+            self.losses += [tensor.detach() for _, tensor in call.read]
+        self.where(call)
+        return super().run(call, func, args, kwargs)
+
+    def _account(self, call: TorchCall, position: int, result: Tensor, badness: Badness) -> None:
+        if call.node is None:
+            away, now = self.clock()
+            self._bad.add((away, now - 1))
+        super()._account(call, position, result, badness)
+
+    def _note(self, origin: Origin, call: TorchCall) -> None:
+        super()._note(origin, call)
+        if origin.sequence is not None:
+            forward = self._places.get(origin.sequence, Place())
+            module = origin.place.module or forward.module
+            origin.place = Place(module, origin.place.source or forward.source)
+            origin.hid = origin.sequence in self._bad
+        # what the operation has overwritten is lost
+        if self._noted < _ORIGINS_KEPT and not any(call.writes(t) for _, t in call.read):
+            self._noted += 1
+            self._inputs = [(label, t.detach().clone()) for label, t in call.read]
+            self._give_inputs(origin, call)
+
+
+def _starts_backward() -> bool:
+    """Tell if torch is making the gradient of a loss, to start backward from it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_make_grads":
+        frame = frame.f_back
+    return frame is not None

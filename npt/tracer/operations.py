@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npt.tracer.source_location import Place
+from npt.tracer.source_location import Place, read_stack
 from npt.tracer.tensors import Badness, extent, numbers, tensors_in
 from npt.tracer.verdict import Phase
 
@@ -168,6 +169,8 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     for argument, value in named:
         if isinstance(value, int | float) and not isinstance(value, bool):
             call.constants[argument.name] = value
+        if name == "_ctc_loss" and isinstance(value, list):
+            value = torch.tensor(value)  # lengths, which may be given in a tensor too
         writes = argument.alias_info is not None and argument.alias_info.is_write
         only = name == "lift_fresh" or (writes and (argument.kwarg_only or name in REPLACING))
         tensors = [*tensors_in(value, argument.name)]
@@ -185,6 +188,7 @@ class Observer(TorchDispatchMode):
         self.modules, self.count = modules, 0
         self._home = threading.get_ident()
         self._starts = {self._home: torch._C._autograd._get_sequence_nr()}
+        self._places: dict[Any, Place] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -198,6 +202,14 @@ class Observer(TorchDispatchMode):
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
+
+    def where(self, call: TorchCall) -> tuple[Phase, Place]:
+        """Return an operation's phase and place; in backward, the place of its forward."""
+        stack, (away, now) = read_stack(sys._getframe(), self.modules), self.clock()
+        if call.node is None or stack.recomputing:
+            self._places.setdefault((away, now - 1), stack.place)
+            return "forward" if call.node is None else "recomputation", stack.place
+        return "backward", self._places.get(self.sequence(call.node, stack.nested), stack.place)
 
     def clock(self) -> Sequence:
         """Return whether this is a backward thread, and its number of graph nodes so far."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,8 @@ from npt.random_state import kept_random_state
 from npt.tracer.tensors import Badness, judge, tensors_in
 
 Run = Callable[[], Any]
+
+_FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ def default_run(model: nn.Module, batch: Any) -> Run:
             arguments["labels"] = ids
         return lambda: model(**arguments)
     positional = batch if isinstance(batch, tuple | list) else (batch,)
+    if isinstance(batch, list):  # of arguments, as from a data loader, or of samples
+        try:
+            inspect.signature(model.forward).bind(*batch)
+        except TypeError:
+            positional = (batch,)
     return lambda: model(*positional)
 
 
@@ -88,24 +95,43 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
     leaves = [(name, leaf) for name, leaf in named if leaf.is_leaf and leaf.requires_grad]
     if isinstance(loss, Tensor) and loss.numel() == 1:
         if loss.requires_grad and all(leaf.grad is None for _, leaf in leaves):
-            loss.backward()
+            differentiate(loss)
         sinks = [Sink("loss", loss.detach())]
     else:
         outputs = tensors_in(result)
         sinks = [Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in outputs]
-    for name, leaf in leaves:
-        if leaf.grad is not None:
-            sinks += [Sink(*named) for named in tensors_in(leaf.grad, f"gradient of {name}")]
+    sinks += gradients_of(leaves)
     if not sinks:
         gave = f"run returned {kind_of(result)} and made no gradients"
         raise ConfigError(f"{gave}: return a loss or outputs, or call backward in it")
     return sinks
 
 
+def differentiate(loss: Tensor) -> None:
+    """Run backward. Lightning Fabric refuses one that it has not started, which it may have to
+    scale; a trace scales none.
+    """
+    loaded: list[Any] = [sys.modules[name] for name in _FABRIC if name in sys.modules]
+    for wrappers in loaded:
+        wrappers._in_fabric_backward = True
+    try:
+        loss.backward()
+    finally:
+        for wrappers in loaded:
+            wrappers._in_fabric_backward = False
+
+
 def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield a batch's tensors: entries by name, arguments by position."""
     for name, tensor in tensors_in(batch):
         yield f"input {name}".strip() if isinstance(batch, Tensor | list | tuple) else name, tensor
+
+
+def gradients_of(leaves: Iterable[tuple[str, Tensor]]) -> list[Sink]:
+    """Return the gradients of named tensors, as far as they have one."""
+    named = ((name, leaf.grad) for name, leaf in leaves if leaf.grad is not None)
+    parts = (part for name, grad in named for part in tensors_in(grad, f"gradient of {name}"))
+    return [Sink(*part) for part in parts]
 
 
 @contextmanager

@@ -163,6 +163,8 @@ def _frames(origin: Origin) -> Reason | None:
     frames, labels = _input(origin, "input_lengths"), _input(origin, "target_lengths")
     if targets is None or frames is None or labels is None or not origin.index:
         return None
+    # without a batch they are single numbers
+    frames, labels = frames.reshape(-1), labels.reshape(-1)
     sample = origin.index[0]
     have, size = int(frames[sample]), int(labels[sample])
     start = 0 if targets.ndim == 2 else int(labels[:sample].sum())

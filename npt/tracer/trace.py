@@ -9,10 +9,12 @@ an overflow, two further passes find where the values began to grow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import update_wrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +25,26 @@ from npt.errors import ConfigError
 from npt.guard.ids import LOOKED_UP, reads_labels
 from npt.tracer import rules
 from npt.tracer.against import PassComparison
-from npt.tracer.ledger import Ledger
+from npt.tracer.ledger import Ledger, OnePass
 from npt.tracer.mask_check import mask_check
 from npt.tracer.operations import External, Origin
-from npt.tracer.passes import Run, Sink, default_run, named_inputs, ready, sinks_of, untouched
+from npt.tracer.passes import (
+    Run,
+    Sink,
+    default_run,
+    gradients_of,
+    named_inputs,
+    ready,
+    sinks_of,
+    untouched,
+)
 from npt.tracer.source_location import Place, Tokens, layer_of
-from npt.tracer.tensors import absmax, count, dtype_name, element, first_bad
+from npt.tracer.tensors import absmax, count, dtype_name, element, first_bad, tensors_in
 from npt.tracer.verdict import OUTSIDE, Operand, Phase, Verdict
 from npt.tracer.watchdogs import quantization_statistics
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 OPERANDS_SHOWN = 6
 
@@ -41,6 +55,71 @@ _OVERFLOWS = {"exploding product", "exploding gradient", "cast overflow", "corru
 _OVERFLOWS |= {"low-precision overflow", "exponential overflow"}
 
 
+@dataclass
+class Watched:
+    """What `watch` found.
+
+    Attributes:
+        loss: assign it, or any results, if backward does not run within the context.
+        verdict: on the first operation that made a NaN or Inf; None if there is no fault.
+    """
+
+    loss: Any = None
+    verdict: Verdict | None = None
+
+
+@contextmanager
+def watch(model: nn.Module, batch: Any = None, *, limit: float = math.inf) -> Iterator[Watched]:
+    """Run any code, such as your own training step, under the tracer, once and with all it changes.
+
+    Losses that backward is called on, gradients and weights are checked. `trace` repeats the pass
+    and can say more: where values began to grow, and what an operation in place has overwritten.
+
+    Args:
+        model: its modules and weights are named.
+        batch: names inputs, samples and tokens, as in `trace`.
+        limit: also find the first magnitude above this.
+
+    Raises:
+        ConfigError: no backward ran, and no `loss` was assigned.
+    """
+    watched = Watched()
+    tracer = _Tracer(model, batch, lambda: None, limit)
+    torch.clear_autocast_cache()  # cached casts of weights would have no origin
+    ledger = OnePass(tracer.modules, tracer.externals, limit)
+    try:
+        with (
+            unfused(),
+            mask_check(model, batch) as masks,
+            torch.compiler.set_stance("force_eager"),
+            ledger,
+        ):
+            yield watched
+    finally:  # code may raise because of the NaN
+        sinks = [Sink("loss", loss) for loss in ledger.losses]
+        sinks += [Sink(*result) for result in tensors_in(watched.loss, "loss")]
+        sinks += gradients_of(model.named_parameters())
+        checked = bool(sinks)
+        sinks += [Sink(f"weight {name}", weight) for name, weight in model.named_parameters()]
+        watched.verdict = tracer.verdict_of(ledger, sinks) or next(iter(masks), None)
+    if not checked:
+        raise ConfigError("nothing to check: call backward within watch, or assign its loss")
+
+
+class Watchable(Generic[P, R]):
+    """A function with `watch` as an attribute."""
+
+    watch = staticmethod(watch)
+
+    def __init__(self, function: Callable[P, R]):
+        self._function = function
+        update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._function(*args, **kwargs)
+
+
+@Watchable
 @unfused()  # single operations are looked at
 def trace(
     model: nn.Module,
@@ -51,6 +130,9 @@ def trace(
     against: nn.Module | str | Path | None = None,
 ) -> Verdict | None:
     """Find the first operation that made a NaN or Inf in a forward and backward pass.
+
+    `with trace.watch(model, batch) as watched:` runs code that cannot be repeated; then read
+    `watched.verdict`.
 
     Args:
         model: any module, quantised or converted, on any device, in train or eval mode.
@@ -103,14 +185,50 @@ def trace(
     return verdict or next(iter(masks), None)
 
 
-def first_fault(model: nn.Module, batch: Any, run: Run, *, exploded: bool) -> Verdict | None:
-    """Return the operation that made the first NaN or Inf of a micro-batch.
+def first_fault(
+    model: nn.Module, batch: Any, run: Run, ids: tuple[str, ...], *, exploded: bool
+) -> Verdict | None:
+    """Return the operation that made the first NaN or Inf of a micro-batch of samples with `ids`.
 
     If it was refused (`exploded`) although every number is finite, trace the first one above
     `EXPLOSION`, since a norm overflows before its elements do.
     """
     verdict = trace(model, batch, run=run)
-    return trace(model, batch, run=run, limit=EXPLOSION) if exploded and not verdict else verdict
+    if verdict is None and exploded:
+        verdict = trace(model, batch, run=run, limit=EXPLOSION)
+    return verdict and _with_sample(verdict, batch, ids)
+
+
+def _with_sample(verdict: Verdict, batch: Any, ids: tuple[str, ...]) -> Verdict:
+    """Add the sample that a verdict is about: that of its row, or one of a list."""
+    if verdict.row is not None:
+        shape = Tokens(batch).shape
+        known = shape is not None and shape[0] == len(ids)
+        return replace(verdict, sample=ids[verdict.row]) if known else verdict
+    bad = (t for name, t in named_inputs(batch) if verdict.tensor.startswith(f"{name} ["))
+    tensor = next(bad, None)
+    if verdict.phase != "data" or tensor is None:
+        return verdict
+    for number, of_sample in _listed(batch, len(ids)):
+        if of_sample is tensor:
+            return replace(verdict, sample=ids[number])
+    if tensor.shape[:1] == (len(ids),) and len(ids) not in tensor.shape[1:]:
+        row = verdict.index[0]
+        return replace(verdict, row=row, sample=ids[row])
+    return verdict
+
+
+def _listed(batch: Any, count: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the tensors in lists of `count` samples, each with its sample's number. A list with a
+    tensor of a row per sample, as from a data loader, is none.
+    """
+    rows = any(tensor.shape[:1] == (count,) for _, tensor in tensors_in(batch))
+    if isinstance(batch, list) and len(batch) == count and not rows:
+        for number, sample in enumerate(batch):
+            yield from ((number, tensor) for _, tensor in tensors_in(sample))
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _listed(part, count)
 
 
 class _Tracer:
@@ -125,32 +243,51 @@ class _Tracer:
     def verdict(self) -> Verdict | None:
         """Return the first fault, or None if this pass was good."""
         ledger, sinks = self._pass(limit=self.limit)
-        suspects = [(ledger.origin_of(s.tensor), s) for s in sinks if s.bad or s.unsure]
-        # a mask that an output still shows is no fault
-        origins = [(o, s.label) for o, s in suspects if o and not (o.meant and s.unsure)]
-        reached = [label for _, label in origins]
-        if math.isfinite(self.limit) and ledger.first is not None:
-            origins.append((ledger.first, f"a value above {self.limit:g}"))
+        origins = self._origins(ledger, sinks)
         if not origins:
-            for sink in (sink for sink in sinks if sink.bad):
-                made = f"{sink.label} is not finite, but no operation of the pass made it"
-                return _without_operation("outside of torch", sink.label, made, sink.tensor)
-            return None
+            return _unexplained(sinks)
         del sinks, ledger  # do not hold one pass's gradients during the next
-        origin, label = min(origins, key=lambda pair: pair[0].number)
+        origin, label = origins[0]
         close = self._close_up(origin, self.limit)
         if close is None:
             gave = f"{origin.operation} gave {origin.value:g} once"
             once = f"{gave}, but not when everything was run again"
             return self._verdict_on(origin, rules.Reason("not repeatable", once), label)
-        reason, computed = rules.explain(close), close.external is None
-        in_gradients = bool(reached) and all(name.startswith("gradient") for name in reached)
-        if close.phase == "forward" and computed and in_gradients:
-            reason = rules.hidden(reason)
-        verdict = self._verdict_on(close, reason, label)
-        if reason.cause in _OVERFLOWS and computed:
+        verdict = self._explained(close, origins)
+        if verdict.cause in _OVERFLOWS and close.external is None:
             verdict = self._with_growth(verdict, close)
         return verdict
+
+    def verdict_of(self, ledger: OnePass, sinks: list[Sink]) -> Verdict | None:
+        """Return the first fault of a pass that is not run again."""
+        origins = self._origins(ledger, sinks)
+        if not origins:
+            return _unexplained(sinks)
+        origin, label = origins[0]
+        if origin.inputs or origin.external is not None:
+            return self._explained(origin, origins)
+        return self._verdict_on(
+            origin, rules.Reason("unknown", f"{origin} gave {origin.value:g}"), label
+        )
+
+    def _origins(self, ledger: Ledger, sinks: list[Sink]) -> list[tuple[Origin, str]]:
+        """Return the origins of what is bad, the first one first, and what each reached."""
+        suspects = [(ledger.origin_of(s.tensor), s) for s in sinks if s.bad or s.unsure]
+        # a mask that an output still shows is no fault
+        origins = [(o, s.label) for o, s in suspects if o and not (o.meant and s.unsure)]
+        if math.isfinite(self.limit) and ledger.first is not None:
+            origins.append((ledger.first, f"a value above {self.limit:g}"))
+        return sorted(origins, key=lambda pair: pair[0].number)
+
+    def _explained(self, origin: Origin, origins: list[tuple[Origin, str]]) -> Verdict:
+        """Return the verdict on the first of some origins, given with its inputs."""
+        reason = rules.explain(origin)
+        computed = origin.external is None
+        reached = [label for _, label in origins if not label.startswith("a value above")]
+        unseen = bool(reached) and all(name.startswith(("gradient", "weight ")) for name in reached)
+        if origin.phase == "forward" and computed and unseen:
+            reason = rules.hidden(reason)
+        return self._verdict_on(origin, reason, origins[0][1])
 
     def _pass(self, **wanted: Any) -> tuple[Ledger, list[Sink]]:
         # A compiled module has its own operations; compiled as one graph, it raises under a ledger.
@@ -253,6 +390,13 @@ def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
 
 def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
     """Find token ids outside the vocabulary: an IndexError on a CPU, a crash on a GPU."""
+    if isinstance(batch, list):  # of samples, or of the inputs of several calls
+        for number, part in enumerate(batch):
+            fault = _data_fault(model, part)
+            if fault is not None:
+                tensor = f"input {number}.{fault.tensor}"
+                return replace(fault, tensor=tensor, row=None, token=None)
+        return None
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is None:  # a decoder of speech or images has a config of its own
@@ -289,6 +433,14 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
             f" {int(bad.sum())})",
             **Tokens(batch).locate(tuple(ids.shape), index)._asdict(),
         )  # fmt: skip
+    return None
+
+
+def _unexplained(sinks: list[Sink]) -> Verdict | None:
+    """Return the verdict on the first bad result, if no operation made it."""
+    for sink in (sink for sink in sinks if sink.bad):
+        made = f"{sink.label} is not finite, but no operation of the pass made it"
+        return _without_operation("outside of torch", sink.label, made, sink.tensor)
     return None
 
 

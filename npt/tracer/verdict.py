@@ -121,7 +121,7 @@ class Verdict:
         explanation: the cause in words, with the values involved.
         grew: for an overflow, where the inputs first became large.
         operands: the operation's inputs.
-        row: the batch row of the element, if the shape tells.
+        row: the batch row of the element, if the shape tells; none in a list of samples.
         token: its position in the row.
         sample: its sample's id.
     """
@@ -167,7 +167,7 @@ class Verdict:
 
     def _owner(self) -> str:
         if self.row is None:
-            return ""
+            return "" if self.sample is None else f", in sample {self.sample}"
         # A weight belongs to no token, so this is the first token that it spoilt.
         first = "first in " if self.phase == "state" else ""
         token = "" if self.token is None else f", token {self.token}"

@@ -97,6 +97,67 @@ def test_the_operation_is_named_from_the_models_own_call(autocast) -> None:
     assert "hidden.abs().sum().sqrt()" in finding.verdict.source
 
 
+class OfSamples(nn.Module):
+    """Take a list of samples of several lengths, or one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+
+    def forward(self, samples: Any) -> torch.Tensor:
+        samples = samples if isinstance(samples, list) else [samples]
+        return sum(self.inner(sample).square().sum() for sample in samples)  # type: ignore[return-value]
+
+
+GOOD, BAD = torch.ones(5, 4), torch.ones(3, 4)
+BAD[1, 2] = math.nan
+ROWS = torch.stack([GOOD[:3], BAD])
+# what the micro-batch computes, what it is said to read, and the name of the bad tensor
+LISTS: dict[str, tuple[Any, Any, str]] = {
+    "a list": (lambda model: model([GOOD, BAD]), None, "input 0.1"),
+    "a list, given": (lambda model: model([GOOD, BAD]), [GOOD, BAD], "input 1"),
+    "calls": (lambda model: model(GOOD) + model(BAD), None, "input 1.0"),
+    "rows": (lambda model: model(ROWS), None, "input 0"),
+    "as a data loader gives": (lambda model: model(ROWS), [ROWS, torch.zeros(2)], "input 0"),
+}
+
+
+@pytest.mark.parametrize("case", LISTS)
+def test_the_bad_sample_of_a_list_is_named(case: str) -> None:
+    compute, inputs, name = LISTS[case]
+    model = OfSamples()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
+    with guard.micro_batch(ids=["a", "b"], inputs=inputs) as micro:
+        micro.loss = compute(model)
+        micro.loss.backward()
+    (finding,) = guard.step().findings
+    assert finding.verdict is not None
+    assert finding.verdict.tensor.startswith(f"{name} [") and finding.verdict.sample == "b"
+    assert "sample b; it reached loss" in finding.told
+
+
+def test_a_call_for_each_sample_has_no_row_of_the_first() -> None:
+    """Neither for a fault that is computed nor for a bad token id, whose sample is named."""
+    model = small_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, trace=2, refuse=(IndexError,))
+    good, bad = torch.ones(1, 5, dtype=torch.int64), torch.tensor([[1, 2, 10**6, 3, 4]])
+    doubled = iter([1.0, math.inf] * 9)
+    model.model.norm.register_forward_hook(lambda _m, _i, out: out * next(doubled))
+    with guard.micro_batch(ids=["a", "b"]) as micro:
+        micro.loss = (
+            model(input_ids=good, labels=good).loss + model(input_ids=good, labels=good).loss
+        )
+        micro.loss.backward()
+    with guard.micro_batch(ids=["a", "b"]):
+        model(input_ids=good, labels=good)
+        model(input_ids=bad, labels=bad)
+    computed, token = guard.step().findings
+    assert computed.verdict is not None and computed.verdict.row is None
+    assert token.verdict is not None and token.verdict.cause == "token id"
+    assert (token.verdict.row, token.verdict.sample) == (None, "b")
+
+
 def test_without_a_reason_to_trace_nothing_is_kept() -> None:
     model = Rooted()
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -126,6 +187,7 @@ def test_a_copy_of_the_model_drags_no_guard_along() -> None:
 
 
 def test_an_outcome_holds_no_graph_and_no_copies() -> None:
+    torch.manual_seed(0)  # of which dropout leaves something
     model = Rooted()
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with guard.micro_batch() as micro:

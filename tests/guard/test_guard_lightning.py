@@ -6,6 +6,7 @@ import pytest
 import torch
 from guarded_loops import MAX_NORM, Micro, World, assert_equal, plain_run
 
+import npt
 from npt.guard import Guard
 
 
@@ -61,3 +62,32 @@ def test_manual_optimisation_leaves_no_trace_of_a_refused_batch(tmp_path) -> Non
     assert module.world.scheduler.state_dict() == plain.scheduler.state_dict()
     assert torch.equal(module.world.random, plain.random)
     assert (trainer.global_step, module.guard.counts.refused) == (2, 3)
+
+
+class LogOfSum(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x).float().square().sum() - x.sum()).log()
+
+
+def test_a_model_of_fabric_is_traced(tmp_path) -> None:
+    """Fabric refuses a backward that it did not start, as in mixed precision."""
+    fabric = pytest.importorskip("lightning.fabric")
+    fabric = fabric.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    plain = LogOfSum()
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    bad = torch.full((2, 4), 1e4)
+    with torch.no_grad():
+        plain.layer.weight.zero_()
+    guard = Guard(model, optimizer, trace=1)
+    with guard.micro_batch() as micro:
+        micro.loss = model(bad)
+        fabric.backward(micro.loss)
+    guard.step()
+    for verdict in (npt.trace(model, bad), guard.findings[0].verdict):
+        assert verdict is not None and verdict.operation == "log"
+    with pytest.raises(RuntimeError, match="requires you to call"):
+        model(-bad).backward()

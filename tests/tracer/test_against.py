@@ -187,6 +187,46 @@ def test_a_gradient_that_parts_is_found(bases: dict[str, Any]) -> None:
     assert "only this pass ran mul" in verdict.explanation and "self.up_proj(x)" in verdict.source
 
 
+@pytest.mark.parametrize("low", [True, False])
+def test_a_rounded_buffer_is_named(low: bool, bases: dict[str, Any]) -> None:
+    """`model.to(bfloat16)` rounds rotary frequencies too, which turns distant tokens wrongly."""
+    rounded = copy.deepcopy(bases["fp32"]).to(torch.bfloat16)
+    pair = (rounded, bases["fp32"]) if low else (bases["fp32"], rounded)
+    verdict = npt.trace(pair[0], BATCH, against=pair[1])
+    assert verdict is not None and verdict.module == ROTARY
+    where = "this pass" if low else "the reference"
+    said = f"the buffer {ROTARY}.inv_freq was rounded to bfloat16 in {where}: keep it in float32"
+    assert said in verdict.explanation
+    assert "would explain" not in verdict.explanation
+
+
+def test_a_reference_of_zero_has_no_relative_difference() -> None:
+    reference = nn.Sequential(nn.Linear(4, 40), nn.Linear(40, 3))
+    reference[0].weight.data.zero_()
+    reference[0].bias.data.zero_()
+    model = copy.deepcopy(reference)
+    model[0].bias.data[7] = 2e-3
+    verdict = npt.trace(model, torch.ones(2, 4), against=reference)
+    assert verdict is not None and verdict.index == (0, 7)
+    assert verdict.explanation.startswith(
+        "the reference is 0 and this pass 0.002; rounding explains at most 1"
+    )
+    assert verdict.explanation.endswith("; 0.bias has only zeros in the reference")
+    assert "would explain" not in verdict.explanation
+
+
+def test_the_element_shown_is_of_the_row_that_parts() -> None:
+    """Rounding makes elements of a larger row differ more."""
+    torch.manual_seed(0)
+    reference, x = nn.Linear(40, 40), torch.randn(200, 40)
+    x[0] *= 1000
+    model = lowered(reference)
+    model.register_forward_pre_hook(lambda _module, given: given[0].to(torch.bfloat16))
+    model.bias.data += 1
+    verdict = npt.trace(model, x, against=reference)
+    assert verdict is not None and verdict.index[0] != 0 and abs(verdict.value) < 10
+
+
 # --- rounding is no parting
 
 
@@ -219,6 +259,35 @@ def test_rounding_is_no_parting(pair: str, padded: slice, bases: dict[str, Any])
     mask = torch.ones_like(ids)
     mask[1, padded] = 0
     assert npt.trace(model, {"input_ids": ids, "attention_mask": mask}, against=reference) is None
+
+
+class Decay(nn.Module):
+    """As in a state space model: a parameter that is used in fp32, whatever it is stored in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.log_decay = nn.Parameter(torch.arange(1.0, 9.0).log())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.project(x.to(self.project.weight.dtype))
+        return (hidden.float() * torch.exp(-self.log_decay.float().exp())).square().sum()
+
+
+def test_the_rounding_of_a_parameter_that_is_read_as_fp32_is_no_parting(tmp_path: Path) -> None:
+    """On either side, with a model and with a file; a change of the parameter still is one."""
+    torch.manual_seed(0)
+    model, x = Decay(), torch.randn(4, 8)
+    low = lowered(model)
+    for pair in ((low, model), (model, low)):
+        file = tmp_path / f"{pair[0] is low}.safetensors"
+        assert npt.trace(pair[0], x, against=pair[1]) is None
+        assert npt.trace(pair[1], x, against=file) is None
+        assert npt.trace(pair[0], x, against=file) is None
+    low.log_decay.data[3] += 0.5
+    verdict = npt.trace(low, x, against=model)
+    assert verdict is not None and verdict.operation == "exp"
+    assert "log_decay has a relative difference" in verdict.explanation
 
 
 def test_more_threads_are_no_parting(bases: dict[str, Any]) -> None:
@@ -379,8 +448,9 @@ def test_a_changed_file_is_compared_with_or_refused_in_one_line(tmp_path: Path) 
         elif number % 3 == 1:
             safetensors.torch.save_file(mutated_tensors(tensors, source), file, metadata)
         else:
-            steps = json.dumps(mutated(json.loads(metadata["npt_trace"]), source))
-            safetensors.torch.save_file(tensors, file, {**metadata, "npt_trace": steps})
+            part = source.choice(["npt_trace", "reads"])
+            changed = json.dumps(mutated(json.loads(metadata[part]), source))
+            safetensors.torch.save_file(tensors, file, {**metadata, part: changed})
         try:
             npt.trace(model, torch.ones(2, 4), against=file)
             ended["compared"] += 1

@@ -5,6 +5,7 @@ one.
 import inspect
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -45,10 +46,18 @@ def masked(x: Tensor) -> Tensor:
     return x.masked_fill(torch.tensor([False, True, False, False]), -INF)
 
 
-def ctc(x: Tensor, targets: Tensor, sizes: list[int]) -> Tensor:
+def ctc(
+    x: Tensor, targets: Tensor, sizes: list[int], make: Callable[[Any], Any] = torch.tensor
+) -> Tensor:
     """Of two samples with four frames."""
     logs = x.T.unsqueeze(-1).expand(4, 2, 6).log_softmax(-1)
-    return F.ctc_loss(logs, targets, torch.tensor([4, 4]), torch.tensor(sizes))
+    return F.ctc_loss(logs, targets, make([4, 4]), make(sizes))
+
+
+def ctc_of_one(x: Tensor, targets: Tensor) -> Tensor:
+    """Of a sample with four frames, without a batch."""
+    logs = x[0].unsqueeze(-1).expand(4, 6).log_softmax(-1)
+    return F.ctc_loss(logs, targets, torch.tensor(4), torch.tensor(len(targets)))
 
 
 # The tables keep their lines: function; cause, operation, what the explanation must say.
@@ -112,6 +121,10 @@ CASES: dict[Callable[[Tensor], Tensor], str] = {
         "too few frames; _ctc_loss; sample 0 has 4 frames, but its 5 labels need 5",
     lambda x: ctc(x, torch.tensor([1, 2, 1, 1, 2, 2]), [2, 4]):
         "too few frames; _ctc_loss; sample 1 has 4 frames, but its 4 labels need 6",
+    lambda x: ctc(x, torch.tensor([1, 2, 1, 1, 2, 2]), [2, 4], tuple):
+        "too few frames; _ctc_loss; sample 1 has 4 frames, but its 4 labels need 6",
+    lambda x: ctc_of_one(x, torch.tensor([1, 1, 2, 3])):
+        "too few frames; _ctc_loss; sample 0 has 4 frames, but its 4 labels need 5",
     lambda x: torch.special.zeta(x.detach(), x.detach()):
         "unknown; special_zeta; special_zeta of numbers up to 4",
 }

@@ -80,6 +80,24 @@ def root_of_zero(x: Tensor) -> Tensor:
     return x + (x * 0).sqrt()
 
 
+def test_a_list_is_given_whole_to_a_model_that_takes_one() -> None:
+    """And as its arguments, as from a data loader, to another."""
+
+    class OfSamples(Step):
+        def forward(self, samples: list[Tensor]) -> Tensor:
+            return torch.stack([self.first(sample).mean() for sample in samples]).mean()
+
+    class OfArguments(Step):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.first(x) - y).square().mean()
+
+    for model in (OfSamples(), OfArguments()):
+        assert npt.trace(model, [X, X]) is None
+        check(
+            npt.trace(model, [X, X * NAN]), cause="corrupt input", tensor="input 1 [3, 4] float32"
+        )
+
+
 # --- everything is as it was
 
 

@@ -53,7 +53,8 @@ def test_the_text_says_everything_in_order() -> None:
     [
         ({"token": None}, ": nan, row 1 of sample s7; it"),
         ({"sample": None}, ": nan, row 1, token 2; it"),
-        ({"row": None, "index": ()}, "[2, 3] float32: nan; it"),
+        ({"row": None, "index": (), "sample": None}, "[2, 3] float32: nan; it"),
+        ({"row": None, "index": ()}, "[2, 3] float32: nan, in sample s7; it"),
         ({"phase": "state"}, ": nan, first in row 1, token 2 of sample s7; it"),
         ({"module": "", "operation": ""}, f"  forward: no operation in {OUTSIDE}\n"),
     ],
