@@ -219,7 +219,7 @@ class Forensics:
         traces: int,
         keep: bool = False,
         together: bool = False,
-        again: Callable[[], bool] = lambda: False,
+        again: Callable[[], bool] | None = None,
     ):
         self.findings: list[Finding] = []
         self.left = traces
@@ -234,7 +234,8 @@ class Forensics:
     @contextmanager
     def watching(self, micro: MicroBatch, stored: StoredMicroBatch) -> Iterator[None]:
         """Record the model's calls in a micro-batch, if it may have to be computed again."""
-        if not self._keep and not self.left and not self._again():
+        again = self._again is not None and self._again()
+        if not self._keep and not self.left and not again:
             yield
             return
         micro.stored = self._open = stored

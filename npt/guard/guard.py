@@ -23,7 +23,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,6 @@ from npt.guard.parameters import (
     unwrapped,
     whole,
 )
-from npt.guard.recheck import Recheck
 from npt.guard.settings import GuardSettings
 from npt.guard.sharding import sharding_of
 from npt.guard.spikes import SpikeGuard
@@ -51,6 +50,9 @@ from npt.guard.traces import Buffers, Draws, Seeded
 from npt.guard.update import GuardedUpdate, Holdings
 from npt.guard.window import GradientWindow
 from npt.stored import RESTORE, check_entries, shown
+
+if TYPE_CHECKING:
+    from npt.guard.recheck import Recheck
 
 REMEMBERED = 256
 """The number of refusals, and of micro-batches with their figures, kept for a post-mortem."""
@@ -149,19 +151,9 @@ class Guard:
         self.draws: Draws = Draws() if draws is None else draws
         self._buffers = Buffers(whole(model))
         self._traces = self.draws, self._buffers
-        self.recheck = Recheck(
-            self.window,
-            model,
-            self._buffers,
-            self._scale,
-            every=self.settings.recheck,
-            weighted=self.settings.loss == "mean",
-            together=together,
-            seeded=draws is not None,
-        )
-        self.forensics = Forensics(
-            model, self.settings.trace, keep, together, again=self.recheck.is_due
-        )
+        self.recheck = self._make_recheck(together)
+        again = None if self.recheck is None else self.recheck.is_due
+        self.forensics = Forensics(model, self.settings.trace, keep, together, again)
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
         self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
@@ -192,7 +184,8 @@ class Guard:
             ConfigError: the loss is not one number, or `tokens` changed under sharding.
         """
         self._follow()
-        self.recheck.begin()
+        if self.recheck is not None:
+            self.recheck.begin()
         unset = torch.zeros((), device=self._home)
         micro = MicroBatch(unset, 1 if tokens is None else tokens)
         names = micro.sample_ids = tuple(map(str, ids))
@@ -277,6 +270,26 @@ class Guard:
         with self._aside():
             yield
 
+    def _make_recheck(self, together: bool) -> Recheck | None:
+        if not self.settings.recheck:
+            return None
+        from npt.guard.recheck import Recheck
+
+        return Recheck(
+            self.window,
+            self._model,
+            self._buffers,
+            self._scale,
+            every=self.settings.recheck,
+            weighted=self.settings.loss == "mean",
+            together=together,
+            seeded=isinstance(self.draws, Seeded),
+        )
+
+    def _settle_recheck(self) -> None:
+        if self.recheck is not None:
+            self.window.note_repaired(self.recheck.settle())
+
     @contextmanager
     def _aside(self) -> Iterator[None]:
         self._begin(1)
@@ -305,7 +318,7 @@ class Guard:
         """
         self._follow()
         with self._window_or_nothing():
-            self.window.note_repaired(self.recheck.settle())
+            self._settle_recheck()
             if self.lists:
                 outcomes = self.window.commit(fingerprint)
             else:
@@ -323,7 +336,7 @@ class Guard:
     def close_window(self) -> float | None:
         """Set `.grad` to the window's clipped gradient until `step`; return its unclipped norm."""
         with self._window_or_nothing():
-            self.window.note_repaired(self.recheck.settle())
+            self._settle_recheck()
             norm = self.window.close()
         return None if norm is None else float(norm)
 

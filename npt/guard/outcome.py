@@ -1,8 +1,9 @@
 """A window from its first micro-batch to its outcome.
 
 A window starts as a `PendingWindow`. Each micro-batch that was computed is `Judged`. After the step
-the `WindowFigures` of the window travel from the device to the host as one tensor, arrive as `WindowNumbers`,
-and `outcome_of` turns them into an `Outcome`. `refusal.py` explains what was refused.
+the window's figures travel from the device to the host as one tensor (`WindowFigures`), arrive as
+`WindowNumbers`, and `outcome_of` turns them into an `Outcome`. `refusal.py` explains what was
+refused.
 """
 
 from __future__ import annotations

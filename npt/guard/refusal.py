@@ -13,7 +13,7 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import DataError, ProcessError
 
 if TYPE_CHECKING:
-    from npt.guard.outcome import Judged, MicroBatch, WindowNumbers, PendingWindow
+    from npt.guard.outcome import Judged, MicroBatch, PendingWindow, WindowNumbers
 
 UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which logs faults"
 

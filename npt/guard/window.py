@@ -31,13 +31,13 @@ from npt.distributed.processes import ProcessGroup
 from npt.guard.lists import alike, keep_, norms_of
 from npt.guard.outcome import (
     NO_LIMITS,
-    WindowFigures,
     Judged,
     Landing,
     MicroBatch,
     Outcome,
     PendingWindow,
     Refusal,
+    WindowFigures,
     outcome_of,
     refusal_of,
     send_record,
