@@ -87,5 +87,5 @@ def test_the_installed_version_has_the_name(name: str) -> None:
     spec = find_spec(package)
     assert spec is not None and spec.origin is not None, f"{package} is not installed"
     # the file alone, since importing TRL takes half a minute
-    file = Path(spec.origin).with_name(module.replace(".", "/") + ".py")
+    file = Path(spec.origin).parent / (module.replace(".", "/") + ".py")
     assert re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")), f"no {name} in {file}"
