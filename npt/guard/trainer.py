@@ -150,8 +150,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for settings that belong to the Trainer, and for invalid values."""
     for name in {"loss", "max_grad_norm"}.intersection(settings):
         raise ConfigError(
-            f"a Trainer's guard has no setting {name!r}: the Trainer computes the loss, and"
-            " TrainingArguments(max_grad_norm=...) sets the norm"
+            f"a Trainer's guard has no setting {name!r}: the Trainer computes the loss, and its own"
+            " max_grad_norm, or Lightning's gradient_clip_val, sets the norm"
         )
     GuardSettings(**{"trace": 1, **settings})
 
