@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
@@ -136,7 +137,13 @@ class LightningFit:
         self._guard.close()
 
     def training_step(self, *arguments: Any) -> Any:
-        """Begin a micro-batch and compute its loss; return None if that refuses it."""
+        """Begin a micro-batch and compute its loss; return NaN if that refuses it."""
+        if self._drawn >= self._trainer.accumulate_grad_batches:
+            raise ConfigError(
+                "optimizer_step of the LightningModule left out optimizer.step(closure), which"
+                " LightningGuard needs for each window; to leave out a batch, return None in"
+                " training_step"
+            )
         self._logged = self._metrics()
         if not self._drawn:
             self._window_logged = self._logged
@@ -146,20 +153,20 @@ class LightningFit:
         again = partial(self._once_more, *arguments)
         micro = self._guard.micro_batch(ids=names, inputs=arguments[0], run=again)
         self._micro = self._open.enter_context(micro)
-        output = None
         with self._unless_refused():
             output = self._training_step(*arguments)
             if output is None:
                 raise DataError("training_step returned None")
-        return output
+            return output
+        return torch.tensor(math.nan)
 
     def backward(self, closure_loss: Any, *arguments: Any, **named: Any) -> Any:
         """Compute the gradients, and end the micro-batch."""
-        assert self._micro is not None
-        self._micro.loss = closure_loss
-        with self._unless_refused():
-            self._backward(closure_loss, *arguments, **named)
-            self._open.close()
+        if self._micro is not None:
+            self._micro.loss = closure_loss
+            with self._unless_refused():
+                self._backward(closure_loss, *arguments, **named)
+                self._open.close()
         return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *_: Any, **__: Any) -> Any:
@@ -196,6 +203,7 @@ class LightningFit:
         try:
             yield
         except BaseException as error:
+            self._micro = None
             if not self._open.__exit__(type(error), error, error.__traceback__):
                 raise
         refused = len(self._guard.window.refused())
@@ -271,3 +279,5 @@ def refuse_unfit(trainer: Trainer) -> None:
         raise ConfigError(
             "LightningGuard does not support precision='16-mixed'; pass precision='bf16-mixed'"
         )
+    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+        raise ConfigError("LBFGS computes a batch several times in a step: use another optimizer")

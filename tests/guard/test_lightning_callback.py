@@ -266,6 +266,18 @@ def test_what_cannot_be_guarded_is_refused_before_training() -> None:
             guard_of().on_fit_start(trainer, trainer.lightning_module)
 
 
+def test_an_optimizer_that_computes_in_its_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^LBFGS computes a batch several times"):
+        fitted([good(1)], module_of(torch.optim.LBFGS), callbacks=[guard_of()])
+
+
+def test_an_optimizer_step_that_makes_no_step_is_refused() -> None:
+    module = module_of()
+    module.optimizer_step = lambda _, __, optimizer, closure: closure()
+    with pytest.raises(ConfigError, match="optimizer_step of the LightningModule left out"):
+        fitted([good(1), good(2)], module, callbacks=[guard_of()])
+
+
 def test_manual_optimisation_is_refused_and_settings_are_checked() -> None:
     module = module_of()
     module.automatic_optimization = False
