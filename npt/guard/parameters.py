@@ -123,7 +123,8 @@ def all_processes(device: torch.device) -> ProcessGroup:
 
 
 def plain_name(name: str) -> str:
-    return name.replace("_orig_mod.", "")
+    """Return the name in a model that was not compiled, and not wrapped by Fabric."""
+    return name.replace("_orig_mod.", "").replace("_forward_module.", "")
 
 
 def whole(model: nn.Module) -> nn.Module:

@@ -80,3 +80,4 @@ def test_a_loop_of_fabric_leaves_no_trace_of_a_refused_batch() -> None:
     plain_run(plain, [[Micro(1)], [Micro(4)]], "sum")
     assert_same_state(world, plain)
     assert guard.counts.refused == 2 and guard.findings
+    assert set(guard.update.names) == set(dict(world.model.named_parameters()))
