@@ -29,16 +29,22 @@ class Lightning:
     """A LightningModule whose training_step returns None for a NaN loss, under a Trainer."""
 
     left_out = LEFT_OUT
+    callbacks: Sequence[Any] = ()
 
     def __init__(self, run: Run):
         import lightning  # noqa: F401
 
         self.run = run
 
+    def loss(self, batch: Batch) -> Tensor | None:
+        loss = self.run.net(**batch)
+        return loss if torch.isfinite(loss) else None
+
     def train(self, windows: Sequence[Window]) -> None:
         from lightning import LightningModule
         from lightning import Trainer as LightningTrainer
 
+        adapter = self
         run = self.run
 
         class Module(LightningModule):
@@ -48,8 +54,7 @@ class Lightning:
                 self.averaged = 0
 
             def training_step(self, batch: Batch, _: int) -> Tensor | None:
-                loss = self.net(**batch)
-                return loss if torch.isfinite(loss) else None
+                return adapter.loss(batch)
 
             def configure_optimizers(self) -> Any:
                 if run.scheduler is None:
@@ -67,6 +72,7 @@ class Lightning:
         trainer = LightningTrainer(
             accelerator="cpu",
             devices=1,
+            callbacks=[*self.callbacks],
             max_epochs=1,
             gradient_clip_val=run.max_norm,
             logger=False,
@@ -77,6 +83,21 @@ class Lightning:
         data: Any = batches(windows)
         loader = torch.utils.data.DataLoader(data, batch_size=None)
         trainer.fit(Module(), loader)
+
+
+class GuardedLightning(Lightning):
+    """npt.guard.LightningGuard in a Trainer of Lightning."""
+
+    handles_spikes = True
+
+    def __init__(self, run: Run):
+        from npt.guard import LightningGuard
+
+        super().__init__(run)
+        self.callbacks = [LightningGuard(trace=0, postmortem=None, spike_sigmas=10)]
+
+    def loss(self, batch: Batch) -> Tensor | None:
+        return self.run.net(**batch)
 
 
 class Transformers:

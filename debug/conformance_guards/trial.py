@@ -63,6 +63,7 @@ class Entry:
 
 GUARDS = {
     "npt.guard": Entry("conformance_guards.adapters:NptGuard"),
+    "npt.guard in Lightning": Entry("conformance_guards.trainers:GuardedLightning", "lightning"),
     "no guard": Entry("conformance_guards.adapters:NoGuard"),
     "isfinite(loss)": Entry("conformance_guards.adapters:FiniteLoss"),
     "error_if_nonfinite": Entry("conformance_guards.adapters:FiniteNorm"),

@@ -25,10 +25,12 @@ from npt.guard.traces import Seeded
 if TYPE_CHECKING:
     from npt.forensics.bundle import Postmortem, read_postmortem
     from npt.forensics.replay import replay
+    from npt.guard.lightning import LightningGuard
     from npt.guard.report import Report
     from npt.guard.trainer import TrainerMixin, protect
 
 _LATER = {
+    "LightningGuard": "npt.guard.lightning",
     "Postmortem": "npt.forensics.bundle",
     "Report": "npt.guard.report",
     "TrainerMixin": "npt.guard.trainer",
@@ -41,6 +43,7 @@ __all__ = [
     "Finding",
     "Guard",
     "GuardSettings",
+    "LightningGuard",
     "MicroBatch",
     "Outcome",
     "Postmortem",

@@ -89,11 +89,21 @@ def stepped_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
 def unwrapped(
     optimizer: Any, divided: bool
 ) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler | None]:
-    """Return torch's own optimizer, and the scaler, of one from `Accelerator.prepare`.
+    """Return torch's own optimizer, and the scaler, of one from `Accelerator.prepare`, or the only
+    optimizer in a container of them, as torchtitan's.
 
     Raises:
-        ConfigError: accelerate divides losses by the window's size, but `divided` is False.
+        ConfigError: there are several optimizers, or accelerate divides losses by the window's
+            size, but `divided` is False.
     """
+    held = optimizer if isinstance(optimizer, list) else getattr(optimizer, "optimizers", None)
+    if held is not None:
+        if len(held) != 1:
+            raise ConfigError(
+                f"{type(optimizer).__name__} holds {len(held)} optimizers, and a guard steps one:"
+                " make one with a parameter group in place of each"
+            )
+        (optimizer,) = held
     if type(optimizer).__module__.partition(".")[0] != "accelerate":
         return optimizer, None
     steps = optimizer.gradient_state.num_steps
@@ -113,7 +123,8 @@ def all_processes(device: torch.device) -> ProcessGroup:
 
 
 def plain_name(name: str) -> str:
-    return name.replace("_orig_mod.", "")
+    """Return the name in a model that was not compiled, and not wrapped by Fabric."""
+    return name.replace("_orig_mod.", "").replace("_forward_module.", "")
 
 
 def whole(model: nn.Module) -> nn.Module:

@@ -118,6 +118,13 @@ class TrainerMixin(Trainer):
             logs["refused"] = self.guard.counts.refused
         super().log(logs, *arguments, **named)
 
+    def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
+        stats = getattr(self, "stats", None)
+        if isinstance(stats, dict) and [] in stats.values():
+            # all was refused since the last log entry: Online DPO would divide by no metrics
+            self._globalstep_last_logged = self.state.global_step
+        super()._maybe_log_save_evaluate(*arguments, **named)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         guard = self.guard
         bad = None if guard is None else guard.first_bad()
@@ -150,8 +157,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for settings that belong to the Trainer, and for invalid values."""
     for name in {"loss", "max_grad_norm"}.intersection(settings):
         raise ConfigError(
-            f"a Trainer's guard has no setting {name!r}: the Trainer computes the loss, and"
-            " TrainingArguments(max_grad_norm=...) sets the norm"
+            f"a Trainer's guard has no setting {name!r}: the Trainer computes the loss, and its own"
+            " max_grad_norm, or Lightning's gradient_clip_val, sets the norm"
         )
     GuardSettings(**{"trace": 1, **settings})
 

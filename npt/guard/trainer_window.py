@@ -30,7 +30,7 @@ from npt.guard.refusal import UNGUARDED, Refusal
 from npt.guard.settings import GuardSettings
 
 # attributes that TRL changes in each forward
-_COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens", *generations.COUNTED)
+_COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens", "stats", *generations.COUNTED)
 QUOTED = 60
 """How many characters of a refused row are logged, and at most how many of its tokens."""
 

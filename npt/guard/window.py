@@ -210,7 +210,8 @@ class GradientWindow:
             stepped = dict(zip(update.names, update.parameters, strict=True))
             guarded = Guarded(held=stepped, stepped=stepped, clipped=update.parameters)
         self.hold(guarded)
-        self._divisor, self.sharding = divisor, sharding
+        self.divisor = divisor
+        self.sharding = sharding
         self._open = PendingWindow()
         self._launched: deque[PendingWindow] = deque()
         self._landings: list[Landing] = []  # free ones
@@ -396,8 +397,8 @@ class GradientWindow:
             tokens, loss, survivors, refused = numbers.unbind()
             allowed = (tokens > 0) & (halts == 0).all() & (data == data[0]).all()
         divisor = tokens.clamp_min(1.0)
-        if self._divisor is not None:
-            divisor = torch.full_like(tokens, self._divisor)
+        if self.divisor is not None:
+            divisor = torch.full_like(tokens, self.divisor)
         if not (divisor.is_cpu and float(divisor) == 1.0):
             for flat in gradients.sums:
                 flat.div_(divisor.to(flat.device))

@@ -59,6 +59,11 @@ def test_our_guard_is_equal(fault, setting) -> None:
     assert (found.verdict, found.lost) == ("equal", [])
 
 
+def test_our_guard_is_equal_in_lightning() -> None:
+    pytest.importorskip("lightning")
+    assert cell("npt.guard in Lightning", "norm", "ema").verdict == "equal"
+
+
 @pytest.mark.parametrize("fault", ["one-process", "window"])
 def test_our_guard_is_equal_in_two_processes(fault) -> None:
     assert cell("npt.guard", fault, "two-processes").verdict == "equal"

@@ -1,10 +1,10 @@
-"""Lightning's manual optimisation under a guard; skipped if Lightning is not installed."""
+"""Lightning's manual optimisation, and Fabric, under a guard; skipped without Lightning."""
 
 from typing import Any
 
 import pytest
 import torch
-from guarded_loops import MAX_NORM, Micro, World, assert_equal, plain_run
+from guarded_loops import MAX_NORM, Micro, World, assert_equal, assert_same_state, plain_run
 
 import npt
 from npt.guard import Guard
@@ -91,3 +91,23 @@ def test_a_model_of_fabric_is_traced(tmp_path) -> None:
         assert verdict is not None and verdict.operation == "log"
     with pytest.raises(RuntimeError, match="requires you to call"):
         model(-bad).backward()
+
+
+def test_a_loop_of_fabric_leaves_no_trace_of_a_refused_batch() -> None:
+    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu", devices=1)
+    world = World()
+    model, optimizer = fabric.setup(world.model, world.optimizer)
+    guard = Guard(model, optimizer, world.scheduler, max_grad_norm=MAX_NORM, trace=1)
+    for window in ([Micro(1), Micro(2, fault="loss")], [Micro(3, fault="loss")], [Micro(4)]):
+        for micro in window:
+            with guard.micro_batch(micro.tokens, [micro.seed]) as told:
+                output = model(micro.data(torch.float32), micro.branch)
+                told.loss = loss = output.square().sum()
+                fabric.backward(loss)
+        guard.step()
+    world.random = torch.get_rng_state()
+    plain = World()
+    plain_run(plain, [[Micro(1)], [Micro(4)]], "sum")
+    assert_same_state(world, plain)
+    assert guard.counts.refused == 2 and guard.findings
+    assert set(guard.update.names) == set(dict(world.model.named_parameters()))

@@ -15,7 +15,15 @@ from npt.guard import TrainerMixin, protect, replay
 
 BAD = 5
 METRICS = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens")
-METRICS += ("rewards/margins", "rewards/accuracies", "logps/chosen", "logits/chosen")
+METRICS += (
+    "objective/kl",
+    "objective/scores",
+    "beta",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logits/chosen",
+)
 
 
 def trained(kind: Any, arguments: Any, rows: list[Any], model: Any, **rest: Any) -> Any:
@@ -82,6 +90,34 @@ def test_dpo_of_a_refused_pair_leaves_no_trace(tmp_path) -> None:
     plain = small_policy(tokenizer)
     stock = trained(trl.DPOTrainer, config, pairs(*good), plain, ref_model=reference)
     assert_equal(guarded, stock, "state")
+
+
+@pytest.mark.parametrize("size", [4, 1])
+def test_online_dpo_of_a_refused_prompt_leaves_no_trace(size, tmp_path) -> None:
+    """size: of a window. A window of which nothing is left has no metrics, and logs none."""
+    pytest.importorskip("trl")
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER))
+    (mark,) = tokenizer(" #", add_special_tokens=False)["input_ids"]
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "#", "eta", "theta"]
+    states = []
+    for fault in ("raises-forward", None):
+        rows = [{"prompt": f"say {word}: "} for word in words if fault or word != "#"]
+        policy = small_policy(tokenizer)
+        given = {**ARGUMENTS, "gradient_accumulation_steps": size, "bf16": False}
+        given["max_steps"] = -(-len(rows) // size)
+        given["lr_scheduler_type"] = "constant"
+        states.append(
+            trained(
+                OnlineDPOTrainer,
+                OnlineDPOConfig(str(tmp_path), **given, max_new_tokens=4, max_length=48),
+                rows,
+                policy if fault is None else plant(policy, fault, mark),
+                reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+            )
+        )
+    assert_equal(*states, "state")
 
 
 def test_a_stopped_dpo_run_is_replayed_with_the_loss_of_its_trainer(tmp_path) -> None:

@@ -211,3 +211,33 @@ def test_gradients_of_any_form_are_summed(make) -> None:
         guard.close_window()
         for parameter, gradient in zip(model.parameters(), plain, strict=True):
             assert torch.equal(parameter.grad, gradient)
+
+
+class Container(torch.optim.Optimizer):
+    """torchtitan's optimizer: it steps several, and holds no state of its own."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        self.optimizers = [*optimizers]
+        super().__init__([p for each in optimizers for p in each.param_groups[0]["params"]], {})
+
+    def step(self, *_: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_the_optimizer_in_a_container_is_guarded() -> None:
+    model = nn.Linear(3, 1)
+    adamw = torch.optim.AdamW(model.parameters())
+    for held in (Container(adamw), [adamw]):
+        guard = Guard(model, held)
+        assert guard.update.optimizer is adamw
+        guard.close()
+
+
+def test_several_optimizers_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    several = [torch.optim.AdamW(layer.parameters()) for layer in model]
+    with pytest.raises(ConfigError, match=r"^Container holds 2 optimizers, .* parameter group"):
+        Guard(model, Container(*several))
+    with pytest.raises(ConfigError, match=r"^list holds 2 optimizers"):
+        Guard(model, several)
