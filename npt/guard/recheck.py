@@ -90,15 +90,11 @@ class Recheck:
         Raises:
             ConfigError: the loss cannot be computed again.
         """
-        if self._before is None:
+        if not self.is_due() or self._window.is_closed:
             return []
-        before, self._before = self._before, None
-        faults = [
-            f"{name} changed without an operation; its copy from before the window was put back"
-            for name in self._window.update.put_back(before, self._marks)
-        ]
+        faults = self._put_back()
         ran = self._window.ran()
-        if not ran:
+        if not self._can_run_again(len(ran)):
             return faults
         kept = self._computed([judged for _, judged in ran], random_state())
         second = self._again(ran)
@@ -114,6 +110,26 @@ class Recheck:
             faults.append(fault)
         self._keep(kept, ran)
         return faults
+
+    def _put_back(self) -> list[str]:
+        """Restore weights and moments that changed without an operation, and tell of them."""
+        before, self._before = self._before, None
+        if before is None:  # no micro-batch began
+            return []
+        return [
+            f"{name} changed without an operation; its copy from before the window was put back"
+            for name in self._window.update.put_back(before, self._marks)
+        ]
+
+    def _can_run_again(self, ran: int) -> bool:
+        """Return whether there is something to compute again. Processes that compute together then
+        need equally many micro-batches, so none may have been refused before its forward.
+        """
+        if not self._together:
+            return ran > 0
+        processes = self._window.processes
+        (computed,) = processes.sums([ran])
+        return 0 < computed == self._window.place
 
     def _one_differs(self, places: list[int]) -> bool:
         """Return whether this process, or one that computes together with it, differs."""

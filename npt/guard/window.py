@@ -305,6 +305,11 @@ class GradientWindow:
         """Note what was repaired in the open window."""
         self._open.repaired += tuple(faults)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the open window awaits its step alone."""
+        return self._open.closed
+
     def ran(self) -> list[tuple[MicroBatch, Judged]]:
         """Return this process's micro-batches of the open window that were computed."""
         return self._open.ran
@@ -411,18 +416,18 @@ class GradientWindow:
             good = good & ~spike
         window.go = good & allowed if window.reached else torch.zeros_like(good)
         window.figures = WindowFigures(
-            tokens,
-            loss,
-            norm,
-            spike,
-            survivors,
-            flags,
-            losses,
-            norms,
-            reports,
-            refused,
-            halts,
-            data,
+            tokens=tokens,
+            loss=loss,
+            norm=norm,
+            spike=spike,
+            survivors=survivors,
+            flags=flags,
+            losses=losses,
+            norms=norms,
+            reports=reports,
+            refused=refused,
+            halts=halts,
+            data=data,
         )
 
     def _sum_over_processes(
