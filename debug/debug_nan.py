@@ -46,6 +46,8 @@ def main() -> int:
     parser.add_argument("--bundle", metavar="FOLDER", help="replay and trace a post-mortem bundle")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args, others = parser.parse_known_args()
+    if args.rivals and (not args.demo or args.case is not None):
+        parser.error("--rivals asks about all faults: give it with --demo and without --case")
     as_json = ["--json"] if args.json else []
     if args.bundle is not None:
         return npt(["replay", args.bundle, *others, *as_json], prog="debug_nan.py")

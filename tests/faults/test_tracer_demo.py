@@ -297,7 +297,8 @@ def test_the_table_shows_planted_against_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--demo", "--foo"), ("--case", "none-such"), ("--limit", "-1"), ("--dem",)]
+    "arguments",
+    [("--demo", "--foo"), ("--case", "none-such"), ("--limit", "-1"), ("--dem",), ("--rivals",)],
 )
 def test_wrong_arguments_are_one_line_and_status_2(monkeypatch, capsys, arguments) -> None:
     with pytest.raises(SystemExit) as ended:
