@@ -53,6 +53,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "conformance": (tables.conformance, ("conformance",)),
     "guards": (tables.guards, ("guards", "guard_lora")),
     "tracer": (tables.tracer, ("tracer",)),
+    "tracers": (tables.tracers, ("tracer",)),
     "kernels": (tables.kernels, ("kernels",)),
 }
 """The renderer and the files of each table, by its name on the page."""

@@ -112,6 +112,30 @@ def tracer(figures: Json) -> str:
     return table(columns, [figures])
 
 
+def tracers(figures: Json) -> str:
+    """Return what each tool named of the faults of `debug_nan.py --demo --rivals --json`."""
+    columns: dict[str, Cell] = {
+        "tool": lambda row: _TRACERS.get(row["name"], row["name"]),
+        "operation": "{operation} of {total}",
+        "module": "{module} of {total}",
+        "line": "{line} of {lines}",
+        "phase": "{phase} of {total}",
+        "no report": "{nothing}",
+        "false alarms": "{false_alarms}",
+    }
+    return table(columns, figures["tools"], words=1)
+
+
+_TRACERS = {
+    "npt.trace": "`npt.trace`",
+    "anomaly mode": "`torch.autograd.set_detect_anomaly`",
+    "DebugUnderflowOverflow": "`DebugUnderflowOverflow` of transformers",
+    "forward hooks": "forward hooks that check every output",
+    "sherlorch": "sherlorch 0.1.0",
+}
+"""The tools' names on the page."""
+
+
 def kernels(figures: Json) -> str:
     """Return the output of `compile_kernels.py`: registers, and spilled bytes if there are any."""
 

@@ -2,12 +2,13 @@
 """Find the operation that produced a NaN: trace a batch through a model, a checkpoint or a
 post-mortem bundle.
 
-    python debug/debug_nan.py --demo              plant faults in the embedded model and find them
+    python debug/debug_nan.py --demo              plant faults in small models and find them
+    python debug/debug_nan.py --demo --rivals     and ask other tools about the same faults
     python debug/debug_nan.py --bundle RUN/postmortem/step-00000123
     python debug/debug_nan.py --model_name FOLDER --adapter RUN/checkpoints/step-00000400/adapter
 
 The last two run `npt replay` and `npt trace`, and take their flags. The demo exits with status 0 if
-the tracer locates every fault exactly and raises no alarm on the clean model, else with 1.
+the tracer locates every fault exactly and raises no alarm on the clean models, else with 1.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 import torch
 
 from faults.tracer_cases import all_cases
-from faults.tracer_demo import false_alarms, find_fault, print_lines, summary
+from faults.tracer_demo import compare, false_alarms, find_fault, print_lines, print_rows, summary
 from npt.cli.main import main as npt
 from npt.console import make_console, put
 from npt.files import to_json
@@ -37,9 +38,16 @@ def main() -> int:
     parser.add_argument(
         "--case", metavar="ID", help="plant only this fault and print the full verdict"
     )
+    parser.add_argument(
+        "--rivals",
+        action="store_true",
+        help="with --demo: ask anomaly mode, DebugUnderflowOverflow and forward hooks too",
+    )
     parser.add_argument("--bundle", metavar="FOLDER", help="replay and trace a post-mortem bundle")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args, others = parser.parse_known_args()
+    if args.rivals and (not args.demo or args.case is not None):
+        parser.error("--rivals asks about all faults: give it with --demo and without --case")
     as_json = ["--json"] if args.json else []
     if args.bundle is not None:
         return npt(["replay", args.bundle, *others, *as_json], prog="debug_nan.py")
@@ -56,7 +64,8 @@ def main() -> int:
         )
     lines = [find_fault(case) for case in cases]
     alarms = false_alarms() if args.case is None else 0
-    figures = summary(lines, alarms)
+    rows = compare(lines, alarms) if args.rivals else None
+    figures = summary(lines, alarms, rows)
     if args.json:
         put(to_json(figures, indent=2))
     elif args.case is not None:
@@ -66,6 +75,8 @@ def main() -> int:
         )
     else:
         print_lines(make_console(), lines, alarms)
+        if rows is not None:
+            print_rows(make_console(), rows)
     return 0 if figures["passed"] == figures["total"] and not alarms else 1
 
 

@@ -1,4 +1,5 @@
-"""Faults for the tracer to find in the embedded 4-bit model, each with its true place.
+"""Faults for the tracer to find in the embedded 4-bit model, each with its true place. Those in
+other models are in `module_cases.py`.
 
 The truth follows from how a fault is planted, never from the tracer: the changed tensor and
 element, and the operation that torch runs on them. Where a product overflows, the first element is
@@ -11,8 +12,8 @@ and stacks the student's before the teacher's.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from faults.bench import Fault, Setting, Student, module_of, no_fault
+from faults.bench import Fault, Fill, Setting, Student, module_of, no_fault
+from faults.module_cases import MODULE_CASES, ModuleCase
 from faults.persistent_faults import PersistentFault, frozen, statistic, weight
+from faults.places import Truth
 from faults.transient_faults import (
     Index,
     attribute,
@@ -40,7 +43,6 @@ from faults.transient_faults import (
 )
 from npt.base.linear import dense_weight
 from npt.data.batch import Batch
-from npt.tracer.verdict import Verdict
 
 LOCAL = Setting(layers="2,5", windows=1)
 END_TO_END = replace(LOCAL, strategy="end_to_end")
@@ -49,35 +51,6 @@ LEFT = replace(LOCAL, padding="left")
 CLEAN = (LOCAL, END_TO_END, WITH_LOGITS, LEFT, replace(LEFT, strategy="end_to_end"))
 """Settings in which the clean model must have no verdict."""
 PLACE = (0, 0)
-
-
-@dataclass(frozen=True)
-class Truth:
-    """The place of a fault. token: (row, token), or None if the tensor belongs to no token."""
-
-    phase: str
-    module: str
-    operation: str
-    index: Index
-    cause: str
-    token: tuple[int, int] | None = None
-
-    @property
-    def layer(self) -> int | None:
-        number = re.match(r"model\.layers\.(\d+)", self.module)
-        return None if number is None else int(number[1])
-
-    def __str__(self) -> str:
-        return sentence(self.phase, self.operation, self.module, self.index)
-
-    def fits(self, verdict: Verdict) -> bool:
-        names = ("phase", "layer", "module", "operation", "index", "cause")
-        same = all(getattr(verdict, name) == getattr(self, name) for name in names)
-        return same and (self.token is None or (verdict.row, verdict.token) == self.token)
-
-
-def sentence(phase: str, operation: str, module: str, index: Index) -> str:
-    return f"{phase}: {operation or 'no operation'} in {module or 'no module'} at {list(index)}"
 
 
 Computed = Callable[[Student, Batch], Truth]
@@ -92,6 +65,8 @@ class Case:
         fault: of the micro-batch.
         act: applied to the student first.
         plain: trace the model's own forward and loss, not a training step.
+        made: the place that made the value, if the truth has none: a tracer that repeats the pass
+            cannot see it.
     """
 
     id: str
@@ -102,6 +77,7 @@ class Case:
     act: PersistentFault | Callable[[Student], Any] | None = None
     setting: Setting = LOCAL
     plain: bool = False
+    made: Truth | None = None
 
 
 # --- changes of activations that only the tracer needs
@@ -117,21 +93,28 @@ def recomputed(module: str, index: Index) -> Fault:
 
     def change(output: Tensor) -> Tensor:
         again = torch._C._current_autograd_node() is not None
-        return output.masked_fill(one_hot(output, index) & again, math.nan)
+        at = one_hot(output, index) & again
+        return output.masked_fill(at, math.nan)  # planted: recomputation
 
     return changed(module, change)
 
 
 def once(module: str) -> Fault:
     """Return NaN from `module` at its first call only, like a bit flip in a cache."""
-    calls = 0
 
-    def change(output: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return output * math.nan if calls == 1 else output
+    @contextmanager
+    def fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
+        calls = 0
 
-    return changed(module, change)
+        def change(output: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return output * math.nan if calls == 1 else output  # planted: transient
+
+        with changed(module, change)(student, batch) as result:
+            yield result
+
+    return fault
 
 
 def zeroed_token(row: int, token: int) -> Fault:
@@ -157,7 +140,7 @@ class Amplify(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
         factor = torch.ones_like(gradients[0])
         factor[ctx.at] = 1e38
-        return gradients[0] * factor * factor, None, None
+        return gradients[0] * factor * factor, None, None  # planted: own-backward
 
 
 def one_hot(like: Tensor, index: Index) -> Tensor:
@@ -176,30 +159,38 @@ def applied(
     function: Callable[[Tensor], Tensor], index: Index, value: float
 ) -> Callable[[Tensor], Tensor]:
     """Apply `function` to harmless numbers, and to `value` at one element."""
-    return lambda x: function(put(x.abs().clamp(0.1, 1.0), index, value))
+
+    def change(x: Tensor) -> Tensor:
+        harmless = put(x.abs().clamp(0.1, 1.0), index, value)
+        # planted: forward-exp, forward-log, forward-sqrt, decoy, left-padding
+        return function(harmless)
+
+    return change
 
 
 def product_in_fp16(x: Tensor) -> Tensor:
     """Compute 300 * 300 in fp16 at one element."""
-    return (put(x, (3, 17), 300.0).half() * put(x, (3, 17), 300.0).half()).float()
+    half = put(x, (3, 17), 300.0).half()
+    return (half * half).float()  # planted: product-fp16
 
 
 def unit_vectors(x: Tensor) -> Tensor:
     """Divide [B, T, D] states by their norms, with one token's state set to zeros."""
     at = torch.ones(x.shape)
     at[0, 6] = 0.0
-    return (x * at) / (x * at).norm(dim=-1, keepdim=True)
+    return (x * at) / (x * at).norm(dim=-1, keepdim=True)  # planted: unit-vector
 
 
 def hidden_log(x: Tensor) -> Tensor:
     """Return x + x log x with its 0 log 0 masked by a `where` afterwards, a common mistake."""
     y = x * ~one_hot(x, (4, 3))
-    return x + torch.where(y == 0, 0.0, y * y.abs().log())
+    return x + torch.where(y == 0, 0.0, y * y.abs().log())  # planted: hidden-log
 
 
 def root_at_zero(x: Tensor) -> Tensor:
     """Return x + sqrt(0) at one element, where the root's derivative is infinite."""
-    return x + torch.sqrt(torch.where(one_hot(x, (4, 3)), x - x.detach(), 1.0))
+    zero = torch.where(one_hot(x, (4, 3)), x - x.detach(), 1.0)
+    return x + torch.sqrt(zero)  # planted: slope-sqrt
 
 
 def decoy(x: Tensor) -> Tensor:
@@ -208,11 +199,17 @@ def decoy(x: Tensor) -> Tensor:
 
 
 def written(gradient: Tensor) -> Tensor:
-    return gradient.index_put((torch.tensor([2]), torch.tensor([5])), torch.tensor(math.nan))
+    at = torch.tensor([2]), torch.tensor([5])
+    return gradient.index_put(at, torch.tensor(math.nan))  # planted: gradient-hook
+
+
+def with_nan(x: Tensor) -> Tensor:
+    return x.masked_fill(one_hot(x, (2, 9)), math.nan)  # planted: written
 
 
 def mean_of_none(student: Student, _batch: Batch) -> Tensor:
-    return student.parameters["model.layers.2.npt.A"].sum() * 0 / torch.zeros(())
+    nothing = student.parameters["model.layers.2.npt.A"].sum() * 0
+    return nothing / torch.zeros(())  # planted: mean-of-none
 
 
 def embedding_of(row: int, token: int, column: int, value: float) -> tuple[Computed, Any]:
@@ -363,7 +360,7 @@ def _functions() -> list[Case]:
           for id, name, value, function, cause in functions),
         Case("written", "a hook that writes NaN into an activation", "forward",
              Truth("forward", ACT, "masked_fill", (2, 9), "written constant", (0, 2)),
-             changed(ACT, lambda x: x.masked_fill(one_hot(x, (2, 9)), NAN))),
+             changed(ACT, with_nan)),
         Case("decoy", "a NaN masked by where, before the real one", "forward",
              Truth("forward", ACT, "log", (2, 9), invalid, (0, 2)),
              together(changed("model.layers.1.mlp.act_fn", decoy),
@@ -405,14 +402,16 @@ def _data() -> list[Case]:
              Truth("data", "", "cross_entropy", (0, 2), "token id", (0, 2)),
              label_at(0, 2, -7), plain=True),
         Case("transient", "NaN at the first call only", "transient",
-             Truth("forward", "", "", (), "not repeatable"), once("model.layers.3")),
+             Truth("forward", "", "", (), "not repeatable"), once("model.layers.3"),
+             made=Truth("forward", "model.layers.3", "mul", (), "not repeatable")),
     ]
 
 
 # fmt: on
 
 
-def all_cases() -> list[Case]:
+def all_cases() -> list[Case | ModuleCase]:
     """Return every planted fault. Ids are unique."""
     groups = (_state, _low_precision_and_masks, _divisions_and_products, _functions, _backward)
-    return [case for group in (*groups, _data) for case in group()]
+    embedded = [case for group in (*groups, _data) for case in group()]
+    return [*embedded, *MODULE_CASES]

@@ -350,19 +350,22 @@ def reverse_kl(student: Student, batch: Batch, temperature: float = 0.05) -> Ten
         teacher = _logits(student, batch)
     q = torch.softmax(logits / temperature, dim=-1)
     log_p = torch.log_softmax(teacher / temperature, dim=-1)
-    return torch.where(q > 0, q * (q.log() - log_p), 0.0).sum()
+    log_q = q.log()  # planted: reverse-kl
+    return torch.where(q > 0, q * (log_q - log_p), 0.0).sum()
 
 
 def cross_entropy_of_nothing(reduction: str) -> Extra:
     """Return a cross-entropy with every label ignored: NaN as a mean, 0 as a sum, and gradients of
     0 either way.
     """
-    return lambda student, batch: F.cross_entropy(
-        _logits(student, batch)[:, :-1].flatten(0, 1),
-        without_labels(batch).labels[:, 1:].flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction=reduction,
-    )
+
+    def loss(student: Student, batch: Batch) -> Tensor:
+        logits = _logits(student, batch)[:, :-1].flatten(0, 1)
+        labels = without_labels(batch).labels[:, 1:].flatten()
+        options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "reduction": reduction}
+        return F.cross_entropy(logits, labels, **options)  # planted: no-labels
+
+    return loss
 
 
 def masked_by_multiplication(student: Student, batch: Batch) -> Tensor:

@@ -274,10 +274,26 @@ def _average(origin: Origin) -> Reason | None:
 
 
 def _normalisation(origin: Origin) -> Reason | None:
-    if _largest(origin) > HUGE or not any(part in origin.operation for part in NORMALISATIONS):
+    if not any(part in origin.operation for part in NORMALISATIONS):
         return None
+    negative = _negative_variance(origin)
+    if negative is not None or _largest(origin) > HUGE:
+        return negative
     epsilon = f"a variance of 0 with an epsilon of {origin.constants.get('eps', 0.0):g}"
     return Reason("vanishing norm", f"{origin.operation} of {epsilon} is {origin.value:g}")
+
+
+def _negative_variance(origin: Origin) -> Reason | None:
+    """Batch norm in eval mode, which takes the root of a buffer that is finite but below 0."""
+    external, variance = origin.externals.get("running_var"), _input(origin, "running_var")
+    if external is None or variance is None or len(origin.index) < 2:
+        return None
+    channel = origin.index[1]
+    held = element(variance, (channel,))
+    if held + origin.constants.get("eps", 0.0) >= 0.0:
+        return None
+    below = f"{external.name}[{channel}] holds {held:g}, and a variance cannot be negative"
+    return Reason(_corrupt(external), below)
 
 
 def _hidden_branch(origin: Origin) -> Reason | None:

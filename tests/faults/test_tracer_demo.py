@@ -6,6 +6,7 @@ import functools
 import io
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,14 +14,30 @@ from rich.console import Console
 import debug_nan
 from faults import tracer_demo
 from faults.bench import no_fault
-from faults.tracer_cases import Case, Truth, all_cases
-from faults.tracer_demo import Line, false_alarms, find_fault, print_lines, summary
+from faults.module_cases import ModuleCase
+from faults.places import Truth, marked_lines
+from faults.rivals import RIVALS, Finding, ask, score
+from faults.tracer_cases import Case, all_cases
+from faults.tracer_demo import (
+    Line,
+    compare,
+    false_alarms,
+    find_fault,
+    planted,
+    print_lines,
+    print_rows,
+    small,
+    summary,
+)
 from npt.tracer.verdict import CAUSES, Verdict
 
 CASES = all_cases()
 
 
-def case(id: str) -> Case:
+SMALL = [c for c in CASES if isinstance(c, ModuleCase)]
+
+
+def case(id: str) -> Any:
     (found,) = [c for c in CASES if c.id == id]
     return found
 
@@ -36,11 +53,25 @@ def shared_student():
 COVERED = {"norm-weight", "embedding-row", "head-weight", "transient"}
 
 
-@pytest.mark.parametrize("planted", [c for c in CASES if c.id not in COVERED], ids=lambda c: c.id)
-def test_the_planted_fault_is_found_exactly(planted, shared_student, monkeypatch) -> None:
-    if planted.act is None:  # nothing is done to the student for good
+EMBEDDED = [c for c in CASES if isinstance(c, Case) and c.id not in COVERED]
+
+
+@pytest.mark.parametrize("fault", EMBEDDED, ids=lambda c: c.id)
+def test_the_planted_fault_is_found_exactly(fault, shared_student, monkeypatch) -> None:
+    if fault.act is None:  # nothing is done to the student for good
         monkeypatch.setattr(tracer_demo, "Student", shared_student)
-    line = find_fault(planted)
+    is_found_exactly(fault)
+
+
+@pytest.mark.parametrize("fault", SMALL, ids=lambda c: c.id)
+def test_the_fault_in_a_small_module_is_found_exactly(fault) -> None:
+    is_found_exactly(fault)
+    subject = small(fault, bad=False)
+    assert tracer_demo.trace(subject.model, subject.batch, run=subject.run) is None
+
+
+def is_found_exactly(fault: Case | ModuleCase) -> None:
+    line = find_fault(fault)
     assert line.error == ""
     assert line.found == str(line.truth)
     assert line.verdict is not None and line.verdict.cause == line.truth.cause
@@ -59,6 +90,7 @@ def test_the_clean_model_gives_no_alarm(shared_student, monkeypatch) -> None:
 
 def test_there_are_faults_of_every_kind_and_each_has_an_id_of_its_own() -> None:
     assert len(CASES) >= 20 and len({c.id for c in CASES}) == len(CASES)
+    assert len(marked_lines()) >= 30 and set(marked_lines()) <= {c.id for c in CASES}
     kinds = {"forward", "backward", "weight", "absmax", "cast", "mask", "division", "data"}
     assert {c.group for c in CASES} >= kinds
 
@@ -124,6 +156,90 @@ def test_a_plant_is_what_makes_the_fault() -> None:
         assert line.verdict is None and not line.passed
 
 
+def test_a_verdict_with_another_line_does_not_pass() -> None:
+    line = find_fault(case("negative-base"))
+    assert line.passed and line.verdict is not None
+    wrong = replace(line.verdict, source=line.verdict.source.replace(".py:", ".py:1"))
+    assert not replace(line, verdict=wrong).passed
+
+
+# --- other tools
+
+
+def said(tool: str, id: str) -> Finding | None:
+    with planted(case(id)) as subject:
+        return ask(RIVALS[tool], subject)
+
+
+@pytest.mark.parametrize(
+    ("tool", "id", "finding"),
+    [
+        ("anomaly mode", "zero-distance", Finding("SqrtBackward0", phase="backward")),
+        ("anomaly mode", "gradient-penalty", Finding("PowBackward0", phase="backward")),
+        ("DebugUnderflowOverflow", "negative-base", Finding(module="2", phase="forward")),
+        ("forward hooks", "half-scores", Finding(module="scores", phase="forward")),
+        ("forward hooks", "sure-answer", None),
+    ],
+)
+def test_a_tool_is_heard_as_it_reports(tool, id, finding) -> None:
+    if tool == "anomaly mode":
+        finding = replace(finding, line=marked_lines()[id])
+    assert said(tool, id) == finding
+
+
+def test_a_pass_that_raises_gives_every_tool_its_traceback() -> None:
+    for tool in RIVALS:
+        finding = said(tool, "token-id")
+        assert finding is not None and finding.operation == "embedding" and finding.phase == "data"
+
+
+def test_a_tool_leaves_no_hook_behind() -> None:
+    for tool in RIVALS.values():
+        subject = small(case("half-scores"), bad=True)
+        ask(tool, subject)
+        assert not any(module._forward_hooks for module in subject.model.modules())
+
+
+def test_names_of_one_operation_count_and_others_do_not() -> None:
+    truth = case("zero-distance").truth
+    for name in ("div in SqrtBackward0", "SqrtBackward0", "sqrt"):
+        assert score(Finding(name), truth, None).operation
+    for name in ("MeanBackward0", "where", "", None):
+        assert not score(Finding(name), truth, None).operation
+    nothing = score(None, truth, "a.py:1")
+    assert not (nothing.operation or nothing.module or nothing.line or nothing.phase)
+    outside = case("sure-answer").truth
+    assert score(Finding("log", ""), outside, None).module
+    assert not score(Finding("log", None), outside, None).module
+
+
+def test_the_row_of_each_tool_is_counted() -> None:
+    lines = [find_fault(case(id)) for id in ("sure-answer", "zero-distance", "half-scores")]
+    rows = {row.name: row.as_dict() for row in compare(lines, 0, passes=False)}
+    assert list(rows) == ["npt.trace", *RIVALS]
+    parts = ("operation", "module", "line", "phase", "nothing", "total", "lines")
+    counted = {name: [row[part] for part in parts] for name, row in rows.items()}
+    assert counted["npt.trace"] == [3, 3, 3, 3, 0, 3, 3]
+    assert counted["anomaly mode"] == [2, 0, 2, 1, 0, 3, 3]
+    assert counted["DebugUnderflowOverflow"] == counted["forward hooks"] == [0, 1, 0, 1, 2, 3, 3]
+    blind = [replace(line, verdict=None) for line in lines]
+    assert compare(blind, 0, passes=False)[0].as_dict()["nothing"] == 3
+
+
+def test_a_mask_is_a_false_alarm_of_hooks_and_none_of_the_tracer() -> None:
+    subject = small(case("half-scores"), bad=False)
+    assert tracer_demo.trace(subject.model, subject.batch, run=subject.run) is None
+    for tool, alarm in (("anomaly mode", False), ("forward hooks", True)):
+        assert (ask(RIVALS[tool], subject) is not None) == alarm
+
+
+def test_the_table_of_tools_shows_what_each_named() -> None:
+    rows = compare([find_fault(case("negative-base"))], 0, passes=False)
+    console = Console(file=(out := io.StringIO()), width=160)
+    print_rows(console, rows)
+    assert "npt.trace" in out.getvalue() and "of 1 faults, 1 of them" in out.getvalue()
+
+
 # --- the script
 
 
@@ -146,7 +262,7 @@ def test_the_demonstration_as_json_has_its_form(monkeypatch, capsys) -> None:
         script(monkeypatch, "--demo", "--json", cases=("forward-log", "adapter-nan"), alarms=0) == 0
     )
     figures = json.loads(capsys.readouterr().out)
-    assert set(figures) == {"cases", "passed", "total", "false_alarms"}
+    assert set(figures) == {"cases", "passed", "total", "false_alarms", "clean_passes"}
     assert (figures["passed"], figures["total"], figures["false_alarms"]) == (2, 2, 0)
     for found in figures["cases"]:
         assert {"planted", "found", "passed"} <= set(found)
@@ -181,7 +297,8 @@ def test_the_table_shows_planted_against_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--demo", "--foo"), ("--case", "none-such"), ("--limit", "-1"), ("--dem",)]
+    "arguments",
+    [("--demo", "--foo"), ("--case", "none-such"), ("--limit", "-1"), ("--dem",), ("--rivals",)],
 )
 def test_wrong_arguments_are_one_line_and_status_2(monkeypatch, capsys, arguments) -> None:
     with pytest.raises(SystemExit) as ended:

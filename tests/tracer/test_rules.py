@@ -202,6 +202,14 @@ def test_a_huge_weight_or_input_is_the_cause_and_not_the_product() -> None:
     )
 
 
+def test_a_negative_running_variance_is_the_cause_and_not_a_small_epsilon() -> None:
+    model = nn.BatchNorm1d(4).eval()
+    model.get_buffer("running_var")[2] = -0.25
+    found = npt.trace(model, run=lambda: model(X).sum())
+    assert found is not None and found.cause == "corrupt weight"
+    assert "running_var[2] holds -0.25, and a variance cannot be negative" in found.explanation
+
+
 def test_every_cause_is_given_by_some_rule_and_has_a_remedy() -> None:
     sources = "".join(inspect.getsource(module) for module in (against, mask_check, rules, trace))
     assert all(f'"{cause}"' in sources for cause in CAUSES)
