@@ -157,15 +157,15 @@ class Guard:
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
         self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
-        self.history: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
+        self.history: deque[dict[str, object]] = deque(maxlen=REMEMBERED)
 
     @contextmanager
     def micro_batch(
         self,
         tokens: int | None = None,
         ids: Sequence[object] = (),
-        inputs: Any = None,
-        run: Callable[[], Any] | None = None,
+        inputs: object = None,
+        run: Callable[[], object] | None = None,
         *,
         offset: int = 0,
     ) -> Iterator[MicroBatch]:
@@ -230,12 +230,12 @@ class Guard:
         for trace in self._traces:
             trace.settle(flag)
 
-    def _again(self, run: Callable[[], Any], ids: Sequence[str], offset: int) -> Any:
+    def _again(self, run: Callable[[], object], ids: Sequence[str], offset: int) -> object:
         with self.draws.drawing(ids, offset):
             return run()
 
     def refuse(
-        self, detail: str, ids: Sequence[object] = (), run: Callable[[], Any] | None = None
+        self, detail: str, ids: Sequence[object] = (), run: Callable[[], object] | None = None
     ) -> None:
         """Refuse a micro-batch before anything is computed.
 
@@ -541,7 +541,7 @@ def check_state(state: Any) -> None:
         )
 
 
-def _is_finite(number: Any) -> bool:
+def _is_finite(number: object) -> bool:
     return isinstance(number, int | float) and math.isfinite(number)
 
 

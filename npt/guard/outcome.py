@@ -85,7 +85,7 @@ class MicroBatch:
     stored: StoredMicroBatch | None = None
     finding: Finding | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return its figures for JSON, once the outcome is known."""
         figures = {"loss": self.loss, "grad_norm": self.grad_norm}
         return {"micro_batch": self.index, "sample_ids": self.sample_ids, **figures}

@@ -44,7 +44,7 @@ class Refusal:
     process: int = 0
     tensor: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return it for events and post-mortems. They store the process as `rank`, and name the
         tensor only in `detail`.
         """

@@ -11,7 +11,7 @@ checked before the sum, to name its process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ FSDP = "torch.distributed.fsdp"
 DTENSOR = "torch.distributed.tensor"
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: object) -> bool:
     """Return whether a tensor is a DTensor, of which this process holds a shard."""
     module = sys.modules.get(DTENSOR)  # None until a DTensor exists
     return module is not None and isinstance(tensor, module.DTensor)
@@ -207,16 +207,16 @@ class _Summing:
     def __init__(self, sharding: Sharding):
         self._sharding = sharding
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: Any,
+        group: object,
         op: Any,
-        async_op: Any = False,
+        async_op: bool = False,
     ) -> Any:
         self._sharding.prepare(input_tensor)
         new = getattr(dist, "reduce_scatter_single", None)  # the name since torch 2.13

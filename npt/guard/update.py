@@ -57,8 +57,8 @@ class Holdings:
 
     def __init__(
         self,
-        owners: Iterable[Any],
-        without: Iterable[Any] = (),
+        owners: Iterable[object],
+        without: Iterable[object] = (),
         parts: bool = False,
         earlier: Holdings | None = None,
     ):
@@ -117,7 +117,7 @@ class Holdings:
         )
         return self._copies if same else None
 
-    def _follow(self, owners: Iterable[Any], seen: set[int]) -> list[Tensor]:
+    def _follow(self, owners: Iterable[object], seen: set[int]) -> list[Tensor]:
         """Note the containers, and return the tensors. Written without a call for each value: an
         optimizer has three tensors for each parameter.
         """
@@ -129,7 +129,7 @@ class Holdings:
             kind = type(value)
             if kind in _ATOMS or id(value) in seen:
                 continue
-            if kind is Tensor or isinstance(value, Tensor):
+            if isinstance(value, Tensor):
                 seen.add(id(value))
                 if kind is Tensor or value.requires_grad or not isinstance(value, nn.Parameter):
                     tensors.append(value)
