@@ -23,13 +23,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("base",),
     ("adapters",),
     ("distributed",),
+    ("tracer",),
     ("guard",),
     ("distill",),
     ("calibration",),
     ("evaluation",),
     ("report",),
     ("runs",),
-    ("tracer",),
     ("recorder",),
     ("diagnostics",),
     ("forensics",),
@@ -40,9 +40,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 
-LATE = {("guard", "forensics"), ("guard", "tracer")}
-"""Imports from above that are made when they are first needed, within a function: the guard loads
-the tracer at the first refusal that is traced.
+LATE = {("guard", "forensics")}
+"""Imports from above that are made when they are first needed, within a function: the guard offers
+the bundles that are made of it.
 """
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))
@@ -115,7 +115,7 @@ def test_every_module_has_a_level() -> None:
         ("data/batch.py", "import npt"),
         ("files.py", "from npt.config import NPTConfig"),
         ("distill/hidden_losses.py", "from ..evaluation import metrics"),
-        ("distill/step.py", "from npt.tracer import watchdogs"),
+        ("tracer/trace.py", "from npt.evaluation.metrics import figures"),
         ("train/loop.py", "from npt.tools.sweep.run import run"),
         ("train/trainer.py", "from npt.demo.build import main"),
         ("errors.py", "from . import config"),
@@ -130,7 +130,7 @@ def test_the_check_finds_what_is_forbidden(path, source) -> None:
     [
         ("adapters/layer.py", "from npt.base.linear import dense_weight\nfrom .adapter import X"),
         ("train/trainer.py", "from npt.tracer import watchdogs"),
-        ("tracer/trace.py", "from npt.evaluation.metrics import figures"),
+        ("guard/forensics.py", "from npt.tracer.trace import first_fault"),
         ("cli/main.py", "import npt"),
         ("demo/build.py", "from npt.data.readers import builtin_files"),
         ("__init__.py", "from npt.train.trainer import Trainer"),

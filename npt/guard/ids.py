@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from npt.errors import DataError
 from npt.guard.sharding import sharded_modules
+from npt.tracer.token_ids import LOOKED_UP, reads_labels
 
 IGNORED = -100
-
-LOOKED_UP = ("input_ids", "decoder_input_ids")
-"""Entries of a batch whose ids enter an embedding."""
 
 PADDING = (
     "; if it is padding, call model.resize_token_embeddings(len(tokenizer)) or set another"
@@ -86,11 +84,6 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
             inputs["labels"] = targets
     if found:
         raise found[0]
-
-
-def reads_labels(model: Any) -> bool:
-    """Return whether the model's decoder reads the labels, shifted by one, as T5's does."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _unknown(name: str, bad: Tensor, rows: Any, remedy: str = "") -> DataError:

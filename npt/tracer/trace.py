@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from npt.base.hooks import unfused
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
-from npt.guard.ids import LOOKED_UP, reads_labels
 from npt.tracer import rules
 from npt.tracer.against import PassComparison
 from npt.tracer.ledger import Ledger, OnePass
@@ -40,6 +39,7 @@ from npt.tracer.passes import (
 )
 from npt.tracer.source_location import Place, Tokens, layer_of
 from npt.tracer.tensors import absmax, count, dtype_name, element, first_bad, tensors_in
+from npt.tracer.token_ids import LOOKED_UP, reads_labels
 from npt.tracer.verdict import OUTSIDE, Operand, Phase, Verdict
 from npt.tracer.watchdogs import quantization_statistics
 
