@@ -51,7 +51,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "fault-campaign": (tables.campaign, ("faults",)),
     "fault-trainers": (tables.trainers, tuple(f"fault-{name}" for name in tables.TRAINERS)),
     "conformance": (tables.conformance, ("conformance",)),
-    "guards": (tables.guards, ("guards", "guard_lora")),
+    "guards": (tables.guards, ("guards", "guard_lora", "guard_layers")),
     "tracer": (tables.tracer, ("tracer",)),
     "tracers": (tables.tracers, ("tracer",)),
     "kernels": (tables.kernels, ("kernels",)),

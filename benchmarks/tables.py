@@ -87,17 +87,23 @@ def embedded(figures: Json) -> str:
     return table(columns, ({"name": name, "bits": figures[key]} for name, key in rows))
 
 
-def guards(npt_step: Json, lora: Json) -> str:
-    """Return the output of `guards.py --json` and of `guards.py --lora --json`."""
-    columns = {
+def guards(npt_step: Json, lora: Json, layers: Json) -> str:
+    """Return the output of `guards.py --json`, with --lora, and with --layers."""
+    columns: dict[str, Cell] = {
         "step": "{step}",
         "guarded / plain time": "{ratio:.3f}",
         "quartiles": "{ratio_quartiles[0]:.2f} to {ratio_quartiles[1]:.2f}",
-        "extra host synchronisations": "{added_synchronisations}",
+        "extra host synchronisations": optional("added_synchronisations", ""),
+        "CPU ms added": optional("added_ms", ".1f"),
+        "Python calls (plain)": lambda row: (
+            f"{row['calls']:,} ({row['plain_calls']:,})" if "calls" in row else "–"
+        ),
     }
     rows = [
         {**npt_step, "step": "NPT"},
-        {**lora, "step": "LoRA under `npt.guard`", "added_synchronisations": "–"},
+        {**lora, "step": "LoRA under `npt.guard`"},
+        {**layers["small"], "step": "12 linear layers 256 wide, 64 rows"},
+        {**layers["many"], "step": "448 matrices of 8 by 64"},
     ]
     return table(columns, rows)
 

@@ -149,7 +149,7 @@ class Guard:
         keep = self.settings.postmortem is not None
         together = self.sharding is not None and processes.size > 1
         self.draws: Draws = Draws() if draws is None else draws
-        self._buffers = Buffers(whole(model))
+        self._buffers = Buffers(whole(model), self.update.reads)
         self._traces = self.draws, self._buffers
         self.recheck = self._make_recheck(together)
         again = None if self.recheck is None else self.recheck.is_due

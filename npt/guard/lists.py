@@ -82,6 +82,8 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
         elif size:
             small.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(tensor)
     large += [torch.stack(group) for group in small.values()]
+    if not large:
+        return True
     return bool(norms_of(large).isfinite().all())
 
 

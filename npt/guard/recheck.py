@@ -20,10 +20,14 @@ from npt.guard.lists import same_bits
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import Judged, MicroBatch
 from npt.guard.parameters import unsynchronised
-from npt.guard.traces import Buffers
+from npt.guard.traces import Buffers, Copy
 from npt.guard.update import Holdings
 from npt.guard.window import GradientWindow
 from npt.random_state import random_state, set_random_state
+
+WITH_RUN = (
+    "if the model does not return the whole loss, pass micro_batch(run=...), which computes it"
+)
 
 
 @dataclass
@@ -34,13 +38,18 @@ class Computed:
 
     judged: list[Judged]
     gradients: list[Tensor]
-    buffers: list[Tensor | None]
+    buffers: list[Copy]
     random: Mapping[str, Tensor]
 
     def differing(self, other: Computed) -> list[int]:
         """Return the indices of the gradients that differ from another computation's."""
         pairs = zip(self.gradients, other.gradients, strict=True)
         return [place for place, (one, two) in enumerate(pairs) if not same_bits(one, two)]
+
+    def equals(self, other: Computed) -> bool:
+        """Return whether the same micro-batches count in both, with the same gradients."""
+        counting = [[bool(judged.flag) for judged in each.judged] for each in (self, other)]
+        return counting[0] == counting[1] and not self.differing(other)
 
 
 class Recheck:
@@ -73,6 +82,7 @@ class Recheck:
         self._together, self._seeded = together, seeded
         self._before: Holdings | None = None
         self._marks: list[tuple[int, int]] = []
+        self._has_agreed = False  # a window gave the same twice, so the loss is computed as before
 
     def is_due(self) -> bool:
         """Whether the open window is one of those."""
@@ -98,13 +108,16 @@ class Recheck:
             return faults
         kept = self._computed([judged for _, judged in ran], random_state())
         second = self._again(ran)
-        places = kept.differing(second)
-        if self._one_differs(places):
+        if not self._one_differs(not kept.equals(second)):
+            self._has_agreed = True
+        else:
             third = self._again(ran)
-            fault = self._told(places)
-            if not second.differing(third):
+            fault = self._told(kept.differing(second))
+            if second.equals(third):
+                if not self._has_agreed:
+                    raise ConfigError(f"recheck computes other gradients than the loop: {WITH_RUN}")
                 kept = second
-            elif kept.differing(third):
+            elif not kept.equals(third):
                 fault += ", and a third time: the model does not compute the same bits twice, so"
                 fault += " leave recheck at 0"
             faults.append(fault)
@@ -131,17 +144,20 @@ class Recheck:
         (computed,) = processes.sums([ran])
         return 0 < computed == self._window.place
 
-    def _one_differs(self, places: list[int]) -> bool:
+    def _one_differs(self, differs: bool) -> bool:
         """Return whether this process, or one that computes together with it, differs."""
         if not self._together:
-            return bool(places)
-        (found,) = self._window.processes.sums([len(places)])
+            return differs
+        (found,) = self._window.processes.sums([differs])
         return bool(found)
 
     def _told(self, places: Sequence[int]) -> str:
         names = self._window.gradients.names
         if not places:
-            return "gradients of another process differed when the window was computed again"
+            return (
+                "when the window was computed again, other micro-batches of it were finite, or the"
+                " gradients of another process differed"
+            )
         return (
             f"the gradient of {names[places[0]]} differed when the window was computed again"
             f" ({len(places)} of {len(names)} gradients)"
@@ -168,6 +184,7 @@ class Recheck:
         """
         gradients, sharding = self._window.gradients, self._window.sharding
         gradients.clear()
+        gradients.renew()  # if none counts, the sums are 0
         self._buffers.put_start()
         random, follows = random_state(), False
         judged = []
@@ -200,10 +217,7 @@ class Recheck:
         with unsynchronised(self._model):
             loss = loss_in(stored.compute())
             if loss is None:
-                raise ConfigError(
-                    "recheck computes the loss again, and the model does not return it: pass"
-                    " micro_batch(run=...), which does"
-                )
+                raise ConfigError(f"recheck computes the loss again: {WITH_RUN}")
             if all(p.grad is None for p in self._window.gradients.parameters):
                 self._scale.scaled(loss).backward()
         result: Tensor = loss.detach()

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from npt.guard.lists import are_finite, norms_of
 from npt.random_state import micro_batch_draws, random_state, set_random_state
 
+Copy = tuple[Tensor | None, Tensor | None]
+"""A buffer, or None, and its copy."""
+
 LARGEST_BUFFER = 2**20
 """The most elements of a buffer that is copied before each micro-batch."""
 
@@ -100,9 +103,14 @@ class Buffers:
 
     Covers normalisation layers, and other floating-point buffers up to `LARGEST_BUFFER`. Larger
     ones are tables, too costly to copy for each micro-batch.
+
+    Args:
+        model: the model.
+        reads: whether the host may read a flag at no cost.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, reads: bool = False):
+        self._reads = reads
         found = [
             (f"{path}.{name}".removeprefix("."), module._buffers, name)
             for path, module in model.named_modules()
@@ -111,9 +119,8 @@ class Buffers:
         ]
         self._names = [path for path, _, _ in found]
         self._held = [(buffers, name) for _, buffers, name in found]
-        self._checked: list[int] | None = None  # those that began finite: a mask may hold -inf
-        self._copies: list[Tensor | None] = []
-        self._start: list[Tensor | None] | None = None  # of the window
+        self._copies: list[Copy] = []
+        self._start: list[Copy] | None = None  # of the window
 
     def begin(self) -> None:
         self._copies = self.now()
@@ -121,19 +128,23 @@ class Buffers:
             self._start = self._copies
 
     def spoilt(self, home: torch.device) -> Spoilt | None:
-        """Return which buffers the micro-batch made other than finite; None if all are finite and
-        the host may know.
+        """Return which buffers the micro-batch made NaN, or Inf in the shape that they had: a mask
+        may grow with -inf. None if all are finite and the host may know.
         """
-        if self._checked is None:
-            floats = {i: c for i, c in enumerate(self._copies) if _is_float(c)}
-            sizes = norms_of([*floats.values()], math.inf).tolist() if floats else []
-            self._checked = [i for i, size in zip(floats, sizes, strict=True) if size < math.inf]
-        now = {i: self._held[i][0].get(self._held[i][1]) for i in self._checked}
-        floats = {i: buffer.detach() for i, buffer in now.items() if _is_float(buffer)}
-        if not floats or (home.type == "cpu" and are_finite([*floats.values()])):
+        names: list[str] = []
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+        for name, (held, key), (_, copy) in zip(self._names, self._held, self._copies, strict=True):
+            now = held.get(key)
+            if copy is not None and _is_number(now) and now.shape == copy.shape:
+                names.append(name)
+                before.append(copy)
+                after.append(now.detach())
+        if not names or (self._reads and are_finite(after)):
             return None
-        flags = ~(norms_of([*floats.values()], math.inf, home) < math.inf)
-        return Spoilt([self._names[i] for i in floats], flags)
+        sizes = norms_of(after, math.inf, home)
+        had = norms_of(before, math.inf, home)
+        return Spoilt(names, sizes.isnan() & ~had.isnan() | sizes.isinf() & had.isfinite())
 
     def settle(self, keep: Tensor | None) -> None:
         self._restore(self._copies, keep)
@@ -146,12 +157,12 @@ class Buffers:
     def forget(self) -> None:
         self._start = None
 
-    def now(self) -> list[Tensor | None]:
-        """Return copies of the buffers."""
+    def now(self) -> list[Copy]:
+        """Return the buffers and their copies."""
         each = [held.get(name) for held, name in self._held]
-        return [None if buffer is None else buffer.detach().clone() for buffer in each]
+        return [(b, None if b is None else b.detach().clone()) for b in each]
 
-    def put(self, copies: Sequence[Tensor | None]) -> None:
+    def put(self, copies: Sequence[Copy]) -> None:
         """Set the buffers to copies."""
         self._restore(copies, None)
 
@@ -161,20 +172,35 @@ class Buffers:
             self._restore(self._start, None)
 
     @torch.no_grad()
-    def _restore(self, copies: Sequence[Tensor | None], keep: Tensor | None) -> None:
-        for (held, name), copy in zip(self._held, copies, strict=True):
+    def _restore(self, copies: Sequence[Copy], keep: Tensor | None) -> None:
+        """Write copies back into the buffers that were copied, unless `keep`. What the forward has
+        put in the place of one may be the user's tensor, and is not written to.
+        """
+        if keep is not None and self._reads:
+            if bool(keep):
+                return
+            keep = None
+        for (held, name), (original, copy) in zip(self._held, copies, strict=True):
             now = held.get(name)
-            if copy is None or now is None or now.shape != copy.shape or now.device != copy.device:
-                if now is not copy and (keep is None or not bool(keep)):  # replaced; rare
+            replaced = now is not original
+            if copy is None or now is None or not _are_alike(now, copy):
+                if now is not copy and (keep is None or not bool(keep)):  # rare
                     held[name] = None if copy is None else copy.clone()
+            elif replaced:
+                held[name] = copy.clone() if keep is None else torch.where(keep, now, copy)
             elif keep is None:
                 now.data.copy_(copy)  # .data: a graph of an earlier forward may hold the buffer
             else:
                 torch.where(keep.to(now.device), now, copy, out=now.data)
 
 
-def _is_float(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    return buffer is not None and buffer.is_floating_point() and buffer.numel() > 0
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _is_number(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether a buffer holds numbers that have a norm: those of 8 bits have none."""
+    return buffer is not None and buffer.is_floating_point() and buffer.itemsize > 1
 
 
 def _is_written(module: nn.Module, buffer: Tensor) -> bool:

@@ -67,6 +67,8 @@ class Holdings:
         self._tensors = [own_part(value) for value in self._values] if parts else self._values
         memory = None if earlier is None else earlier._memory_for(self._tensors)
         self._copies = copied(self._tensors, memory)
+        # a tensor that is made of others need not copy together with others
+        self._reusable = memory is not None or all(map(is_plain, self._tensors))
         self.kept = False
         self._paged = parts and any(
             tensor.device != value.device
@@ -110,6 +112,7 @@ class Holdings:
         """Return the copies, if they were made of the same tensors and nothing else holds them."""
         same = (
             not self.kept
+            and self._reusable
             and [id(t) for t in tensors] == [id(t) for t in self._tensors]
             # other code may have replaced a parameter's `.data`
             and [t.shape for t in tensors] == [t.shape for t in self._copies]
@@ -131,7 +134,8 @@ class Holdings:
                 continue
             if isinstance(value, Tensor):
                 seen.add(id(value))
-                if kind is Tensor or value.requires_grad or not isinstance(value, nn.Parameter):
+                follows = id(value) in owned or not isinstance(value, nn.Parameter)
+                if kind is Tensor or value.requires_grad or follows:
                     tensors.append(value)
             elif isinstance(value, dict | list | tuple | set | deque):
                 seen.add(id(value))
@@ -198,6 +202,9 @@ class GuardedUpdate:
         parameters: all parameters that the optimizer trains, by name.
         late: never read a flag on the host; default: True for a fused Adam or AdamW on CUDA.
 
+    Attributes:
+        reads: whether the host may read a flag at no cost.
+
     Raises:
         ValueError: `late` with an optimizer that ignores `found_inf`.
     """
@@ -221,6 +228,7 @@ class GuardedUpdate:
                 f"late=True does not support {type(optimizer).__name__}, which ignores found_inf:"
                 " pass AdamW(fused=True) or late=False"
             )
+        self.reads = self.home.type == "cpu" and not self.late
         if self.late:
             self.make_moments()
 
@@ -243,7 +251,7 @@ class GuardedUpdate:
         try:
             if self.late or bool(go):
                 update.holdings = self.holdings(self._earlier)
-                if self.home.type == "cpu" and not self.late:  # no step but the last is undone
+                if self.reads:  # no step but the last is undone
                     self._earlier = update.holdings
                 self._step(go, rate)
                 self._verify(update, go, processes)
@@ -319,7 +327,8 @@ class GuardedUpdate:
             parameter.grad = None
 
     def holdings(self, earlier: Holdings | None = None) -> Holdings:
-        return Holdings([self.optimizer], parts=self._parts, earlier=earlier)
+        frozen = [p for p in self.parameters if not p.requires_grad]  # since they are guarded
+        return Holdings([self.optimizer, *frozen], parts=self._parts, earlier=earlier)
 
     def _step(self, go: Tensor, rate: Tensor | None) -> None:
         if rate is not None:
@@ -370,8 +379,10 @@ class GuardedUpdate:
             (name, tensor)
             for name, tensor in self._tensors()
             # an empty shard may not be empty elsewhere
-            if tensor.is_floating_point() and (tensor.numel() or self._sharded)
+            if has_norm(tensor) and (tensor.numel() or self._sharded)
         ]
+        if not named:
+            return [], torch.zeros(0, device=self.home)
         tensors = [t if t.numel() else t.new_zeros(1) for _, t in named]
         return [name for name, _ in named], norms_of(tensors, float("inf"), self.home)
 
@@ -382,7 +393,9 @@ class GuardedUpdate:
             values.extend(self.optimizer.state.get(parameter, {}).values())
         if self._parts:
             values = [own_part(value) for value in values if isinstance(value, Tensor)]
-        return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        # no call of a function for each: there are three for each parameter
+        return [t for t in tensors if t.is_floating_point() or t.is_complex()]
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return tensors by name, moments first: of the bad ones, the first is reported."""
@@ -393,6 +406,10 @@ class GuardedUpdate:
                     named.append((f"{key} of {name}", own_part(value)))
             named.append((name, own_part(parameter)))
         return named
+
+
+def has_norm(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -69,17 +69,21 @@ class Gradients:
     Args:
         parameters: parameters by name; this object now owns their `.grad`.
         track: keep `.grad` None where no backward reached, so the optimizer skips the parameter.
+        reads: whether the host may read a flag, as it may on a CPU.
 
     Attributes:
         present: the micro-batch's gradients, by index of the parameter that backward reached.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], track: bool = False):
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], track: bool = False, reads: bool = False
+    ):
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
         self.sums, self.sum_views = _flat_like(self.parameters)
         self._strides = [view.stride() for view in self.sum_views]
         self._sharded = bool(self.parameters) and is_sharded(self.parameters[0])
         self.track = track
+        self._reads = reads
         self.present: dict[int, Tensor] = {}
         self._none = [view.new_empty(0) for view in self.sum_views]
         self._stale = False
@@ -125,19 +129,21 @@ class Gradients:
 
     def add(self, flag: Tensor) -> None:
         """Add the gradients to the sums if `flag`, a scalar bool, is set; then drop them."""
-        if not flag.is_cpu or bool(flag):  # to add zeros would change nothing
-            self._renew()
+        if not self._reads or bool(flag):  # to add zeros would change nothing
+            self.renew()
             totals = [self.sum_views[place] for place in self.present]
             for gradients, sums in alike([*self.present.values()], totals):
-                if not flag.is_cpu:
+                if not self._reads:
                     keep_(gradients, flag)
                 torch._foreach_add_(sums, gradients)
         self.withdraw()
 
     def expose(self, unreached: Sequence[int] = ()) -> None:
         """Point `.grad` at the window's sums, except for the parameters in `unreached`."""
-        self._renew()
+        self.renew()
         for parameter, view in zip(self.parameters, self.sum_views, strict=True):
+            if not parameter.requires_grad:  # frozen since: not to be stepped
+                continue
             gradient = view.detach()  # a callback may replace its `.data`
             parameter.grad = as_gradient(gradient, parameter) if self._sharded else gradient
         for place in unreached:
@@ -153,7 +159,8 @@ class Gradients:
         self.withdraw()
         self.sums, self.sum_views = [], []
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
+        """Set the sums to 0 if they are those of an earlier window."""
         if self._stale:
             for flat in self.sums:
                 flat.zero_()
@@ -230,7 +237,8 @@ class GradientWindow:
         """Guard these parameters from now on. Call it only while the window is empty."""
         self.update.guard(guarded.stepped)
         self.gradients.close()
-        self.gradients = Gradients(guarded.held, track=self._rates is None)
+        track = self._rates is None
+        self.gradients = Gradients(guarded.held, track, self.update.reads)
         self._clipped = guarded.clipped
 
     def add(self, micro: MicroBatch, loss: Tensor, spoilt: Spoilt | None = None) -> Tensor:
@@ -356,8 +364,8 @@ class GradientWindow:
         self.close(fingerprint)
         self.committed, self.applied = self.committed + 1, None
         try:
-            if window.go is not None and window.figures is not None:
-                self._step(window, window.go, window.figures)
+            if window.go is not None:
+                self._step(window, window.go)
         finally:
             self.clear()
         self._launched.append(window)
@@ -404,7 +412,7 @@ class GradientWindow:
         divisor = tokens.clamp_min(1.0)
         if self.divisor is not None:
             divisor = torch.full_like(tokens, self.divisor)
-        if not (divisor.is_cpu and float(divisor) == 1.0):
+        if not (self.update.reads and float(divisor) == 1.0):
             for flat in gradients.sums:
                 flat.div_(divisor.to(flat.device))
         norm = self._clip(window)
@@ -477,8 +485,10 @@ class GradientWindow:
         norms = norms_of(self.gradients.sum_views, home=self._home)
         return norms if self.sharding is None else self.sharding.norms_of_all(norms)
 
-    def _step(self, window: PendingWindow, go: Tensor, figures: WindowFigures) -> None:
+    def _step(self, window: PendingWindow, go: Tensor) -> None:
         """Step, verify or restore, and send the figures, all on the device."""
+        figures = window.figures
+        assert figures is not None
         if self._rates is not None:
             # rates[step] would read the step on the host.
             step = self._steps.clamp(max=len(self._rates) - 1).view(1)

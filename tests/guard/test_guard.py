@@ -3,6 +3,7 @@ them.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 
@@ -371,3 +372,76 @@ def test_a_running_statistic_that_overflows_refuses_its_micro_batch() -> None:
     assert (refusal.kind, refusal.tensor) == ("buffer", "0.running_var")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert window(rows).applied
+
+
+class Keeping(nn.Module):
+    """A layer that writes to a buffer in ways of its own."""
+
+    def __init__(self, buffer: Tensor):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("kept", buffer)
+        self.write: Callable[[Tensor], None] = lambda rows: None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.write(rows)
+        return self.layer(rows).square().mean()
+
+
+def stepped(model: Keeping, *batches: Tensor) -> Outcome:
+    """Make a step from these rows with a guard of its own."""
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), loss="mean")
+    for rows in batches:
+        with guard.micro_batch() as micro:
+            micro.loss = loss = model(rows)
+            loss.backward()
+    outcome: Outcome = guard.step()
+    return outcome
+
+
+def test_a_mask_may_grow_with_inf_and_a_range_may_begin_at_inf() -> None:
+    mask = Keeping(torch.zeros(1, 1))
+
+    def grow(rows: Tensor) -> None:
+        mask.kept = torch.full((3, 3), -math.inf).triu(1)
+
+    mask.write = grow
+    assert not stepped(mask, torch.ones(2, 3)).refused
+    observed = Keeping(torch.tensor(math.inf))
+    observed.write = lambda rows: observed.kept.copy_(torch.minimum(observed.kept, rows.min()))
+    assert not stepped(observed, torch.ones(2, 3)).refused
+    observed.write = lambda rows: observed.kept.fill_(math.nan)
+    assert [r.kind for r in stepped(observed, torch.ones(2, 3)).refused] == ["buffer"]
+
+
+def test_buffers_of_8_bits_are_let_alone() -> None:
+    model = Keeping(torch.ones(4).to(torch.float8_e4m3fn))
+    assert stepped(model, torch.ones(2, 3)).applied
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_a_forward_keeps_as_its_buffer_are_not_written_to(dtype: torch.dtype) -> None:
+    model = Keeping(torch.zeros(2, 3))
+
+    def keep(rows: Tensor) -> None:
+        model.kept = rows.to(dtype)
+
+    model.write = keep
+    bad = torch.full((2, 3), math.nan)
+    expanded = torch.ones(1, 3).expand(2, 3)
+    assert stepped(model, expanded, bad).applied
+    assert bad.isnan().all()
+    assert torch.equal(model.kept.float(), torch.ones(2, 3))
+
+
+def test_complex_weights_are_verified() -> None:
+    weight = nn.Parameter(torch.full((3,), 1 + 1j))
+    model = nn.ParameterDict({"weight": weight})
+    guard = Guard(model, torch.optim.SGD([weight], lr=1e38))
+    before = weight.detach().clone()
+    for scale, applied in ((0.0, True), (1e3, False)):
+        with guard.micro_batch() as micro:
+            micro.loss = loss = scale * weight.abs().square().sum()
+            loss.backward()
+        assert guard.step().applied == applied
+    assert torch.equal(weight, before)

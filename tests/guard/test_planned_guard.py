@@ -97,3 +97,24 @@ def test_what_does_not_go_together_is_refused_in_one_line(settings, words) -> No
     with pytest.raises(ConfigError, match=words) as refused:
         Guard(net, torch.optim.AdamW(net.parameters(), fused=True), **settings)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_parameter_that_is_frozen_meanwhile_stays_as_it_is(late: bool) -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    guard = Guard(model, optimizer, rates=[0.1] * 4, draws=Seeded(0), late=late)
+
+    def window() -> None:
+        with guard.micro_batch(ids=[0]) as micro:
+            micro.loss = loss = model(torch.ones(1, 4)).square().sum()
+            loss.backward()
+        guard.step()
+
+    window()
+    model.weight.requires_grad_(False)
+    before = model.weight.detach().clone()
+    bias = model.bias.detach().clone()
+    window()
+    guard.flush()
+    assert torch.equal(model.weight, before) and not torch.equal(model.bias, bias)

@@ -1,5 +1,6 @@
 """A window that is computed twice finds what a faulty machine changed, and repairs it."""
 
+import math
 import random
 from collections.abc import Callable
 from copy import deepcopy
@@ -179,7 +180,8 @@ def test_an_operation_on_a_weight_is_no_fault() -> None:
         with torch.no_grad():
             world.model[4].weight.mul_(1.0 if place else 0.5)
 
-    assert "4.weight changed" not in " ".join(world.window(0, write).repaired)
+    world.window(0)
+    assert "4.weight changed" not in " ".join(world.window(1, write).repaired)
 
 
 def test_a_trainer_logs_what_it_repaired(tmp_path, caplog) -> None:
@@ -242,3 +244,32 @@ def test_a_students_step_is_repaired(kind: str) -> None:
     told, weights = trained(1, True)
     assert not nothing and len(told) == 1
     assert all(torch.equal(weights[name], value) for name, value in clean.items())
+
+
+def test_a_window_that_is_finite_once_and_then_not_keeps_what_recurs() -> None:
+    """The second computation is the faulty one: its gradients are refused, and nothing is lost."""
+    states = []
+    for spoil in (False, True):
+        world, calls = World(recheck=1), 0
+        plain = world.loss
+
+        def loss(rows: Tensor, spoil: bool = spoil, plain: Any = plain) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return plain(rows) * (math.nan if spoil and calls in (7, 8) else 1.0)
+
+        world.loss = loss  # type: ignore[method-assign]
+        told = [world.window(number).repaired for number in range(3)]
+        assert [bool(faults) for faults in told] == [False, spoil, False]
+        states.append(world.state())
+    assert all(map(torch.equal, *states))
+
+
+def test_a_loss_beside_the_models_is_refused_and_not_repaired() -> None:
+    model = Regression()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), recheck=1)
+    with guard.micro_batch() as micro:
+        micro.loss = loss = model(torch.ones(2, 3))["loss"] + model.inner.weight.square().sum()
+        loss.backward()
+    with pytest.raises(ConfigError, match=r"other gradients than the loop: .*pass micro_batch"):
+        guard.step()

@@ -4,7 +4,7 @@ decides nothing.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,8 +255,9 @@ def test_logging_reads_nothing_but_what_came_with_the_window_s_record(late_runs,
 
     def stepping(transaction: GradientWindow, window: Any, go: Tensor) -> None:
         step(transaction, window, go)
-        for micro in window.ran:
-            micro.loss, micro.report = micro.loss.to("meta"), micro.report.to("meta")
+        for micro, judged in window.ran:
+            micro.judged = replace(judged, loss=judged.loss.to("meta"), norm=judged.norm.to("meta"))
+            micro.report = micro.report.to("meta")
 
     settings = {
         "log_steps": 1,
