@@ -46,7 +46,7 @@ def adds_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loses_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     def expose(gradients: Gradients, unreached: Any = ()) -> None:
-        gradients._renew()
+        gradients.renew()
         for parameter, view in zip(gradients.parameters, gradients.sum_views, strict=True):
             parameter.grad = view
 
