@@ -140,7 +140,7 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
         return outcome
 
     try:
-        # imported late: it needs transformers and bitsandbytes, which a guard does not
+        # imported late: a run without refusals does not need it
         from npt.tracer.source_location import raised_at
         from npt.tracer.trace import first_fault
 

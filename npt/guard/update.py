@@ -125,6 +125,7 @@ class Holdings:
         optimizer has three tensors for each parameter.
         """
         tensors: list[Tensor] = []
+        excludes = bool(seen)
         waiting = [(owner, False) for owner in owners]  # value, whether it is part of a state
         owned = {id(owner) for owner, _ in waiting}
         while waiting:
@@ -145,7 +146,7 @@ class Holdings:
                 kinds = set(map(type, items))
                 if kinds == {Tensor}:  # a parameter's moments
                     tensors.extend(items)
-                elif kinds == {nn.Parameter}:  # a group's
+                elif kinds == {nn.Parameter} and not excludes:  # a group's
                     tensors.extend(filter(_TRAINED, items))
                 else:
                     waiting.extend(zip(items, repeat(in_state)))

@@ -262,3 +262,10 @@ def test_a_step_is_undone_after_a_parameter_was_given_other_data() -> None:
     before = deepcopy(model.state_dict())
     assert not step(math.inf)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_excluded_parameters_are_not_copied_wherever_they_are_held() -> None:
+    """What follows the optimizer, such as a scheduler, may hold the parameters in a list."""
+    weight = nn.Parameter(torch.ones(2))
+    copies, _ = Holdings([[weight], {"a": weight}], without=[weight]).before()
+    assert not copies
