@@ -418,8 +418,9 @@ class Guard:
         """Guard parameters that were added to the optimizer, from the next window on. Until then
         they are not stepped. With `rates` none can be added.
         """
-        now = set() if self.lists else stepped_parameters(self.update.optimizer)
-        joined = now.difference(self.update.parameters)
+        now = {} if self.lists else stepped_parameters(self.update.optimizer)
+        held = set(map(id, self.update.parameters))
+        joined = [p for i, p in now.items() if i not in held]
         if not self.window.place and (joined or self._norm_has_grown()):
             guarded = guarded_parameters(self._model, self.update.optimizer, self.whole_norm)
             self.window.hold(guarded)

@@ -197,6 +197,7 @@ class PendingWindow:
         micro_batches: the number of micro-batches over all processes.
         reached: whether a survivor's backward reached a parameter; True if that is not tracked.
         repaired: what was found changed and repaired, in words.
+        divided: whether its gradient was divided; False if that would change nothing.
         go: scalar bool, whether to step; None if nothing ran.
         figures: its figures on the device; None if nothing ran.
         norms: [P] norms of the window's gradient, if it may be refused or flags are late.
@@ -214,6 +215,7 @@ class PendingWindow:
     limits: tuple[float, float] = NO_LIMITS
     reached: bool = True
     repaired: tuple[str, ...] = ()
+    divided: bool = False
     go: Tensor | None = None
     figures: WindowFigures | None = None
     update: Update | None = None

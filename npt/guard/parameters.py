@@ -60,7 +60,7 @@ def guarded_parameters(
         raise ConfigError("no parameter of the optimizer requires a gradient: nothing to guard")
     names: dict[nn.Parameter, str] = {}
     for name, p in whole(model).named_parameters():
-        if p in stepped or (whole_norm and p.requires_grad):
+        if id(p) in stepped or (whole_norm and p.requires_grad):
             names[p] = plain_name(name)
     # a Trainer's optimizer may have the parameters of its loss alone
     if not names and not whole_norm:
@@ -71,19 +71,24 @@ def guarded_parameters(
     in_model = tuple(names)
     for group, settings in enumerate(optimizer.param_groups):
         for index, p in enumerate(settings["params"]):
-            if p in stepped:
+            if id(p) in stepped:
                 names.setdefault(p, f"parameter {index} of the optimizer's group {group}")
     held = {name: p for p, name in names.items()}
     refuse_unfit(model, held)
     return Guarded(
         held=held,
-        stepped={name: p for name, p in held.items() if p in stepped},
+        stepped={name: p for name, p in held.items() if id(p) in stepped},
         clipped=in_model if whole_norm else tuple(names),
     )
 
 
-def stepped_parameters(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
-    return {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+def stepped_parameters(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
+    """Return by `id` what an optimizer steps: torch hashes a tensor in Python, each time."""
+    found: dict[int, nn.Parameter] = {}
+    for group in optimizer.param_groups:
+        trained = [p for p in group["params"] if p.requires_grad]
+        found.update(zip(map(id, trained), trained, strict=True))
+    return found
 
 
 def unwrapped(

@@ -15,7 +15,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from npt.guard.lists import are_finite, norms_of
+from npt.guard.lists import FiniteCheck, norms_of
 from npt.random_state import micro_batch_draws, random_state, set_random_state
 
 Copy = tuple[Tensor | None, Tensor | None]
@@ -121,6 +121,7 @@ class Buffers:
         self._held = [(buffers, name) for _, buffers, name in found]
         self._copies: list[Copy] = []
         self._start: list[Copy] | None = None  # of the window
+        self._check = FiniteCheck()
 
     def begin(self) -> None:
         self._copies = self.now()
@@ -139,8 +140,8 @@ class Buffers:
             if copy is not None and _is_number(now) and now.shape == copy.shape:
                 names.append(name)
                 before.append(copy)
-                after.append(now.detach())
-        if not names or (self._reads and are_finite(after)):
+                after.append(now)
+        if not names or (self._reads and self._check(after)):
             return None
         sizes = norms_of(after, math.inf, home)
         had = norms_of(before, math.inf, home)

@@ -22,7 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.guard.lists import alike, are_finite, bits_of, copied, is_plain, keep_, norms_of, same_bits
+from npt.guard.lists import (
+    FiniteCheck,
+    alike,
+    bits_of,
+    copied,
+    has_norm,
+    is_plain,
+    keep_,
+    norms_of,
+    same_bits,
+)
 from npt.guard.outcome import Snapshot
 from npt.guard.sharding import is_sharded, local
 from npt.random_state import random_state, set_random_state
@@ -69,6 +79,7 @@ class Holdings:
         self._copies = copied(self._tensors, memory)
         # a tensor that is made of others need not copy together with others
         self._reusable = memory is not None or all(map(is_plain, self._tensors))
+        self._addresses = [*map(Tensor.data_ptr, self._tensors)] if self._reusable else []
         self.kept = False
         self._paged = parts and any(
             tensor.device != value.device
@@ -113,10 +124,9 @@ class Holdings:
         same = (
             not self.kept
             and self._reusable
-            and [id(t) for t in tensors] == [id(t) for t in self._tensors]
+            and [*map(id, tensors)] == [*map(id, self._tensors)]
             # other code may have replaced a parameter's `.data`
-            and [t.shape for t in tensors] == [t.shape for t in self._copies]
-            and [t.dtype for t in tensors] == [t.dtype for t in self._copies]
+            and [*map(Tensor.data_ptr, tensors)] == self._addresses
         )
         return self._copies if same else None
 
@@ -217,6 +227,7 @@ class GuardedUpdate:
         late: bool | None = None,
     ):
         self.optimizer = optimizer
+        self._check = FiniteCheck()
         self.guard(parameters)
         self.home = self.parameters[0].device
         self._earlier: Holdings | None = None
@@ -343,7 +354,7 @@ class GuardedUpdate:
 
     def _verify(self, update: Update, go: Tensor, processes: ProcessGroup) -> None:
         """Restore the old state unless the new one is finite, and equal, on all processes."""
-        if not self.late and processes.size == 1 and are_finite(self._numbers()):
+        if not self.late and processes.size == 1 and self._are_finite():
             update.applied = torch.ones((), dtype=torch.bool, device=self.home)
             return
         update.names, largest = self._largest()
@@ -387,16 +398,13 @@ class GuardedUpdate:
         tensors = [t if t.numel() else t.new_zeros(1) for _, t in named]
         return [name for name, _ in named], norms_of(tensors, float("inf"), self.home)
 
-    def _numbers(self) -> list[Tensor]:
-        """Return parameters and moments, as far as they can be other than finite."""
+    def _are_finite(self) -> bool:
+        """Return whether parameters and moments are finite: see `FiniteCheck`."""
         values: list[Any] = [*self.parameters]
         for parameter in self.parameters:
             values.extend(self.optimizer.state.get(parameter, {}).values())
-        if self._parts:
-            values = [own_part(value) for value in values if isinstance(value, Tensor)]
         tensors = [value for value in values if isinstance(value, Tensor)]
-        # no call of a function for each: there are three for each parameter
-        return [t for t in tensors if t.is_floating_point() or t.is_complex()]
+        return self._check(map(own_part, tensors) if self._parts else tensors)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return tensors by name, moments first: of the bad ones, the first is reported."""
@@ -407,10 +415,6 @@ class GuardedUpdate:
                     named.append((f"{key} of {name}", own_part(value)))
             named.append((name, own_part(parameter)))
         return named
-
-
-def has_norm(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def own_part(tensor: Tensor) -> Tensor:

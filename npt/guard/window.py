@@ -81,6 +81,7 @@ class Gradients:
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
         self.sums, self.sum_views = _flat_like(self.parameters)
         self._strides = [view.stride() for view in self.sum_views]
+        self._sizes = [view.numel() * view.itemsize for view in self.sum_views]
         self._sharded = bool(self.parameters) and is_sharded(self.parameters[0])
         self.track = track
         self._reads = reads
@@ -96,24 +97,33 @@ class Gradients:
     def collect(self) -> None:
         """Take the gradients from `.grad` after a backward."""
         self.present = {}
-        taken: set[int] = set()
+        starts: dict[int, int] = {}  # first byte of each
         for place, parameter in enumerate(self.parameters):
             gradient = parameter.grad
             if gradient is None:
                 continue
             if self._sharded:
                 gradient = local(gradient)
-            gradient = gradient.detach()
+            if gradient.requires_grad:
+                gradient = gradient.detach()
             if gradient.layout != torch.strided or gradient.is_complex():
                 gradient = gradient.to_dense().resolve_conj().resolve_neg()
             view = self.sum_views[place]
-            # gradients change in place, so none may share memory with another or with itself
-            same = gradient.stride() == self._strides[place] and gradient.dtype == view.dtype
-            memory = gradient.untyped_storage().data_ptr()  # backward may return views
-            if not same or memory in taken:
+            # gradients change in place, so none may share memory with itself
+            if gradient.stride() == self._strides[place] and gradient.dtype == view.dtype:
+                starts[place] = gradient.data_ptr()
+            else:
                 gradient = torch.empty_like(view).copy_(gradient)
-            taken.add(memory)
             self.present[place] = gradient
+        self._separate(starts)
+
+    def _separate(self, starts: dict[int, int]) -> None:
+        """Copy gradients that lie in memory of another one: backward may return views."""
+        end = 0
+        for place in sorted(starts, key=starts.__getitem__):
+            if starts[place] < end:
+                self.present[place] = self.present[place].clone()
+            end = max(end, starts[place] + self._sizes[place])
 
     def norms(self) -> Tensor:
         """Return the norm of each gradient of the micro-batch [P], 0 where there is none."""
@@ -130,12 +140,16 @@ class Gradients:
     def add(self, flag: Tensor) -> None:
         """Add the gradients to the sums if `flag`, a scalar bool, is set; then drop them."""
         if not self._reads or bool(flag):  # to add zeros would change nothing
-            self.renew()
+            first = self._stale and len(self.present) == len(self.parameters)
+            if not first:
+                self.renew()
             totals = [self.sum_views[place] for place in self.present]
+            join = torch._foreach_copy_ if first else torch._foreach_add_
             for gradients, sums in alike([*self.present.values()], totals):
                 if not self._reads:
                     keep_(gradients, flag)
-                torch._foreach_add_(sums, gradients)
+                join(sums, gradients)
+            self._stale = False
         self.withdraw()
 
     def expose(self, unreached: Sequence[int] = ()) -> None:
@@ -412,7 +426,8 @@ class GradientWindow:
         divisor = tokens.clamp_min(1.0)
         if self.divisor is not None:
             divisor = torch.full_like(tokens, self.divisor)
-        if not (self.update.reads and float(divisor) == 1.0):
+        window.divided = not (self.update.reads and float(divisor) == 1.0)
+        if window.divided:
             for flat in gradients.sums:
                 flat.div_(divisor.to(flat.device))
         norm = self._clip(window)
@@ -460,12 +475,16 @@ class GradientWindow:
 
     def _unreached(self, ran: Sequence[Judged]) -> list[int]:
         """Return indices of parameters that no survivor's backward reached. All must call it."""
-        reached = torch.zeros(len(self.gradients.parameters))
+        every = len(self.gradients.parameters)
+        found: set[int] = set()
         for judged in ran:
-            if judged.reached and bool(judged.flag):
-                reached[list(judged.reached)] = 1
-        if self.processes.size > 1:
-            reached = self.processes.sum_(reached.to(self._home))
+            if judged.reached and len(found) < every and bool(judged.flag):
+                found.update(judged.reached)
+        if self.processes.size == 1:
+            return [] if len(found) == every else [i for i in range(every) if i not in found]
+        reached = torch.zeros(every)
+        reached[list(found)] = 1
+        reached = self.processes.sum_(reached.to(self._home))
         return (reached == 0).nonzero().flatten().tolist()
 
     def _clip(self, window: PendingWindow) -> Tensor:
@@ -475,11 +494,27 @@ class GradientWindow:
             norm = torch.linalg.vector_norm(window.norms)
         else:
             # torch's own arithmetic, in the gradients' dtype, as in an unguarded loop
-            norm = get_total_norm([p.grad for p in self._clipped if p.grad is not None])
+            norm = self._norm_of_one(window)
+            if norm is None:
+                norm = get_total_norm([p.grad for p in self._clipped if p.grad is not None])
             if self.spikes is not None or not bool(torch.isfinite(full(norm))):
                 window.norms = self._norms()
         clip_grads_with_norm_(self._clipped, self.max_grad_norm, norm)
         return full(norm).to(self._home, torch.float32)
+
+    def _norm_of_one(self, window: PendingWindow) -> Tensor | None:
+        """Return the norm of the window's only micro-batch if its gradient is the window's: the
+        norm of the sums would have the same bits. None otherwise.
+        """
+        gradients = self.gradients
+        alone = len(window.ran) == 1 and self.processes.size == 1 and self.sharding is None
+        changed = window.divided or self.unscale is not None
+        if not alone or changed or [flat.dtype for flat in gradients.sums] != [torch.float32]:
+            return None
+        ((_, judged),) = window.ran
+        clipped = sum(p.grad is not None for p in self._clipped)
+        every = len(gradients.parameters)
+        return judged.norm if clipped == len(judged.reached or ()) == every else None
 
     def _norms(self) -> Tensor:
         norms = norms_of(self.gradients.sum_views, home=self._home)
