@@ -45,7 +45,7 @@ class Loop:
             steps.append(self.scaler.get_scale() >= scale)
         return steps
 
-    def guarded(self) -> tuple[list[bool], list[tuple[int, int]]]:
+    def guarded(self) -> tuple[list[bool], list[tuple[int, int | None]]]:
         """Train under a guard; return whether each window stepped, and the refusals."""
         guard = Guard(self.model, self.optimizer, scaler=self.scaler, loss="mean")
         steps, refused = [], []

@@ -285,7 +285,7 @@ def difference(one: Any, other: Any, place: str = "") -> str | None:
     return None if same else place
 
 
-def add_batch(guard: Guard, batch: Batch, compute: Any, vocab_size: int | None) -> None:
+def add_batch(guard: Guard[Any], batch: Batch, compute: Any, vocab_size: int | None) -> None:
     """Add a micro-batch to the guard's window or refuse it, as the training loop does. `compute`
     returns its sums. Without `vocab_size` the batch is not checked.
     """

@@ -42,7 +42,7 @@ from npt.distill.local import BatchSums
 from npt.distill.strategies import Strategy
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, NoMemoryError, first_line, is_out_of_memory
-from npt.guard.guard import Guard
+from npt.guard.guard import Guard, PlannedGuard
 from npt.guard.spikes import SIGMAS
 from npt.guard.traces import Seeded
 from npt.guard.update import RATE_SCALE
@@ -66,7 +66,7 @@ count: at the usual rate of 5e-5 the threshold changes by up to a thousandth of 
 
 def student_guard(
     model: PreTrainedModel, config: TrainConfig, rates: Sequence[float], **settings: Any
-) -> Guard:
+) -> PlannedGuard:
     """Return a guard that steps a student's adapters with AdamW.
 
     Args:

@@ -23,7 +23,7 @@ from npt.distill.step import free_memory, student_guard, summed
 from npt.distill.strategies import drive
 from npt.doctor.plan import Workload
 from npt.errors import is_out_of_memory
-from npt.guard.guard import Guard
+from npt.guard.guard import PlannedGuard
 from npt.guard.window import IN_FLIGHT
 
 # At lower levels the profiler prints its start and end. It reads the variable on first use.
@@ -70,7 +70,7 @@ def measure_window(
     bytes, with model and moments, and the seconds of one window.
     """
     device, held = next(model.parameters()).device, storage_bytes(tensors_of(model, teacher))
-    guards: list[Guard] = []
+    guards: list[PlannedGuard] = []
     shape = (config.gradient_accumulation_steps, samples, length)
     ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batches = [batch_from_tensors(rows, torch.ones_like(rows)) for rows in ids]

@@ -102,7 +102,7 @@ class Postmortem:
 
 def write_postmortem(
     folder: str | Path,
-    guard: Guard,
+    guard: Guard[Any],
     outcome: Outcome,
     reason: str,
     step: int,

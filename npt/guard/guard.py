@@ -23,10 +23,11 @@ from dataclasses import asdict, fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, cast, overload
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVar  # comes with torch
 
 from npt.base.device import card_error
 from npt.distributed.processes import ProcessGroup
@@ -57,8 +58,16 @@ if TYPE_CHECKING:
 REMEMBERED = 256
 """The number of refusals, and of micro-batches with their figures, kept for a post-mortem."""
 
+Result = TypeVar("Result", default=Outcome)
 
-class Guard:
+
+class Scheduler(Protocol):
+    """A schedule of learning rates."""
+
+    def step(self) -> object: ...
+
+
+class Guard(Generic[Result]):
     """A transactional optimizer step: a refused micro-batch changes nothing in the run.
 
     Args:
@@ -73,7 +82,7 @@ class Guard:
         processes: the processes that share every window; default: all of torch.distributed.
         rates: the learning rate of each applied step, instead of a scheduler; the last one stays.
             Requires `draws`. Every parameter is then stepped, even one that no backward reached,
-            and `step` returns a list of the outcomes known so far.
+            and `step` returns a list of the outcomes known so far (a `PlannedGuard`).
         draws: `Seeded(seed)` seeds each micro-batch by its ids. By default torch's random numbers
             are used, and drawn again after a refusal.
         late: never wait for the GPU; outcomes arrive one or more windows later. Requires `rates`
@@ -93,11 +102,35 @@ class Guard:
     whole_norm = False
     """Whether to clip by the norm of all that requires a gradient in the model, stepped or not."""
 
+    @overload
+    def __init__(
+        self: PlannedGuard,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        processes: ProcessGroup | None = None,
+        rates: Sequence[float],
+        draws: Seeded,
+        late: bool | None = None,
+        **settings: Any,
+    ): ...
+
+    @overload
+    def __init__(
+        self: Guard[Outcome],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Scheduler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        processes: ProcessGroup | None = None,
+        **settings: Any,
+    ): ...
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        scheduler: Any = None,
+        scheduler: Scheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
         processes: ProcessGroup | None = None,
         *,
@@ -299,7 +332,7 @@ class Guard:
         finally:
             self._withdraw()
 
-    def step(self, fingerprint: int = 0) -> Any:
+    def step(self, fingerprint: int = 0) -> Result:
         """Close the window: make one optimizer step from its survivors, or none.
 
         Every process must call it equally often. If it raises, even from the optimizer, the window
@@ -327,7 +360,7 @@ class Guard:
         if self.settings.loss != "share":  # a Trainer shares them when a window begins
             share_buffers(self._model)
         outcomes = self._known(outcomes)
-        return outcomes if self.lists else outcomes[0]
+        return cast(Result, outcomes if self.lists else outcomes[0])
 
     def flush(self) -> list[Outcome]:
         """Wait for the outcomes that have not arrived, and return them."""
@@ -396,7 +429,7 @@ class Guard:
         if self.sharding is not None:
             self.sharding.close()
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -518,6 +551,10 @@ class Guard:
             failed = f"{type(error).__name__}: {error}"
             return f"{reason}; post-mortem: could not be written: {failed}"
         return f"{reason}; to find the cause, call npt.guard.replay({str(folder)!r}, model)"
+
+
+PlannedGuard = Guard[list[Outcome]]
+"""A guard that sets the rates itself: a step's outcome may arrive with a later one."""
 
 
 def check_state(state: Any) -> None:

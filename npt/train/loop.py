@@ -21,7 +21,7 @@ from npt.data.samples import Position, Window
 from npt.distill.step import MicroBatchSplitter, forward_backward, summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
-from npt.guard.guard import Guard
+from npt.guard.guard import PlannedGuard
 from npt.guard.outcome import Outcome
 from npt.guard.spikes import SpikeGuard
 from npt.guard.update import EXACT
@@ -53,7 +53,7 @@ class Loop:
         halts: halt code of each process that stopped.
     """
 
-    def __init__(self, run: Run, guard: Guard, strategy: Strategy):
+    def __init__(self, run: Run, guard: PlannedGuard, strategy: Strategy):
         self.run, self.setup, self.config = run, run.setup, run.setup.config
         self.guard, self.strategy = guard, strategy
         self.sharded = is_sharded(self.setup.model)

@@ -21,7 +21,7 @@ from npt.errors import BundleError, CardError, CheckpointError, ProcessError, To
 from npt.figures import FIGURES
 from npt.files import write_text
 from npt.guard.forensics import KEPT
-from npt.guard.guard import Guard
+from npt.guard.guard import PlannedGuard
 from npt.guard.outcome import Outcome
 from npt.guard.refusal import Refusal
 from npt.manifest import POSTMORTEM
@@ -181,7 +181,7 @@ class Run:
             advice = "try a lower --learning_rate or a longer --warmup_steps"
             self.warn(f"step {step}: the run has diverged: {cause}; {advice}")
 
-    def save(self, guard: Guard, state: Mapping[str, Any], last: bool = False) -> bool:
+    def save(self, guard: PlannedGuard, state: Mapping[str, Any], last: bool = False) -> bool:
         """Write a checkpoint; return False if that fails but an older one lets the run continue.
 
         Raises:
@@ -209,7 +209,7 @@ class Run:
         return processes.first(lambda: self._write(guard, state, shrunk_to, last))
 
     def _write(
-        self, guard: Guard, state: Mapping[str, Any], shrunk_to: list[int | None], last: bool
+        self, guard: PlannedGuard, state: Mapping[str, Any], shrunk_to: list[int | None], last: bool
     ) -> bool:
         setup, folder, step = self.setup, self.folder, state["step"]
         record = {
@@ -254,7 +254,7 @@ class Run:
 
     def give_up(
         self,
-        guard: Guard,
+        guard: PlannedGuard,
         outcome: Outcome,
         reason: str,
         steps: int,
