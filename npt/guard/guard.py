@@ -409,7 +409,7 @@ class Guard(Generic[Result]):
         """Return the name of the first parameter or moment that is not finite, or None."""
         return self.update.first_bad()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the counts and the spike guard's history, without optimizer and scheduler."""
         spikes = None if self.window.spikes is None else self.window.spikes.remembered()
         return {"counts": asdict(self.counts), "spikes": spikes}
@@ -557,7 +557,7 @@ PlannedGuard = Guard[list[Outcome]]
 """A guard that sets the rates itself: a step's outcome may arrive with a later one."""
 
 
-def check_state(state: Any) -> None:
+def check_state(state: object) -> None:
     """Raise ConfigError if this is not what `Guard.state_dict` returns: it may come from a file."""
     where = Path("guard.load_state_dict(state)")
     counts, spikes = (dict,), (list, tuple, type(None))
@@ -583,7 +583,7 @@ def _is_finite(number: object) -> bool:
     return isinstance(number, int | float) and math.isfinite(number)
 
 
-def _scalar(loss: Any) -> Tensor:
+def _scalar(loss: Tensor | float | None) -> Tensor:
     """Return a loss in fp32, for its sum over tokens, and without its graph, to free memory."""
     loss = torch.as_tensor(loss)
     if loss.numel() != 1:

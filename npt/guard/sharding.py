@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,15 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ProcessError
 from npt.guard.refusal import IN_GRADIENT, IN_LOSS, UNGUARDED
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
 FSDP = "torch.distributed.fsdp"
 DTENSOR = "torch.distributed.tensor"
 
 
-def is_sharded(tensor: object) -> bool:
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Return whether a tensor is a DTensor, of which this process holds a shard."""
     module = sys.modules.get(DTENSOR)  # None until a DTensor exists
     return module is not None and isinstance(tensor, module.DTensor)
@@ -37,20 +41,26 @@ def local(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
-        return tensor.to_local()  # type: ignore[attr-defined]
+        return tensor.to_local()
 
 
 def full(tensor: Tensor) -> Tensor:
     """Return the whole tensor; if it is sharded, all processes must call this."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def as_gradient(shard: Tensor, parameter: nn.Parameter) -> Tensor:
     """Return a shard as a sharded parameter's gradient, sharing its memory."""
-    kind: Any = sys.modules[DTENSOR].DTensor
-    given: Any = parameter
-    form = {"shape": given.shape, "stride": given.stride(), "run_check": False}
-    return kind.from_local(shard, given.device_mesh, given.placements, **form)
+    assert is_sharded(parameter)
+    shards: type[DTensor] = sys.modules[DTENSOR].DTensor
+    return shards.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
@@ -83,17 +93,17 @@ def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
 
 
 def is_of_fsdp1(model: nn.Module) -> bool:
-    module: Any = sys.modules.get(FSDP)
+    module = sys.modules.get(FSDP)
     kinds = () if module is None else (module.FullyShardedDataParallel,)
     return any(isinstance(m, kinds) for m in model.modules())
 
 
-def _sharded(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+def _sharded(parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
     return {name: p for name, p in parameters.items() if is_sharded(p)}
 
 
-def sharded_modules(model: nn.Module) -> list[Any]:
-    module: Any = sys.modules.get(FSDP)
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    module = sys.modules.get(FSDP)
     kinds = () if module is None else (module.FSDPModule,)
     return [m for m in model.modules() if isinstance(m, kinds)]
 
@@ -121,14 +131,15 @@ class Sharding:
         weight: the factor on gradients before they are summed over the processes.
     """
 
-    def __init__(self, modules: Iterable[Any], processes: ProcessGroup, trained: bool):
+    def __init__(self, modules: Iterable[FSDPModule], processes: ProcessGroup, trained: bool):
         self.modules, self.processes, self.trained = list(modules), processes, trained
         self.weight = 1
         self._norms: list[Tensor] = []  # of the micro-batch's gradients, before the sums
         if trained:
             try:
                 for module in self.modules:
-                    module.set_custom_reduce_scatter(_Summing(self))
+                    # its base class is private to torch
+                    module.set_custom_reduce_scatter(_Summing(self))  # type: ignore[arg-type]
             except ValueError as error:
                 raise ConfigError(f"this use of FSDP2 is not supported: {error}") from error
             self._sum(True)
@@ -215,9 +226,9 @@ class _Summing:
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: object,
-        op: Any,
+        op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> Any:
+    ) -> dist.Work | None:
         self._sharding.prepare(input_tensor)
         new = getattr(dist, "reduce_scatter_single", None)  # the name since torch 2.13
         scatter = dist.reduce_scatter_tensor if new is None else new

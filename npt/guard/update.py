@@ -48,6 +48,9 @@ _TRAINED = attrgetter("requires_grad")
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+
+
 class Holdings:
     """A copy of what the `owners` hold and of torch's random state. `restore` writes it back into
     the same tensors and containers, which other code may hold too.
@@ -72,7 +75,7 @@ class Holdings:
         parts: bool = False,
         earlier: Holdings | None = None,
     ):
-        self._containers: list[tuple[Any, Any]] = []  # container, shallow copy
+        self._containers: list[tuple[Container, Container]] = []  # each with its shallow copy
         self._values = self._follow(owners, {id(each) for each in without})
         self._tensors = [own_part(value) for value in self._values] if parts else self._values
         memory = None if earlier is None else earlier._memory_for(self._tensors)
@@ -113,11 +116,14 @@ class Holdings:
                 changed.add(id(value))
         return changed
 
-    def before(self) -> tuple[dict[int, Tensor], dict[int, Any]]:
-        """Return the copies of tensors, and the entries of containers, by `id`."""
+    def before(self) -> tuple[dict[int, Tensor], dict[int, dict[Any, Any]]]:
+        """Return the copies of tensors, of sharded ones the own parts, and the entries of dicts, by
+        `id`.
+        """
         self.kept = True
-        copies = zip(map(id, self._values), self._copies, strict=True)
-        return dict(copies), {id(container): items for container, items in self._containers}
+        copies = zip(map(id, self._values), map(local, self._copies), strict=True)
+        entries = {id(c): items for c, items in self._containers if isinstance(items, dict)}
+        return dict(copies), entries
 
     def _memory_for(self, tensors: list[Tensor]) -> list[Tensor] | None:
         """Return the copies, if they were made of the same tensors and nothing else holds them."""
@@ -302,17 +308,13 @@ class GuardedUpdate:
     def snapshot_of(self, holdings: Holdings) -> Snapshot:
         """Return the parameters, and each one's part of the optimizer's state, from holdings."""
         copies, entries = holdings.before()
-
-        def then(value: Any) -> Any:
-            return local(copies[id(value)]) if id(value) in copies else value
-
         states = entries[id(self.optimizer.state)]
-        return {
-            name: (then(p), {key: then(value) for key, value in entries[id(states[p])].items()})
-            if p in states
-            else (then(p), {})
-            for name, p in zip(self.names, self.parameters, strict=True)
-        }
+        snapshot: Snapshot = {}
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            held = entries[id(states[parameter])] if parameter in states else {}
+            state = {key: copies.get(id(value), value) for key, value in held.items()}
+            snapshot[name] = copies.get(id(parameter), parameter), state
+        return snapshot
 
     def first_bad(self) -> str | None:
         names, largest = self._largest()
@@ -400,7 +402,7 @@ class GuardedUpdate:
 
     def _are_finite(self) -> bool:
         """Return whether parameters and moments are finite: see `FiniteCheck`."""
-        values: list[Any] = [*self.parameters]
+        values: list[object] = [*self.parameters]
         for parameter in self.parameters:
             values.extend(self.optimizer.state.get(parameter, {}).values())
         tensors = [value for value in values if isinstance(value, Tensor)]

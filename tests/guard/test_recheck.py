@@ -100,10 +100,6 @@ def plant(world: World, kind: str, generator: random.Random) -> Callable[[int], 
     return between
 
 
-ROUNDED = {("gradient", 12)}
-"""Flips of a lowest bit that are gone once gradients are weighted and summed."""
-
-
 class Regression(nn.Module):
     """A model that returns its loss, as transformers' do."""
 
@@ -134,14 +130,18 @@ def run(
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_is_found_and_repaired(kind: str, seed: int) -> None:
-    """200 of them: the run then equals the one whose memory never failed, bit for bit."""
+    """200 of them: the run then equals the one whose memory never failed, bit for bit. A lowest bit
+    may be gone once gradients are weighted and summed; which ones are, depends on the processor.
+    """
     outcomes, state = run(kind, seed)
-    assert all(map(torch.equal, state, run()[1]))
+    clean = run()[1]
+    assert all(map(torch.equal, state, clean))
     assert not any(outcome.repaired for outcome in (*outcomes[:2], outcomes[3]))
-    if (kind, seed) in ROUNDED:
-        assert not outcomes[2].repaired
+    found = " ".join(outcomes[2].repaired)
+    if not found and kind in ("gradient", "sum"):
+        assert all(map(torch.equal, run(kind, seed, recheck=0)[1], clean))  # it was gone
     else:
-        assert NAMED.get(kind, "gradient of") in " ".join(outcomes[2].repaired)
+        assert NAMED.get(kind, "gradient of") in found
 
 
 def test_rechecked_windows_change_nothing_and_find_nothing() -> None:
