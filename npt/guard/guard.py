@@ -90,7 +90,7 @@ class Guard(Generic[Result]):
         settings: the fields of `GuardSettings`.
 
     Attributes:
-        sharding: how FSDP2 shards the model; None if it does not.
+        sharding: the layers that FSDP2 shards.
         outcome: the last window's outcome, also if `step` raised TooManyRefusalsError.
         refusals: the last refusals, each with the index of its window.
         history: loss and gradient norm of this process's last micro-batches, refused or not.
@@ -155,8 +155,7 @@ class Guard(Generic[Result]):
         self._home = next(iter(guarded.stepped.values())).device
         processes = all_processes(self._home) if processes is None else processes
         self.sharding = sharding_of(model, guarded.held, processes)
-        sums = self.sharding if self.sharding is not None and self.sharding.trained else None
-        if sums is not None and (self.lists or scaler is not None):
+        if self.sharding.trained and (self.lists or scaler is not None):
             raise ConfigError(
                 "sharded parameters support neither rates=[...] nor a scaler: pass a scheduler and"
                 " train in bf16 or fp32"
@@ -173,20 +172,19 @@ class Guard(Generic[Result]):
             spikes=None if sigmas is None else SpikeGuard(sigmas),
             processes=processes,
             divisor=processes.size if share else None,
-            sharding=sums,
+            sharding=self.sharding,
             guarded=guarded,
         )
         self._scale = LossScale(scaler, optimizer)
         if scaler is not None:
             self.window.unscale = self._scale.unscale
         keep = self.settings.postmortem is not None
-        together = self.sharding is not None and processes.size > 1
         self.draws: Draws = Draws() if draws is None else draws
         self._buffers = Buffers(whole(model), self.update.reads)
         self._traces = self.draws, self._buffers
-        self.recheck = self._make_recheck(together)
+        self.recheck = self._make_recheck()
         again = None if self.recheck is None else self.recheck.is_due
-        self.forensics = Forensics(model, self.settings.trace, keep, together, again)
+        self.forensics = Forensics(model, self.settings.trace, keep, self.sharding.together, again)
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
         self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
@@ -241,7 +239,7 @@ class Guard(Generic[Result]):
             done = isinstance(error, DataError) or micro.loss is not unset
             done = done and any(p.grad is not None for p in self.window.gradients.parameters)
             self._withdraw()
-            if self.sharding is not None and isinstance(error, self.settings.refuse):
+            if isinstance(error, self.settings.refuse):
                 self.sharding.end_together(error, done)
             if not isinstance(error, self.settings.refuse) or card_error(self._home):
                 raise
@@ -251,7 +249,7 @@ class Guard(Generic[Result]):
             return
         self.window.gradients.collect()
         if self.settings.loss == "mean":
-            if self.sharding is None or not self.sharding.weighs:
+            if not self.sharding.weighs:
                 self.window.gradients.scale(micro.tokens)
             elif micro.tokens != self.sharding.weight:  # by which the backward has multiplied
                 raise ConfigError(
@@ -281,7 +279,7 @@ class Guard(Generic[Result]):
         Raises:
             ConfigError: the layers are sharded over several processes, and `run` is missing.
         """
-        if self.sharding is not None and self.window.processes.size > 1:
+        if self.sharding.together:
             if run is None:
                 raise ConfigError(
                     "the model's layers are sharded, and the other processes wait for this one:"
@@ -298,12 +296,12 @@ class Guard(Generic[Result]):
         Raises:
             ConfigError: trained parameters are sharded; other processes' gradients would change.
         """
-        if self.sharding is not None and self.sharding.trained:
+        if self.sharding.trained:
             raise ConfigError("guard.aside does not support sharded parameters: call guard.refuse")
         with self._aside():
             yield
 
-    def _make_recheck(self, together: bool) -> Recheck | None:
+    def _make_recheck(self) -> Recheck | None:
         if not self.settings.recheck:
             return None
         from npt.guard.recheck import Recheck
@@ -315,7 +313,7 @@ class Guard(Generic[Result]):
             self._scale,
             every=self.settings.recheck,
             weighted=self.settings.loss == "mean",
-            together=together,
+            together=self.sharding.together,
             seeded=isinstance(self.draws, Seeded),
         )
 
@@ -426,8 +424,7 @@ class Guard(Generic[Result]):
     def close(self) -> None:
         """Release the model: remove the hooks and set all gradients to None."""
         self.window.gradients.close()
-        if self.sharding is not None:
-            self.sharding.close()
+        self.sharding.close()
 
     def __enter__(self) -> Self:
         return self
@@ -439,8 +436,7 @@ class Guard(Generic[Result]):
         for trace in self._traces:
             trace.begin()
         self.window.gradients.withdraw()
-        if self.sharding is not None:
-            self.sharding.begin(weight)
+        self.sharding.begin(weight)
 
     def _withdraw(self) -> None:
         for trace in self._traces:
@@ -516,7 +512,7 @@ class Guard(Generic[Result]):
             if self.forensics.left and outcome.refused:
                 names, parameters = self.update.names, self.update.parameters
                 # sharded micro-batches are never computed again
-                snapshot = (outcome.snapshot if self.sharding is None else None) or {}
+                snapshot = ({} if self.sharding.modules else outcome.snapshot) or {}
                 before = {n: value for n, (value, _) in snapshot.items()}
                 with values_in(dict(zip(names, parameters, strict=True)), before):
                     self.forensics.trace(outcome.own)

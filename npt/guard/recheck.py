@@ -192,8 +192,7 @@ class Recheck:
             stored = micro.stored
             assert stored is not None
             gradients.withdraw()
-            if sharding is not None:
-                sharding.begin(micro.tokens if self._weighted else 1)
+            sharding.begin(micro.tokens if self._weighted else 1)
             self._buffers.begin()
             if not follows:
                 set_random_state(stored.random)
@@ -202,7 +201,7 @@ class Recheck:
             gradients.collect()
             if self._weighted:
                 loss = loss * micro.tokens
-                if sharding is None or not sharding.weighs:
+                if not sharding.weighs:
                     gradients.scale(micro.tokens)
             judged.append(self._window.judge(loss, self._buffers.spoilt(loss.device)))
             if not bool(judged[-1].flag):

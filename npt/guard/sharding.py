@@ -110,8 +110,8 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 def sharding_of(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], processes: ProcessGroup
-) -> Sharding | None:
-    """Return a model's sharded layers; None if it has none."""
+) -> Sharding:
+    """Return a model's sharded layers, of which there may be none."""
     modules = sharded_modules(model)
     sizes = {p.device_mesh.size() for p in _sharded(parameters).values()}
     trained = bool(sizes)
@@ -120,13 +120,14 @@ def sharding_of(
             f"parameters are sharded over {sizes.pop()} processes, but the guard has"
             f" {processes.size}; shard them over all"
         )
-    return Sharding(modules, processes, trained) if modules else None
+    return Sharding(modules, processes, trained)
 
 
 class Sharding:
-    """The sharded layers of a guarded model.
+    """The sharded layers of a guarded model. Without any, its methods change nothing.
 
     Attributes:
+        modules: the sharded layers.
         trained: whether trained parameters, and so their gradients, are sharded.
         weight: the factor on gradients before they are summed over the processes.
     """
@@ -145,7 +146,13 @@ class Sharding:
             self._sum(True)
 
     @property
+    def together(self) -> bool:
+        """Whether the processes can only compute together, since each holds a part of a layer."""
+        return bool(self.modules) and self.processes.size > 1
+
+    @property
     def weighs(self) -> bool:
+        """Whether backward weights gradients, before it sums them over the processes."""
         return self.trained and self.processes.size > 1
 
     def begin(self, weight: int) -> None:
@@ -165,11 +172,13 @@ class Sharding:
             gradients.mul_(self.weight)
         self._norms.append(torch.linalg.vector_norm(gradients, dtype=torch.float32))
 
-    def judge(self, loss: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
+    def judge(self, loss: Tensor, norms: Tensor) -> tuple[Tensor | None, Tensor]:
         """Exchange each process's loss and the norms [P] of its shards of the summed gradients.
-        Return a code for what is wrong on each process, or 0: [W]; and the norms [P] of the whole
-        gradients.
+        Return a code for what is wrong on each process, or 0: [W], or None if each judges for
+        itself; and the norms [P] of the whole gradients.
         """
+        if not self.trained:
+            return None, norms
         before = torch.stack([norms.new_zeros(()), *(n.to(norms.device) for n in self._norms)])
         code = torch.where(before.isfinite().all(), 0.0, IN_GRADIENT)
         code += torch.where(loss.to(norms.device).isfinite(), 0.0, IN_LOSS)
@@ -184,13 +193,16 @@ class Sharding:
         return codes, squares.sqrt()
 
     def norms_of_all(self, norms: Tensor) -> Tensor:
-        return self.processes.sum_(norms.square()).sqrt()
+        """Return the norms [P] of whole gradients from those of this process's shards."""
+        return self.processes.sum_(norms.square()).sqrt() if self.trained else norms
 
     def end_together(self, error: BaseException, done: bool) -> None:
         """Raise ProcessError instead of refusing an error that puts processes out of step, because
         not all passes were `done`. On one process, an error in backward is fatal too: FSDP2 cannot
         restart it.
         """
+        if not self.modules:
+            return
         alone = self.processes.size == 1
         if _in_backward(error) if alone else not done:
             self.processes.leave()

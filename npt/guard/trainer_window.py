@@ -129,7 +129,7 @@ class TrainerWindow:
         trainer = self._trainer
         assert trainer.guard is not None
         processes = trainer.guard.window.processes
-        together = trainer.guard.window.sharding is not None
+        together = trainer.guard.sharding.trained
         return {
             refusal.micro_batch // processes.size
             for refusal in refusals
@@ -198,7 +198,7 @@ class TrainerWindow:
                     trainer.accelerator.sync_gradients = True
                 continue
             guard.window.place += processes.size
-            if guard.sharding is not None and not guard.sharding.trained:
+            if guard.sharding.modules and not guard.sharding.trained:
                 with (  # another process may wait for its layers
                     suppress(*guard.settings.refuse),
                     guard.aside(),
@@ -238,7 +238,7 @@ class TrainerWindow:
         settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
         settings |= {"loss": "share", "max_grad_norm": trainer.args.max_grad_norm or math.inf}
         trainer.guard = TrainerGuard(model, trainer.optimizer, **settings)
-        if self.generations is not None and trainer.guard.sharding is not None:
+        if self.generations is not None and trainer.guard.sharding.modules:
             raise ConfigError(
                 f"the guard does not support {type(trainer).__name__} with FSDP2; train with DDP,"
                 f" or {UNGUARDED}"

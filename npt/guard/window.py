@@ -232,7 +232,7 @@ class GradientWindow:
             guarded = Guarded(held=stepped, stepped=stepped, clipped=update.parameters)
         self.hold(guarded)
         self.divisor = divisor
-        self.sharding = sharding
+        self.sharding = Sharding([], self.processes, False) if sharding is None else sharding
         self._open = PendingWindow()
         self._launched: deque[PendingWindow] = deque()
         self._landings: list[Landing] = []  # free ones
@@ -270,9 +270,7 @@ class GradientWindow:
         sound = loss
         if spoilt is not None:
             sound = torch.where(spoilt.flags.any(), math.nan, loss)
-        codes = None
-        if self.sharding is not None:
-            codes, norms = self.sharding.judge(sound, norms)
+        codes, norms = self.sharding.judge(sound, norms)
         # Finite only if every norm is, and the sum of their squares too.
         norm = torch.linalg.vector_norm(norms)
         flag = norm + 0 * sound < math.inf  # False for NaN, and 0 * inf is NaN
@@ -291,7 +289,7 @@ class GradientWindow:
     ) -> None:
         """Refuse a micro-batch that has no gradients yet."""
         micro = MicroBatch(None, 0, sample_ids=sample_ids, stored=stored)
-        if self.sharding is not None:
+        if self.sharding.trained:
             norms = torch.zeros(len(self.gradients.parameters), device=self._home)
             self.sharding.exchange(torch.tensor(float(BEFORE)), norms)
         self._append(micro)
@@ -461,7 +459,7 @@ class GradientWindow:
         integers below `EXACT`.
         """
         processes, sums = self.processes, self.gradients.sums
-        if self.sharding is not None:
+        if self.sharding.trained:
             sums = []  # backward has summed them
         codes = torch.zeros(2, processes.size, device=self._home)
         codes[:, processes.index] = sent([window.halt, window.fingerprint], self._home)
@@ -507,7 +505,7 @@ class GradientWindow:
         norm of the sums would have the same bits. None otherwise.
         """
         gradients = self.gradients
-        alone = len(window.ran) == 1 and self.processes.size == 1 and self.sharding is None
+        alone = len(window.ran) == 1 and self.processes.size == 1 and not self.sharding.trained
         changed = window.divided or self.unscale is not None
         if not alone or changed or [flat.dtype for flat in gradients.sums] != [torch.float32]:
             return None
@@ -518,7 +516,7 @@ class GradientWindow:
 
     def _norms(self) -> Tensor:
         norms = norms_of(self.gradients.sum_views, home=self._home)
-        return norms if self.sharding is None else self.sharding.norms_of_all(norms)
+        return self.sharding.norms_of_all(norms)
 
     def _step(self, window: PendingWindow, go: Tensor) -> None:
         """Step, verify or restore, and send the figures, all on the device."""
