@@ -74,7 +74,7 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
     L2 norm takes a tenth of the time of a maximum.
     """
     large: list[Tensor] = []
-    small: dict[tuple[Any, ...], list[Tensor]] = {}
+    small: dict[tuple[object, ...], list[Tensor]] = {}
     for tensor in tensors:
         size = tensor.numel()
         if size > SMALL:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -347,8 +347,8 @@ def note_order(loader: DataLoader[object]) -> None:
         return
     kind = type(sampler)
 
-    def noting(self: Any) -> Iterator[list[object]]:
-        noted = self.noted = deque()
+    def noting(self: object) -> Iterator[list[object]]:
+        noted = vars(self)["noted"] = deque[list[object]]()
         for indices in kind.__iter__(self):
             noted.append(indices)
             yield indices
