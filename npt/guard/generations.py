@@ -8,6 +8,8 @@ and skipped this slice.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 COUNTED = ("_entropy_window_stats", "entropy_coef", "_last_world_entropy")
 """Attributes of GRPOTrainer that a forward changes, besides its metrics."""
+
+_log = logging.getLogger("npt.guard")
 
 _KINDS = frozenset({"GRPOTrainer", "RLOOTrainer"})
 
@@ -73,7 +77,23 @@ class Generations:
         for name, values in trainer._metrics["train"].items():
             if values != earlier.get(name):
                 metrics["train"][name] = list(values)
+        if trainer._metrics["train"].get("reward") != earlier.get("reward"):
+            self._warn_of_infinite_rewards()
         return taken
+
+    def _warn_of_infinite_rewards(self) -> None:
+        """Warn of what TRL may hide: an infinity makes NaN of its group's advantages, then 0. A
+        refusal would cost every slice that holds one of the group, since TRL shuffles them.
+        """
+        by_function = self.trainer._logs["rewards"]
+        assert isinstance(by_function, dict)
+        for name, rewards in by_function.items():
+            if any(map(math.isinf, rewards)):
+                _log.warning(
+                    "reward function %s returned an infinity, which spoils the advantages of all"
+                    " completions of its prompt; return a finite number, or None for no reward",
+                    name,
+                )
 
     def rewind_to(self, place: int) -> None:
         if place in self._random:
