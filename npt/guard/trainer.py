@@ -113,12 +113,10 @@ class TrainerMixin(Trainer):
             made = self.__window.generations.slice
         return super()._prepare_inputs(inputs) if made is None else made
 
-    def _clip_grad_norm(self, model: nn.Module) -> float | None:
-        # clipped when the window closed
-        return None if self.__window is None else self.__window.norm
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> float | None:
         return None if self.__window is None else self.__window.norm
+
+    _clip_grad_norm = _get_grad_norm  # clipped when the window closed
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """Add `refused`, the number of refusals so far, to the caller's `logs`, and log them."""

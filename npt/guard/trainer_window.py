@@ -259,22 +259,21 @@ class TrainerWindow:
                 f" or {UNGUARDED}"
             )
         self._inputs = []
-        self._take_over(trainer.optimizer)
+        self._take_over(trainer.guard, trainer.optimizer)
         return trainer.guard
 
-    def _take_over(self, optimizer: AcceleratedOptimizer) -> None:
+    def _take_over(self, guard: Guard, optimizer: AcceleratedOptimizer) -> None:
         trainer = self._trainer
 
         def step(closure: object = None) -> None:
             optimizer._opt_called = True  # schedulers read it
-            assert trainer.guard is not None
-            held = [(p, p.grad) for p in trainer.guard.window.gradients.parameters]
+            held = [(p, p.grad) for p in guard.window.gradients.parameters]
             try:
-                outcome = trainer.guard.step()
+                outcome = guard.step()
             except TooManyRefusalsError:
-                assert trainer.guard.outcome is not None
-                self._uncount(trainer.guard.outcome)
-                trainer.on_refused(trainer.guard.outcome)
+                assert guard.outcome is not None
+                self._uncount(guard.outcome)
+                trainer.on_refused(guard.outcome)
                 raise
             if outcome.applied:
                 for parameter, gradient in held:  # `AdafactorSchedule` reads them
