@@ -13,7 +13,7 @@ for a Trainer or a post-mortem are imported when first used.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from npt.errors import TooManyRefusalsError
 from npt.guard.forensics import Finding
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _LATER:
         raise AttributeError(f"module 'npt.guard' has no attribute {name!r}")
     value = getattr(import_module(_LATER[name]), name)

@@ -56,19 +56,19 @@ class StoredMicroBatch:
     refusal: Refusal | None = None
     random: Mapping[str, Tensor] = field(default_factory=dict)
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
-    run: Callable[[], Any] | None = None
-    calls: list[Callable[[], Any]] = field(default_factory=list)
-    given: list[Any] = field(default_factory=list)
+    run: Callable[[], object] | None = None
+    calls: list[Callable[[], object]] = field(default_factory=list)
+    given: list[object] = field(default_factory=list)
 
-    def compute(self) -> Any:
+    def compute(self) -> object:
         """Compute it again; return the loss, or the model's outputs if they hold none."""
         if self.run is not None:
             return self.run()
         results = [call() for call in self.calls]
-        losses = [loss_in(result) for result in results]
-        if len(results) == 1 or any(loss is None for loss in losses):
-            return results[0] if len(results) == 1 else results
-        return sum(losses)
+        if len(results) == 1:
+            return results[0]
+        losses = [loss for loss in map(loss_in, results) if loss is not None]
+        return results if len(losses) < len(results) else sum(losses)
 
 
 @contextmanager
@@ -99,7 +99,7 @@ class Finding:
         """The finding as text, without the refusal."""
         return "\n".join(str(part) for part in (self.why, self.verdict) if part)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return it for JSON."""
         verdict = None if self.verdict is None else self.verdict.as_dict()
         return {"refusal": self.refusal.as_dict(), "verdict": verdict, "why": self.why}
@@ -108,11 +108,13 @@ class Finding:
         return f"{self.refusal}\n{self.told}"
 
 
-def loss_in(outcome: Any) -> Any:
+def loss_in(outcome: object) -> Tensor | None:
     """Return the loss among a model's outputs, or None."""
-    if isinstance(outcome, torch.Tensor):
+    if isinstance(outcome, Tensor):
         return outcome if outcome.dim() == 0 else None
-    return outcome.get("loss") if isinstance(outcome, Mapping) else getattr(outcome, "loss", None)
+    named = outcome if isinstance(outcome, Mapping) else {"loss": getattr(outcome, "loss", None)}
+    loss = named.get("loss")
+    return loss if isinstance(loss, Tensor) else None  # it may be a number, or losses by name
 
 
 def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
@@ -125,10 +127,10 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
         return Finding(refusal, None, "the model was not called, so there is nothing to trace")
     if (lost := card_error(next(model.parameters()).device)) is not None:
         return Finding(refusal, None, f"not traced: {lost}")
-    outcome: Any = None
+    outcome: object = None
     raised = ""
 
-    def compute() -> Any:
+    def compute() -> object:
         nonlocal outcome, raised
         try:
             outcome = stored.compute()
@@ -164,7 +166,7 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
 
 @contextmanager
 def values_in(
-    parameters: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]
 ) -> Iterator[None]:
     """Set parameters to these values, without gradients, within the context."""
     chosen = [(parameters[name], value) for name, value in values.items()]
@@ -189,11 +191,11 @@ class Hook:
     def __init__(self, note: Callable[..., None] | None = None):
         self._note = note
 
-    def __call__(self, _module: nn.Module, *values: Any) -> None:
+    def __call__(self, _module: nn.Module, *values: object) -> None:
         if self._note is not None:
             self._note(*values)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return Hook, ()
 
 
@@ -247,7 +249,7 @@ class Forensics:
             handle.remove()
             self._open = None
 
-    def _note(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _note(self, arguments: tuple[object, ...], named: dict[str, object]) -> None:
         stored = self._open
         if stored is None or not torch.is_grad_enabled():  # a teacher's call, or a generation
             return
@@ -262,7 +264,12 @@ class Forensics:
             stored.inputs = stored.given[0]
         stored.calls.append(partial(self._call, dtypes, arguments, named))
 
-    def _call(self, dtypes: Mapping[str, torch.dtype], arguments: Any, named: Any) -> Any:
+    def _call(
+        self,
+        dtypes: Mapping[str, torch.dtype],
+        arguments: tuple[object, ...],
+        named: Mapping[str, object],
+    ) -> object:
         with autocast(dtypes):
             return self._model(*arguments, **named)
 
@@ -308,7 +315,7 @@ def _copied(stored: StoredMicroBatch) -> StoredMicroBatch:
     return replace(stored, inputs=_cloned(stored.inputs), run=None, calls=[], given=[])
 
 
-def _cloned(inputs: Any) -> Any:
+def _cloned(inputs: object) -> object:
     if isinstance(inputs, Tensor):
         return inputs.detach().clone()
     if isinstance(inputs, Mapping):

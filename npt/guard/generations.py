@@ -8,27 +8,37 @@ and skipped this slice.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
 from npt.guard.traces import equal_states
 from npt.random_state import random_state, set_random_state
 
+if TYPE_CHECKING:
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    from npt.guard.trainer_window import Batch
+
 COUNTED = ("_entropy_window_stats", "entropy_coef", "_last_world_entropy")
 """Attributes of GRPOTrainer that a forward changes, besides its metrics."""
+
+_log = logging.getLogger("npt.guard")
 
 _KINDS = frozenset({"GRPOTrainer", "RLOOTrainer"})
 
 
-def generates(trainer: Any) -> bool:
+def generates(trainer: object) -> TypeGuard[GRPOTrainer | RLOOTrainer]:
     return not _KINDS.isdisjoint(kind.__name__ for kind in type(trainer).__mro__)
 
 
-def asks_all_processes(trainer: Any) -> bool:
+def asks_all_processes(trainer: object) -> bool:
     """Return whether a forward gathers from all processes, besides its metrics."""
     asking = ("use_adaptive_entropy", "calculate_KL")  # the second is KTO's
     quantile = getattr(trainer, "top_entropy_quantile", 1.0)
@@ -38,18 +48,18 @@ def asks_all_processes(trainer: Any) -> bool:
 class Generations:
     """A Trainer's generations, and their slices in the open window."""
 
-    slice: Any = None  # what `_prepare_inputs` must return; None if it may generate
+    slice: Batch | None = None  # what `_prepare_inputs` must return; None if it may generate
     calls: int | None = None  # replaces the Trainer's count of calls in a forward
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
+    def __init__(self, trainer: GRPOTrainer | RLOOTrainer):
+        self.trainer = trainer
         self._random: dict[int, Mapping[str, Tensor]] = {}  # random states after a generation
 
-    def take(self, place: int, inputs: Any, counted: Mapping[str, Any]) -> Any:
+    def take(self, place: int, inputs: Batch, counted: Mapping[str, object]) -> Batch:
         """Return the slice for a window's next micro-batch, and generate first if it is time. The
         generation's metrics are added to what was `counted` before the window.
         """
-        trainer = self._trainer
+        trainer = self.trainer
         trainer.model.train()  # as at the start of a training step
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
@@ -62,19 +72,37 @@ class Generations:
             self._random.clear()
         if not place or not equal_states(before, after):
             self._random[place] = after
+        metrics = counted["_metrics"]
+        assert isinstance(metrics, dict)
         for name, values in trainer._metrics["train"].items():
             if values != earlier.get(name):
-                counted["_metrics"]["train"][name] = list(values)
+                metrics["train"][name] = list(values)
+        if trainer._metrics["train"].get("reward") != earlier.get("reward"):
+            self._warn_of_infinite_rewards()
         return taken
+
+    def _warn_of_infinite_rewards(self) -> None:
+        """Warn of what TRL may hide: an infinity makes NaN of its group's advantages, then 0. A
+        refusal would cost every slice that holds one of the group, since TRL shuffles them.
+        """
+        by_function = self.trainer._logs["rewards"]
+        assert isinstance(by_function, dict)
+        for name, rewards in by_function.items():
+            if any(map(math.isinf, rewards)):
+                _log.warning(
+                    "reward function %s returned an infinity, which spoils the advantages of all"
+                    " completions of its prompt; return a finite number, or None for no reward",
+                    name,
+                )
 
     def rewind_to(self, place: int) -> None:
         if place in self._random:
             set_random_state(self._random[place])
 
     @contextmanager
-    def computing(self, inputs: Any) -> Iterator[None]:
+    def computing(self, inputs: Batch) -> Iterator[None]:
         """Within the context, make the Trainer use this slice and not count the call."""
-        trainer, calls = self._trainer, self._trainer._step
+        trainer, calls = self.trainer, self.trainer._step
         trainer._step, self.slice = calls if self.calls is None else self.calls, inputs
         try:
             yield

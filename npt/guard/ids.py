@@ -6,9 +6,8 @@ such as placeholders for images.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ PADDING = (
 
 
 @contextmanager
-def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterator[None]:
+def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Iterator[None]:
     """Check a batch's ids and labels for the forward within the context.
 
     If layers are sharded, other processes wait for this forward and backward. Then valid ids and
@@ -41,12 +40,12 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
     Raises:
         DataError: on entry for a label, in the forward for an id; on exit if layers are sharded.
     """
-    given: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {}
+    given: Mapping[str, object] = inputs if isinstance(inputs, Mapping) else {}
     embedding = _part(model, "get_input_embeddings")
     rows, classes = _rows_of(embedding), _rows_of(_part(model, "get_output_embeddings"))
-    bad_ids = {name: _outside(given.get(name), rows) for name in LOOKED_UP}
+    bad_ids = {name: _outside(_ids_in(given.get(name)), rows) for name in LOOKED_UP}
     tokens = given.get("input_ids") is not None or reads_labels(model)
-    targets: Any = given.get("labels") if tokens else None
+    targets = _ids_in(given.get("labels")) if tokens else None
     bad_labels = _outside(targets, classes) if labels and _of_transformers(model) else None
     if bad_labels is not None:
         bad_labels &= targets != IGNORED
@@ -56,15 +55,18 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
         return
     found: list[DataError] = []
     sharded = bool(sharded_modules(model))
-    if bad_labels is not None and bool(bad_labels.any()):
+    # a mapping that is read-only cannot have its labels replaced
+    held: MutableMapping[str, object] = inputs if isinstance(inputs, MutableMapping) else {}
+    if targets is not None and bad_labels is not None and bool(bad_labels.any()):
         found.append(_unknown("labels", targets[bad_labels], classes))
         if not sharded:
             raise found[0]
+        held["labels"] = targets.masked_fill(bad_labels, IGNORED)
 
-    def check(_: nn.Module, arguments: tuple[Any, ...]) -> Any:
-        entering: Any = arguments[0] if arguments else None
+    def check(_: nn.Module, arguments: tuple[object, ...]) -> tuple[object, ...] | None:
+        entering = _ids_in(arguments[0]) if arguments else None
         bad = _outside(entering, rows)
-        if bad is None or not bool(bad.any()):
+        if entering is None or bad is None or not bool(bad.any()):
             return None
         ids = (name for name, each in bad_ids.items() if each is not None and bool(each.any()))
         found.append(_unknown(next(ids, "labels"), entering[bad], rows, PADDING))
@@ -73,39 +75,43 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
         return entering.masked_fill(bad, 0), *arguments[1:]
 
     handles = [each.register_forward_pre_hook(check) for each in _sharing(model, embedding)]
-    if found:
-        inputs["labels"] = targets.masked_fill(bad_labels, IGNORED)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
         if targets is not None:
-            inputs["labels"] = targets
+            held["labels"] = targets
     if found:
         raise found[0]
 
 
-def _unknown(name: str, bad: Tensor, rows: Any, remedy: str = "") -> DataError:
+def _unknown(name: str, bad: Tensor, rows: int | None, remedy: str = "") -> DataError:
+    assert rows is not None, "without rows, no id is outside"
     message = f"{name} has {int(bad[0])}, but the model's ids are 0 to {rows - 1}"
     return DataError(message + remedy)
 
 
-def _outside(ids: Any, rows: int | None) -> Tensor | None:
-    """Return which ids have no row; None if they are not ids, or `rows` is unknown."""
-    if rows is None or not isinstance(ids, Tensor) or ids.is_floating_point() or not ids.numel():
+def _ids_in(entry: object) -> Tensor | None:
+    """Return the ids that an entry of a batch holds; None if it holds others or nothing."""
+    if not isinstance(entry, Tensor) or entry.is_floating_point() or not entry.numel():
         return None
-    return (ids >= rows) | (ids < 0)
+    return entry
 
 
-def _of_transformers(model: Any) -> bool:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+def _outside(ids: Tensor | None, rows: int | None) -> Tensor | None:
+    """Return which ids have no row; None if there are no ids, or `rows` is unknown."""
+    return None if ids is None or rows is None else (ids >= rows) | (ids < 0)
+
+
+def _of_transformers(model: nn.Module) -> bool:
+    inner = getattr(model, "get_base_model", lambda: model)()
     kinds = (kind.__module__ for kind in type(inner).__mro__)
     own = next(name for name in kinds if not name.startswith("torch.distributed."))  # FSDP2's
     return own.startswith(("transformers.", "npt."))
 
 
-def _part(model: Any, name: str) -> nn.Module | None:
+def _part(model: nn.Module, name: str) -> nn.Module | None:
     try:
         return getattr(model, name)()
     except (AttributeError, NotImplementedError):  # a model without tokens, or a custom one
@@ -121,7 +127,7 @@ def _sharing(model: nn.Module, embedding: nn.Module | None) -> list[nn.Module]:
     return [embedding, *(other for other in others if other.weight is weight)]
 
 
-def _rows_of(module: Any) -> int | None:
+def _rows_of(module: nn.Module | None) -> int | None:
     """Return how many tokens an embedding or head has rows for, also inside PEFT's wrapper."""
     inner = module
     while inner is not None:  # LoRA's own sizes differ

@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
 
 from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard.guard import Guard
@@ -31,9 +32,13 @@ from npt.guard.outcome import MicroBatch, Outcome
 from npt.guard.settings import GuardSettings
 from npt.guard.trainer import check_settings
 
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
+    from torch.optim import Optimizer
+
 _log = logging.getLogger("npt.guard")
 
-Logged = dict[str, dict[str, Any]]
+Logged = dict[str, dict[str, object]]
 
 
 class LightningGuard(Callback):
@@ -51,7 +56,7 @@ class LightningGuard(Callback):
         check_settings(settings)
         self.settings = settings
         self.guard: Guard | None = None
-        self._state: dict[str, Any] = {}
+        self._state: dict[str, object] = {}
         self._fit: LightningFit | None = None
 
     def on_refused(self, trainer: Trainer, outcome: Outcome) -> None:
@@ -88,11 +93,11 @@ class LightningGuard(Callback):
         """Give the strategy its methods back."""
         self._end()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the guard's state, for the checkpoint."""
         return self._state if self.guard is None else self.guard.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Keep the guard's state of a checkpoint until training begins."""
         self._state = state_dict
 
@@ -123,7 +128,7 @@ class LightningFit:
         self._window_logged: Logged = {}  # metrics before the window
         self._logged: Logged = {}  # and before the micro-batch
         self._finally = ExitStack()
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         self._training_step = strategy.training_step
         self._backward = strategy.backward
         self._put(strategy, "training_step", self.training_step)
@@ -136,7 +141,7 @@ class LightningFit:
         self._finally.close()
         self._guard.close()
 
-    def training_step(self, *arguments: Any) -> Any:
+    def training_step(self, *arguments: object) -> STEP_OUTPUT:
         """Begin a micro-batch and compute its loss; return NaN if that refuses it."""
         if self._drawn >= self._trainer.accumulate_grad_batches:
             raise ConfigError(
@@ -160,7 +165,7 @@ class LightningFit:
             return output
         return torch.tensor(math.nan)
 
-    def backward(self, closure_loss: Any, *arguments: Any, **named: Any) -> Any:
+    def backward(self, closure_loss: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """Compute the gradients, and end the micro-batch."""
         if self._micro is not None:
             self._micro.loss = closure_loss
@@ -169,12 +174,14 @@ class LightningFit:
                 self._open.close()
         return closure_loss
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *_: Any, **__: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], object], *_: object, **__: object
+    ) -> object:
         """Compute the window's last micro-batch, and make one step from its survivors, or none."""
         trainer = self._trainer
         guard = self._guard
         result = closure()
-        survivors = self._drawn - len(guard.window.refused())
+        survivors = self._drawn - self._refused
         if survivors:
             guard.window.divisor = survivors / self._drawn
             norm = guard.close_window()
@@ -200,21 +207,24 @@ class LightningFit:
     def _unless_refused(self) -> Iterator[None]:
         """Let the guard see what a part of a micro-batch raises; restore the metrics of one that is
         refused."""
+        refused = False
         try:
             yield
         except BaseException as error:
             self._micro = None
             if not self._open.__exit__(type(error), error, error.__traceback__):
                 raise
-        refused = len(self._guard.window.refused())
-        if refused > self._refused:
-            self._refused = refused
+            refused = True
+        if self._micro is not None and self._micro.judged is not None:  # its backward is done
+            refused = not bool(self._micro.judged.flag)
+        if refused:
+            self._refused += 1
             self._restore(self._logged)
 
-    def _once_more(self, *arguments: Any) -> Any:
+    def _once_more(self, *arguments: object) -> Tensor | None:
         """Return the loss again, for the tracer, without logging it."""
-        module: Any = self._trainer.lightning_module
-        module.log = lambda *_, **__: None
+        module = self._trainer.lightning_module
+        vars(module)["log"] = lambda *_, **__: None
         try:
             output = self._training_step(*arguments)
         finally:
@@ -224,11 +234,13 @@ class LightningFit:
 
     def _metrics(self) -> Logged:
         # Lightning assigns new values to these and changes none in place
-        results: Any = self._trainer._results
+        results = self._trainer._results
+        assert results is not None
         return {key: dict(vars(each)) for key, each in results.items() if each.is_tensor}
 
     def _restore(self, logged: Logged) -> None:
-        results: Any = self._trainer._results
+        results = self._trainer._results
+        assert results is not None
         for key in [key for key, metric in results.items() if metric.is_tensor]:
             if key in logged:
                 vars(results[key]).update(logged[key])
@@ -244,12 +256,12 @@ class LightningFit:
             counts.ready -= 1
             counts.completed -= 1
 
-    def _gate_schedulers(self, module: Any) -> None:
+    def _gate_schedulers(self, module: LightningModule) -> None:
         """Make schedulers of interval "step" skip a window that was refused as a whole."""
         fit = self
-        own = module.lr_scheduler_step
+        own: Callable[..., None] = module.lr_scheduler_step
 
-        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+        def lr_scheduler_step(scheduler: object, metric: object) -> None:
             configs = fit._trainer.lr_scheduler_configs
             by_step = any(c.scheduler is scheduler and c.interval == "step" for c in configs)
             if fit._applied or not by_step:
@@ -258,7 +270,7 @@ class LightningFit:
         # a function, so that a copy of the module has no copy of the guard
         self._put(module, "lr_scheduler_step", lr_scheduler_step)
 
-    def _put(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+    def _put(self, owner: object, name: str, method: Callable[..., object]) -> None:
         setattr(owner, name, method)
         self._finally.callback(delattr, owner, name)
 

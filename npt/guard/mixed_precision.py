@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -20,8 +19,8 @@ class LossScale:
     on an overflow. With a scale of 1 or less, an overflow counts as a normal refusal.
     """
 
-    def __init__(self, scaler: Any, optimizer: torch.optim.Optimizer):
-        self.scaler, self._optimizer = scaler, optimizer  # scaler: None if there is none
+    def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer):
+        self.scaler, self._optimizer = scaler, optimizer
         self._unscaled = False
         self._quiet = math.inf  # windows since the last overflow
 
@@ -30,12 +29,13 @@ class LossScale:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self) -> None:
+        assert self.scaler is not None
         self.scaler.unscale_(self._optimizer)
         self._unscaled = True
 
     def forget(self) -> None:
         """Restore the scale from before a window that ended in an error."""
-        if self._unscaled:
+        if self.scaler is not None and self._unscaled:
             state = self.scaler.state_dict()
             self.scaler.update()  # lets it unscale again
             self.scaler.load_state_dict(state)

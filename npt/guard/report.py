@@ -14,16 +14,16 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers.trainer_callback import TrainerCallback
 
 from npt.guard.forensics import Finding, Forensics, Hook, StoredMicroBatch, loss_in
 from npt.guard.lists import bits_of, norms_of
@@ -33,6 +33,11 @@ from npt.guard.sharding import is_of_fsdp1, is_sharded, local
 from npt.guard.trainer_window import uncounted
 from npt.random_state import random_state
 
+if TYPE_CHECKING:
+    from transformers.trainer import Trainer
+    from transformers.trainer_callback import TrainerState
+    from transformers.training_args import TrainingArguments
+
 SAID = 5
 """How many events of each kind are logged one by one; the end of training counts all."""
 
@@ -40,6 +45,9 @@ SKIPPED = (
     "no weight changed: a GradScaler, DeepSpeed or the optimizer skipped the step, or its update is"
     " below the weights' precision"
 )
+
+LossAndOutputs = Tensor | tuple[Tensor, object]
+"""What `compute_loss` returns: the loss, alone or with the model's outputs."""
 
 _log = logging.getLogger("npt.guard")
 
@@ -93,10 +101,11 @@ class Report(TrainerCallback):
         self._hidden = 0  # non-finite losses since the last log entry
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+        self, args: object, state: TrainerState, control: object, **kwargs: Any
     ) -> None:
         """Put hooks on the model."""
         self._stop()  # in case the last training ended in an error
+        model: nn.Module = kwargs["model"]
         self.counts.clear()
         self._steps, self._moves, self._window, self._late, self._bits = 0, False, [], [], {}
         self._forensics = Forensics(model, self._left)
@@ -107,22 +116,25 @@ class Report(TrainerCallback):
             self._wrap(trainer, whole(model))
         self._look_at_weights(model, state.global_step)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Begin the first micro-batch of a step."""
         rates = [group["lr"] for group in getattr(kwargs.get("optimizer"), "param_groups", [])]
         self._moves = any(isinstance(rate, Tensor) or rate > 0 for rate in rates)
         self._window = []
         self._begin()
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(
+        self, args: object, state: object, control: object, **kwargs: object
+    ) -> None:
         """Begin the next micro-batch."""
         self._begin()
 
     def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any
     ) -> None:
         """Read the flags of the step's losses and gradients, and of the last step's weights."""
         self._watched.close()
+        model: nn.Module = kwargs["model"]
         self._steps, step = self._steps + 1, state.global_step + 1
         told = {f"{i}": micro for i, micro in enumerate(self._window) if micro.good}
         hides = " (logging_nan_inf_filter keeps it out of the log)" * args.logging_nan_inf_filter
@@ -143,15 +155,14 @@ class Report(TrainerCallback):
         self._window = []
 
     def on_step_end(
-        self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
+        self, args: object, state: TrainerState, control: object, **kwargs: Any
     ) -> None:
         """Check the weights after the step; the flags are read later."""
-        self._look_at_weights(model, state.global_step)
+        self._look_at_weights(kwargs["model"], state.global_step)
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any
-    ) -> None:
+    def on_log(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
         """Warn of non-finite figures that the log shows, and of those that it hides."""
+        logs: Mapping[str, object] = kwargs["logs"]
         numbers = {name: value for name, value in logs.items() if isinstance(value, float)}
         bad = [f"{name} {value}" for name, value in numbers.items() if not math.isfinite(value)]
         if bad:
@@ -163,7 +174,7 @@ class Report(TrainerCallback):
         self._hidden = 0
         self._read()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Log how many steps lost something, and remove the hooks."""
         self._read()
         self._stop()
@@ -182,7 +193,7 @@ class Report(TrainerCallback):
         self._stack.close()
         self._forensics = None
 
-    def _trainer(self) -> Any:
+    def _trainer(self) -> Trainer | None:
         """Return the Trainer whose method calls this callback; None if it is called by hand."""
         frame = sys._getframe()
         while (up := frame.f_back) is not None:
@@ -192,18 +203,20 @@ class Report(TrainerCallback):
                 return caller
         return None
 
-    def _wrap(self, trainer: Any, model: nn.Module) -> None:
+    def _wrap(self, trainer: Trainer, model: nn.Module) -> None:
         """Look at what `compute_loss` returns, and note how to compute it again."""
-        compute = trainer.compute_loss
+        compute: Callable[..., LossAndOutputs] = trainer.compute_loss
 
         @wraps(compute)
-        def watched(given: nn.Module, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        def watched(
+            given: nn.Module, inputs: object, *arguments: object, **named: object
+        ) -> LossAndOutputs:
             if not self._window or not torch.is_grad_enabled():
                 return compute(given, inputs, *arguments, **named)
             micro = self._window[-1]
             kept = copy(inputs)  # the Trainer takes the labels out
 
-            def again() -> Any:
+            def again() -> Tensor:
                 with uncounted(trainer), trainer.compute_loss_context_manager():
                     return _loss(compute(model, copy(kept), *arguments, **named))
 
@@ -217,12 +230,12 @@ class Report(TrainerCallback):
             return result
 
         if "compute_loss" in vars(trainer):
-            self._stack.callback(setattr, trainer, "compute_loss", compute)
+            self._stack.callback(vars(trainer).update, compute_loss=compute)
         else:
             self._stack.callback(delattr, trainer, "compute_loss")
-        trainer.compute_loss = watched
+        vars(trainer)["compute_loss"] = watched
 
-    def _look(self, _arguments: Any, _named: Any, output: Any) -> None:
+    def _look(self, _arguments: object, _named: object, output: object) -> None:
         loss = loss_in(output)
         if loss is not None and self._window and torch.is_grad_enabled():
             # several under nn.DataParallel, each on its device
@@ -257,7 +270,12 @@ class Report(TrainerCallback):
         return lost[len(lost) - len(now) :]
 
     def _trace(
-        self, suspects: Sequence[MicroBatch], step: int, args: Any, model: nn.Module, optimizer: Any
+        self,
+        suspects: Sequence[MicroBatch],
+        step: int,
+        args: TrainingArguments,
+        model: nn.Module,
+        optimizer: object,
     ) -> None:
         """Compute suspects again under the tracer until it finds the operation. Changes nothing."""
         assert self._forensics is not None
@@ -293,10 +311,8 @@ class Report(TrainerCallback):
             _log.warning("step %d: %s", step, detail)
 
 
-def _loss(result: Any) -> Tensor:
-    """Return the loss that `compute_loss` returns, alone or with the model's outputs."""
-    loss: Tensor = result[0] if isinstance(result, tuple) else result
-    return loss
+def _loss(result: LossAndOutputs) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

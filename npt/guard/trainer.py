@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from npt.errors import ConfigError
 from npt.guard import generations
@@ -25,12 +26,15 @@ from npt.guard.guard import Guard
 from npt.guard.outcome import Outcome
 from npt.guard.refusal import UNGUARDED
 from npt.guard.settings import GuardSettings
-from npt.guard.trainer_window import TrainerWindow, note_order
+from npt.guard.trainer_window import Batch, Items, TrainerWindow, note_order
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers.trainer import Trainer
+    from transformers.trainer_utils import TrainOutput
 else:
     Trainer = object  # importing the mixin does not import transformers
+
+SomeTrainer = TypeVar("SomeTrainer", bound=Trainer)
 
 _log = logging.getLogger("npt.guard")
 
@@ -48,7 +52,7 @@ class TrainerMixin(Trainer):
     guard: Guard | None = None
     __window: TrainerWindow | None = None  # while it trains
 
-    def __init_subclass__(cls, **named: Any) -> None:
+    def __init_subclass__(cls, **named: object) -> None:
         super().__init_subclass__(**named)
         first = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
         if any(hasattr(c, "training_step") and not issubclass(c, TrainerMixin) for c in first):
@@ -68,7 +72,7 @@ class TrainerMixin(Trainer):
         for finding in outcome.findings:
             _log.warning("traced in step %d: %s", self.state.global_step + 1, finding)
 
-    def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
+    def _inner_training_loop(self, *arguments: Any, **named: Any) -> TrainOutput:
         """Train with a new guard, so that a window left open by an error is dropped, such as an OOM
         after which `auto_find_batch_size` starts again."""
         _refuse_unfit(self)
@@ -80,37 +84,39 @@ class TrainerMixin(Trainer):
             self.__window = None
             window.end()
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> DataLoader[object]:
         """Make the loader's sampler record its indices, so that refusals can name samples."""
         loader = super().get_train_dataloader()
         note_order(loader)
         return loader
 
-    def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **named: Any) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], *arguments: Any, **named: Any
+    ) -> tuple[list[Batch], Items]:
         """Draw a window's micro-batches, and keep the indices of their rows if recorded."""
         drawn = super().get_batch_samples(epoch_iterator, *arguments, **named)
         if self.__window is not None:
             self.__window.note_drawn(epoch_iterator, drawn[0])
         return drawn
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: Items = None
+    ) -> Tensor:
         """Compute a micro-batch; after the window's last, compute survivors of a refusal again."""
         if self.__window is None:  # not called by `train`
             return super().training_step(model, inputs, num_items_in_batch)
         return self.__window.step(model, inputs, num_items_in_batch)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
         made = None
         if self.__window is not None and self.__window.generations is not None:
             made = self.__window.generations.slice
         return super()._prepare_inputs(inputs) if made is None else made
 
-    def _clip_grad_norm(self, model: Any) -> float | None:
-        # clipped when the window closed
+    def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> float | None:
         return None if self.__window is None else self.__window.norm
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
-        return None if self.__window is None else self.__window.norm
+    _clip_grad_norm = _get_grad_norm  # clipped when the window closed
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """Add `refused`, the number of refusals so far, to the caller's `logs`, and log them."""
@@ -125,7 +131,7 @@ class TrainerMixin(Trainer):
             self._globalstep_last_logged = self.state.global_step
         super()._maybe_log_save_evaluate(*arguments, **named)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         guard = self.guard
         bad = None if guard is None else guard.first_bad()
         if guard is not None and any(guard.window.processes.sums([float(bad is not None)])):
@@ -135,7 +141,7 @@ class TrainerMixin(Trainer):
         super()._save_checkpoint(model, trial)
 
 
-def protect(trainer: Any, **settings: Any) -> Any:
+def protect(trainer: SomeTrainer, **settings: Any) -> SomeTrainer:
     """Guard an existing Trainer, in place, and return it.
 
     Args:
@@ -149,6 +155,7 @@ def protect(trainer: Any, **settings: Any) -> Any:
     kind = type(trainer)
     if not isinstance(trainer, TrainerMixin):
         trainer.__class__ = type(f"Guarded{kind.__name__}", (TrainerMixin, kind), {})
+    assert isinstance(trainer, TrainerMixin)
     trainer.guard_settings = settings
     return trainer
 
@@ -163,7 +170,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     GuardSettings(**{"trace": 1, **settings})
 
 
-def _refuse_unfit(trainer: Any) -> None:
+def _refuse_unfit(trainer: Trainer) -> None:
     generating = generations.generates(trainer)
     if hasattr(trainer, "_buffered_inputs") and not generating:
         raise ConfigError(

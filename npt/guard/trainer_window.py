@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard import generations
@@ -28,6 +28,18 @@ from npt.guard.outcome import Outcome
 from npt.guard.parameters import share_buffers, whole
 from npt.guard.refusal import UNGUARDED, Refusal
 from npt.guard.settings import GuardSettings
+
+if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from transformers.trainer import Trainer
+
+    from npt.guard.trainer import TrainerMixin
+
+Batch = dict[str, Tensor]
+"""As transformers has it; a Trainer's own batch may be anything."""
+
+Items = Tensor | int | None
+"""The targets of the whole window, by which the Trainer divides."""
 
 # attributes that TRL changes in each forward
 _COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens", "stats", *generations.COUNTED)
@@ -55,17 +67,17 @@ class TrainerWindow:
         generations: for TRL's Trainers that generate; otherwise None.
     """
 
-    def __init__(self, trainer: Any, compute: Callable[..., Tensor]):
+    def __init__(self, trainer: TrainerMixin, compute: Callable[..., Tensor]):
         self.norm: float | None = None
         self.generations = Generations(trainer) if generations.generates(trainer) else None
         self._trainer = trainer
         self._compute_step = compute
-        self._inputs: list[Any] = []  # its micro-batches
-        self._drawn: list[Any] = []  # the same as the Trainer drew, and so counts, them
+        self._inputs: list[Batch] = []  # its micro-batches
+        self._drawn: list[Batch] = []  # the same as the Trainer drew, and so counts, them
         self._names: dict[int, tuple[object, ...]] = {}  # their sample ids, by id of the inputs
-        self._logged: Tensor | None = None  # the Trainer's summed loss before it
-        self._counted: Mapping[str, Any] = {}  # TRL's metrics before it
-        self._epoch: Any = None  # the iterator of the current epoch
+        self._logged = torch.zeros(())  # the Trainer's summed loss before it
+        self._counted: Mapping[str, object] = {}  # TRL's metrics before it
+        self._epoch: object = None  # the iterator of the current epoch
         self._finally = ExitStack()  # restores the optimizer's own step
 
     def end(self) -> None:
@@ -74,29 +86,27 @@ class TrainerWindow:
         if self._trainer.guard is not None:
             self._trainer.guard.close()
 
-    def note_drawn(self, epoch_iterator: Any, micro_batches: Iterable[Any]) -> None:
+    def note_drawn(self, epoch_iterator: object, micro_batches: Iterable[object]) -> None:
         """Keep the indices of the rows of the micro-batches, if the sampler recorded them."""
         loader = self._trainer.callback_handler.train_dataloader
         sampler = getattr(loader, "batch_sampler", None)
-        noted: deque[list[Any]] = getattr(sampler, "noted", deque())
+        noted: deque[list[object]] = getattr(sampler, "noted", deque())
         if noted and self._epoch is None:
+            assert loader is not None
             for _ in range(self._skipped(loader)):
                 noted.popleft()
         self._epoch = epoch_iterator
         self._names = {id(x): tuple(noted.popleft()) if noted else () for x in micro_batches}
 
-    def _skipped(self, loader: Any) -> int:
+    def _skipped(self, loader: DataLoader[object]) -> int:
         """Return how many micro-batches of the epoch a starting or resuming run skips."""
         trainer = self._trainer
         size = trainer.args.gradient_accumulation_steps
         steps = max(1, math.ceil(len(loader) / size))
         return 0 if trainer.args.ignore_data_skip else trainer.state.global_step % steps * size
 
-    def step(self, model: Any, inputs: Any, items: Any) -> Tensor:
-        """Compute a micro-batch; after the window's last, compute survivors of a refusal again.
-
-        items: the targets of the whole window, by which the Trainer divides; or None.
-        """
+    def step(self, model: nn.Module, inputs: Batch, items: Items) -> Tensor:
+        """Compute a micro-batch; after the window's last, compute survivors of a refusal again."""
         trainer = self._trainer
         guard = self._guard_of(model)
         if not self._inputs:
@@ -111,7 +121,8 @@ class TrainerWindow:
         self._inputs.append(inputs)
         loss = self._compute(guard, model, inputs, items)
         if self.generations is not None:
-            trainer._step += 1  # the position in the generation; counts refused micro-batches too
+            # the position in the generation; counts refused micro-batches too
+            self.generations.trainer._step += 1
         if not trainer.accelerator.gradient_state.sync_gradients:
             return loss
         losses = None
@@ -136,7 +147,7 @@ class TrainerWindow:
             if refusal.micro_batch is not None and (together or refusal.process == processes.index)
         }
 
-    def _taken(self, inputs: Any) -> Any:
+    def _taken(self, inputs: Batch) -> Batch:
         if self.generations is None:
             return inputs
         taken = self.generations.take(len(self._inputs), inputs, self._counted)
@@ -144,43 +155,46 @@ class TrainerWindow:
         self._names = {**self._names, id(taken): tuple(dict.fromkeys(names))}
         return taken
 
-    def _computing(self, inputs: Any) -> Any:
+    def _computing(self, inputs: Batch) -> AbstractContextManager[None]:
         return nullcontext() if self.generations is None else self.generations.computing(inputs)
 
-    def _compute(self, guard: Guard, model: Any, inputs: Any, items: Any) -> Tensor:
+    def _compute(self, guard: Guard, model: nn.Module, inputs: Batch, items: Items) -> Tensor:
         loss = torch.zeros((), device=self._trainer.args.device)
         again = partial(self._once_more, model, inputs, items)
         names = self._names.get(id(inputs), ())
         with (
             guard.micro_batch(ids=names, inputs=inputs, run=again) as micro,
-            refuse_bad_ids(inputs, self._trainer.model, self._labels_are_tokens()),
-            _alone(self._trainer.accelerator),
+            self._checking_ids(inputs),
+            _alone(self._trainer),
             self._computing(inputs),
         ):
             micro.loss = loss = self._compute_step(model, inputs, items)
         return loss
 
-    def _labels_are_tokens(self) -> bool:
-        """Return whether the loss is a stock one, whose labels are tokens or -100."""
+    def _checking_ids(self, inputs: Batch) -> AbstractContextManager[None]:
         trainer = self._trainer
-        if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
-            return False
-        return type(trainer).compute_loss.__module__.partition(".")[0] in ("transformers", "trl")
+        assert trainer.model is not None
+        # a stock loss, whose labels are tokens or -100
+        own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+        origin = type(trainer).compute_loss.__module__.partition(".")[0]
+        labels = not own and origin in ("transformers", "trl")
+        return refuse_bad_ids(inputs, trainer.model, labels)
 
-    def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
+    def _once_more(self, model: nn.Module, inputs: Batch, items: Items) -> Tensor:
         with uncounted(self._trainer), self._computing(inputs):
             return self._compute_step(whole(model), inputs, items)
 
     def _compute_again(
-        self, guard: Guard, model: Any, refused: set[int], items: Any
+        self, guard: Guard, model: nn.Module, refused: set[int], items: Items
     ) -> list[Tensor]:
         """Compute the survivors as a window without the refused ones; return their losses."""
         trainer = self._trainer
         window = self._inputs
         processes = guard.window.processes
         (left,) = processes.sums([len(window) - len(refused)])
-        # a Trainer divides by this or by `items`
-        trainer.current_gradient_accumulation_steps = left / processes.size
+        # a Trainer divides by this, though it may be a fraction, or by `items`
+        steps = left / processes.size
+        trainer.current_gradient_accumulation_steps = steps  # type: ignore[assignment]
         if items is not None:
             counted = [_blank(x) if i in refused else x for i, x in enumerate(window)]
             items = trainer._get_num_items_in_batch(counted, trainer.args.device)
@@ -202,7 +216,7 @@ class TrainerWindow:
                 with (  # another process may wait for its layers
                     suppress(*guard.settings.refuse),
                     guard.aside(),
-                    refuse_bad_ids(inputs, trainer.model, self._labels_are_tokens()),
+                    self._checking_ids(inputs),
                 ):
                     self._once_more(model, inputs, items)
         return losses
@@ -224,7 +238,7 @@ class TrainerWindow:
             trainer._tr_loss += loss
         return losses[-1]
 
-    def _guard_of(self, model: Any) -> Guard:
+    def _guard_of(self, model: nn.Module) -> Guard:
         """Return the guard; the first call makes it and puts its `step` into the optimizer."""
         trainer = self._trainer
         if trainer.guard is not None:
@@ -233,10 +247,11 @@ class TrainerWindow:
             raise ConfigError(
                 f"DeepSpeed makes its own step; train with DDP or one process, or {UNGUARDED}"
             )
-        folder = Path(trainer.args.output_dir, "postmortem")
+        folder = Path(trainer.args.output_dir or ".", "postmortem")
         settings = {"trace": 1, "postmortem": folder, **trainer.guard_settings}
         settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
         settings |= {"loss": "share", "max_grad_norm": trainer.args.max_grad_norm or math.inf}
+        assert trainer.optimizer is not None
         trainer.guard = TrainerGuard(model, trainer.optimizer, **settings)
         if self.generations is not None and trainer.guard.sharding.modules:
             raise ConfigError(
@@ -244,22 +259,21 @@ class TrainerWindow:
                 f" or {UNGUARDED}"
             )
         self._inputs = []
-        self._take_over(trainer.optimizer)
+        self._take_over(trainer.guard, trainer.optimizer)
         return trainer.guard
 
-    def _take_over(self, optimizer: Any) -> None:
+    def _take_over(self, guard: Guard, optimizer: AcceleratedOptimizer) -> None:
         trainer = self._trainer
 
-        def step(closure: Any = None) -> None:
+        def step(closure: object = None) -> None:
             optimizer._opt_called = True  # schedulers read it
-            assert trainer.guard is not None
-            held = [(p, p.grad) for p in trainer.guard.window.gradients.parameters]
+            held = [(p, p.grad) for p in guard.window.gradients.parameters]
             try:
-                outcome = trainer.guard.step()
+                outcome = guard.step()
             except TooManyRefusalsError:
-                assert trainer.guard.outcome is not None
-                self._uncount(trainer.guard.outcome)
-                trainer.on_refused(trainer.guard.outcome)
+                assert guard.outcome is not None
+                self._uncount(guard.outcome)
+                trainer.on_refused(guard.outcome)
                 raise
             if outcome.applied:
                 for parameter, gradient in held:  # `AdafactorSchedule` reads them
@@ -281,7 +295,9 @@ class TrainerWindow:
         drops and packs rows, so their numbers are not those of the file. Empty without a tokenizer.
         """
         rows: list[str] = []
-        decode: Any = getattr(getattr(self._trainer, "processing_class", None), "decode", None)
+        decode = getattr(getattr(self._trainer, "processing_class", None), "decode", None)
+        if decode is None:
+            return ""
         for place in self._places([refusal]):
             inputs = self._drawn[place]
             with suppress(Exception):  # no ids, or ids that the tokenizer does not know
@@ -302,9 +318,10 @@ class TrainerWindow:
         if whole_window:
             places = set(range(len(self._drawn)))
         seen = trainer.state.num_input_tokens_seen
-        with _alone(trainer.accelerator):
+        with _alone(trainer):
             for place in places:
-                trainer.current_flos -= float(trainer.floating_point_ops(self._drawn[place]))
+                operations = float(trainer.floating_point_ops(self._drawn[place]))
+                trainer.current_flos -= operations  # type: ignore[assignment]  # a float
                 trainer._track_num_input_tokens(self._drawn[place])
         (refused,) = trainer.guard.window.processes.sums(
             [trainer.state.num_input_tokens_seen - seen]
@@ -316,19 +333,21 @@ class TrainerWindow:
             trainer._tr_loss += mean
 
 
-def note_order(loader: Any) -> None:
+def note_order(loader: DataLoader[object]) -> None:
     from accelerate.data_loader import DataLoaderDispatcher
     from transformers.trainer_utils import has_length
 
     sampler = getattr(loader, "batch_sampler", None)
-    indexed = sampler is not None and not isinstance(loader.dataset, IterableDataset)
-    ordered = getattr(loader, "in_order", True) and not isinstance(loader, DataLoaderDispatcher)
-    if not (indexed and ordered and has_length(loader)) or hasattr(sampler, "noted"):
+    if sampler is None or hasattr(sampler, "noted"):
         return
-    kind: Any = type(sampler)
+    indexed = not isinstance(loader.dataset, IterableDataset) and has_length(loader)
+    ordered = getattr(loader, "in_order", True) and not isinstance(loader, DataLoaderDispatcher)
+    if not (indexed and ordered):
+        return
+    kind = type(sampler)
 
-    def noting(self: Any) -> Iterator[list[Any]]:
-        noted = self.noted = deque()
+    def noting(self: object) -> Iterator[list[object]]:
+        noted = vars(self)["noted"] = deque[list[object]]()
         for indices in kind.__iter__(self):
             noted.append(indices)
             yield indices
@@ -338,28 +357,29 @@ def note_order(loader: Any) -> None:
         sampler.__class__ = type(f"Noting{kind.__name__}", (kind,), {"__iter__": noting})
 
 
-def _counts(trainer: Any) -> Mapping[str, Any]:
+def _counts(trainer: Trainer) -> Mapping[str, object]:
     return {name: deepcopy(vars(trainer)[name]) for name in _COUNTED if name in vars(trainer)}
 
 
 @contextmanager
-def uncounted(trainer: Any) -> Iterator[None]:
+def uncounted(trainer: Trainer) -> Iterator[None]:
     """Within the context, keep what is computed out of TRL's metrics, and wait for no process."""
     counted = _counts(trainer)
     try:
-        with _alone(trainer.accelerator):
+        with _alone(trainer):
             yield
     finally:
         vars(trainer).update(counted)
 
 
 @contextmanager
-def _alone(accelerator: Any) -> Iterator[None]:
+def _alone(trainer: Trainer) -> Iterator[None]:
     """Turn accelerate's gathering off within the context; TRL uses it for metrics.
 
     A refused micro-batch may end early, and the other processes would wait for ever. Metrics are
     then those of the main process.
     """
+    accelerator = trainer.accelerator
     names = _GATHERING if accelerator.num_processes > 1 else ()
     for name in names:
         setattr(accelerator, name, lambda value, *_, **__: value)
@@ -370,7 +390,7 @@ def _alone(accelerator: Any) -> Iterator[None]:
             delattr(accelerator, name)
 
 
-def _blank(inputs: Any) -> Any:
+def _blank(inputs: Batch) -> Batch:
     if not isinstance(inputs, Mapping):
         return inputs
     names = [name for name in ("labels", "shift_labels") if name in inputs]

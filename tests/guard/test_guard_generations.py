@@ -113,17 +113,34 @@ def test_a_refused_slice_is_traced_and_named_by_the_rows_of_its_generation(token
     assert "mlp.act_fn" in str(finding), str(finding)
 
 
+def infinite(completions: Any, **_: Any) -> list[float]:
+    return [math.inf, *(float(i) for i in range(1, len(completions)))]
+
+
 def test_an_infinite_reward_is_traced_to_the_advantages(tokenizer, monkeypatch) -> None:
     """RLOO makes -3.4e38 of it, which is no mask."""
-
-    def infinite(completions: Any, **_: Any) -> list[float]:
-        return [math.inf, *(float(i) for i in range(1, len(completions)))]
-
     monkeypatch.setattr("faults.row_generating.reward", infinite)
     guarded = trained(tokenizer, "RLOO", (), None, True, max_steps=1)
     said = str(guarded.guard.findings[0].verdict)
     assert said.startswith("corrupt input: advantages h"), said  # holds, or held before the pass
     assert "3.40282e+38" in said.partition(";")[0] and "the reward function" in said
+
+
+def unscorable(completions: Any, **_: Any) -> list[float | None]:
+    return [None, *infinite(completions)[1:]]
+
+
+@pytest.mark.parametrize(("reward", "told"), [(infinite, 2), (unscorable, 0)])
+def test_an_infinite_reward_that_grpo_hides_is_told_once_a_generation(
+    reward, told, tokenizer, monkeypatch, caplog
+) -> None:
+    """Its group gets the advantage 0, as a completion does for which the function returns None."""
+    monkeypatch.setattr("faults.row_generating.reward", reward)
+    guarded = trained(tokenizer, "GRPO", (), None, True, max_steps=4, num_iterations=2)
+    assert guarded.guard.counts.refused == 0
+    said = [record.message for record in caplog.records if record.name == "npt.guard"]
+    assert len(said) == told, said
+    assert all(line.startswith("reward function infinite returned an inf") for line in said)
 
 
 def test_a_generation_is_drawn_once(tokenizer, monkeypatch) -> None:

@@ -128,11 +128,15 @@ def test_a_loss_that_the_trainer_computes_is_named_and_traced(tmp_path, caplog) 
             assert sum(trainer._metrics) == 1  # not the tracer's
 
 
-def test_a_loss_of_the_models_own_that_the_trainer_does_not_use_is_none(tmp_path, caplog) -> None:
+@pytest.mark.parametrize("loss", [torch.tensor(math.nan), math.nan, {"main": torch.ones(())}])
+def test_a_loss_of_the_models_own_that_the_trainer_does_not_use_is_none(
+    loss, tmp_path, caplog
+) -> None:
+    """Nor need it be a tensor."""
     model = small_llama()
 
     def spoil(_module: Any, _inputs: Any, output: Any) -> None:
-        output["loss"] = torch.tensor(math.nan)
+        output["loss"] = loss
 
     model.register_forward_hook(spoil)
     trainer = trainer_of(InOrder, [row(i) for i in range(3)], tmp_path, model)

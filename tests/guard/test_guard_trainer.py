@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -259,6 +260,9 @@ def test_ids_are_compared_with_what_the_model_has_rows_for() -> None:
         assert not model.get_input_embeddings()._forward_pre_hooks
     with refuse_bad_ids({"input_ids": top}, torch.nn.Linear(2, 2)):
         pass
+    batch = MappingProxyType({"input_ids": top, "labels": top - 1})
+    with pytest.raises(DataError, match=r"^input_ids has"), refuse_bad_ids(batch, llama):
+        llama(**batch)
 
 
 @pytest.mark.parametrize(

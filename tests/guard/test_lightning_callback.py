@@ -156,6 +156,22 @@ def test_the_survivors_of_a_window_count_with_their_mean() -> None:
         torch.testing.assert_close(state["weights"][name], weight)
 
 
+def test_the_host_reads_as_many_flags_for_each_micro_batch_of_a_long_window(monkeypatch) -> None:
+    reads: list[int] = []
+    read = Tensor.__bool__
+
+    def counting(tensor: Tensor) -> bool:
+        reads[-1] += 1
+        return read(tensor)
+
+    monkeypatch.setattr(Tensor, "__bool__", counting)
+    for size in (2, 4, 8):
+        reads.append(0)
+        fitted([good(place) for place in range(size)], callbacks=[guard_of()],
+               accumulate_grad_batches=size)  # fmt: skip
+    assert reads[2] - reads[1] == 2 * (reads[1] - reads[0]), reads
+
+
 def test_windows_without_a_refusal_are_those_of_an_unguarded_run() -> None:
     """The last window of an epoch too, whose losses Lightning divides by the full size."""
     batches = [good(place) for place in range(4)]
