@@ -123,7 +123,6 @@ class LightningFit:
         self._micro: MicroBatch | None = None
         self._open = ExitStack()  # the micro-batch, until its backward is done
         self._drawn = 0  # micro-batches in the window
-        self._refused = 0  # of them
         self._applied = False  # the last window
         self._window_logged: Logged = {}  # metrics before the window
         self._logged: Logged = {}  # and before the micro-batch
@@ -152,7 +151,6 @@ class LightningFit:
         self._logged = self._metrics()
         if not self._drawn:
             self._window_logged = self._logged
-            self._refused = 0
         self._drawn += 1
         names = [self._trainer.fit_loop.epoch_loop.batch_idx]
         again = partial(self._once_more, *arguments)
@@ -181,13 +179,12 @@ class LightningFit:
         trainer = self._trainer
         guard = self._guard
         result = closure()
-        survivors = self._drawn - self._refused
-        if survivors:
-            guard.window.divisor = survivors / self._drawn
-            norm = guard.close_window()
-            if norm is not None and math.isfinite(norm):
-                # the hook on_before_optimizer_step, and clipping
-                trainer.precision_plugin._after_closure(trainer.lightning_module, optimizer)
+        guard.window.shares = self._drawn
+        norm = guard.close_window()
+        survives = any(bool(judged.flag) for _, judged in guard.window.ran())
+        if survives and norm is not None and math.isfinite(norm):
+            # the hook on_before_optimizer_step, and clipping
+            trainer.precision_plugin._after_closure(trainer.lightning_module, optimizer)
         self._drawn = 0
         try:
             outcome = guard.step()
@@ -218,7 +215,6 @@ class LightningFit:
         if self._micro is not None and self._micro.judged is not None:  # its backward is done
             refused = not bool(self._micro.judged.flag)
         if refused:
-            self._refused += 1
             self._restore(self._logged)
 
     def _once_more(self, *arguments: object) -> Tensor | None:

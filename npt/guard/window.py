@@ -199,6 +199,8 @@ class GradientWindow:
         committed: the number of windows so far, and the index of the next one.
         known_steps: the number of applied steps in windows whose results were read.
         applied: scalar bool, whether the last window was stepped; None if nothing ran.
+        shares: by how many micro-batches the loop has divided each loss; the gradient is then divided
+            by the survivors' share of them, in place of `divisor`.
         unscale: called when `.grad` holds the sum over a window's survivors, if there are any.
     """
 
@@ -219,6 +221,7 @@ class GradientWindow:
         self.processes = processes if processes is not None else ProcessGroup()
         self.known_steps = self.committed = self.place = self._halt = 0
         self.applied: Tensor | None = None
+        self.shares: int | None = None
         self.unscale: Callable[[], None] | None = None
         self._home = update.home
         self._rates: Tensor | None = None
@@ -424,6 +427,8 @@ class GradientWindow:
         divisor = tokens.clamp_min(1.0)
         if self.divisor is not None:
             divisor = torch.full_like(tokens, self.divisor)
+        if self.shares is not None:
+            divisor = survivors.clamp_min(1.0) / self.shares
         window.divided = not (self.update.reads and float(divisor) == 1.0)
         if window.divided:
             for flat in gradients.sums:

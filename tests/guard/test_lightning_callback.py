@@ -172,6 +172,25 @@ def test_the_host_reads_as_many_flags_for_each_micro_batch_of_a_long_window(monk
     assert reads[2] - reads[1] == 2 * (reads[1] - reads[0]), reads
 
 
+def test_a_micro_batch_that_a_recheck_brings_back_counts_like_the_others() -> None:
+    """A fault of the machine makes one gradient NaN, once; computed again it is finite."""
+    batches = [good(seed) for seed in range(1, 5)]
+    _, plain = fitted(batches, accumulate_grad_batches=2)
+    module, calls = module_of(), 0
+
+    def spoil(gradient: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return gradient * math.nan if calls == 5 else gradient  # the first window has four
+
+    module.net[3].weight.register_hook(spoil)
+    callback = guard_of(recheck=1)
+    _, state = fitted(batches, module, accumulate_grad_batches=2, callbacks=[callback])
+    assert callback.guard.counts.refused == 0 and callback.guard.outcome.repaired
+    for part in ("weights", "moments", "global_step"):
+        assert_equal(state[part], plain[part], part)
+
+
 def test_windows_without_a_refusal_are_those_of_an_unguarded_run() -> None:
     """The last window of an epoch too, whose losses Lightning divides by the full size."""
     batches = [good(place) for place in range(4)]
