@@ -14,7 +14,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -90,7 +90,8 @@ class Report(TrainerCallback):
     def __init__(self, trace: int = 1):
         self.counts: Counter[str] = Counter()
         self.findings: list[Finding] = []
-        self._left, self._steps = trace, 0
+        self._left = trace
+        self._steps = 0
         self._stack = ExitStack()  # hooks for the whole training
         self._watched = ExitStack()  # hook for one micro-batch
         self._forensics: Forensics | None = None
@@ -107,7 +108,11 @@ class Report(TrainerCallback):
         self._stop()  # in case the last training ended in an error
         model: nn.Module = kwargs["model"]
         self.counts.clear()
-        self._steps, self._moves, self._window, self._late, self._bits = 0, False, [], [], {}
+        self._steps = 0
+        self._moves = False
+        self._window = []
+        self._late = []
+        self._bits = {}
         self._forensics = Forensics(model, self._left)
         hook = whole(model).register_forward_hook(Hook(self._look), with_kwargs=True)
         self._stack.callback(hook.remove)
@@ -135,23 +140,24 @@ class Report(TrainerCallback):
         """Read the flags of the step's losses and gradients, and of the last step's weights."""
         self._watched.close()
         model: nn.Module = kwargs["model"]
-        self._steps, step = self._steps + 1, state.global_step + 1
-        told = {f"{i}": micro for i, micro in enumerate(self._window) if micro.good}
-        hides = " (logging_nan_inf_filter keeps it out of the log)" * args.logging_nan_inf_filter
-        text = "the loss of micro-batch {0} is not finite" + hides
-        home = next((m.good[0].device for m in told.values()), None)
-        each = [torch.stack([f.to(home) for f in m.good]).all() for m in told.values()]
-        flags = torch.stack(each) if told else torch.ones(0)
+        self._steps += 1
+        step = state.global_step + 1
+        computed = {f"{i}": micro for i, micro in enumerate(self._window) if micro.good}
+        text = "the loss of micro-batch {0} is not finite"
+        if args.logging_nan_inf_filter:
+            text += " (logging_nan_inf_filter keeps it out of the log)"
         gradients = {name: p.grad for name, p in _trained(model).items() if p.grad is not None}
         losses, bad = self._read(
-            _Look("loss", step, [*told], flags, text),
+            _Look("loss", step, [*computed], _all_of(computed.values()), text),
             _finite("gradient", step, gradients, "the gradient of {0} is not finite ({1} of {2})"),
         )
         self._hidden += len(losses)
-        scaled = getattr(kwargs.get("optimizer"), "scaler", None) is not None  # overflows expected
-        if (losses or (bad and not scaled)) and self._left and not self.counts["weight"]:
-            suspects = [told[name] for name in losses] or self._window
-            self._trace(suspects, step, args, model, kwargs.get("optimizer"))
+        optimizer = kwargs.get("optimizer")
+        expected = getattr(optimizer, "scaler", None) is not None  # overflows of gradients
+        to_trace = losses or (bad and not expected)
+        if to_trace and self._left and not self.counts["weight"]:
+            suspects = [computed[name] for name in losses] or self._window
+            self._trace(suspects, step, args, model, optimizer)
         self._window = []
 
     def on_step_end(
@@ -247,26 +253,32 @@ class Report(TrainerCallback):
         self._late.append(_finite("weight", step, weights, text + " checkpoint"))
         each = bits_of([local(weight) for weight in weights.values()])
         # equal sums mean that nothing changed, almost surely
-        bits = {name: b.sum(dtype=torch.int64) for name, b in zip(weights, each, strict=True)}
-        if self._moves and bits and bits.keys() == self._bits.keys():
-            home = next(iter(bits.values())).device
-            changed = [(now != self._bits[name]).to(home) for name, now in bits.items()]
-            self._late.append(
-                _Look("skipped", step, [""], torch.stack(changed).any()[None], SKIPPED)
-            )
-        self._bits = bits
+        sums = [bits.sum(dtype=torch.int64) for bits in each]
+        now = dict(zip(weights, sums, strict=True))
+        if self._moves and now and now.keys() == self._bits.keys():
+            home = sums[0].device
+            changed = [(now[name] != self._bits[name]).to(home) for name in now]
+            flags = torch.stack(changed).any()[None]
+            self._late.append(_Look("skipped", step, [""], flags, SKIPPED))
+        self._bits = now
 
     def _read(self, *now: _Look) -> list[list[str]]:
         """Read these flags and the late ones, and log what is lost; return the names for `now`."""
-        looks, self._late = [*self._late, *now], []
+        looks = [*self._late, *now]
+        self._late = []
         home = next((look.flags.device for look in looks if look.names), None)
-        good = iter(torch.cat([look.flags.to(home) for look in looks]).tolist() if home else [])
-        lost = [[name for name in look.names if not next(good)] for look in looks]
-        for look, names in zip(looks, lost, strict=True):
+        good: list[float] = []
+        if home is not None:
+            good = torch.cat([look.flags.to(home) for look in looks]).tolist()  # one wait for all
+        lost: list[list[str]] = []
+        for look in looks:
+            flags = good[: len(look.names)]
+            good = good[len(look.names) :]
+            names = [name for name, flag in zip(look.names, flags, strict=True) if not flag]
             if names:
-                self._say(
-                    look.kind, look.step, look.text.format(names[0], len(names), len(look.names))
-                )
+                detail = look.text.format(names[0], len(names), len(look.names))
+                self._say(look.kind, look.step, detail)
+            lost.append(names)
         return lost[len(lost) - len(now) :]
 
     def _trace(
@@ -285,7 +297,8 @@ class Report(TrainerCallback):
             return
         # DeepSpeed's hooks would sum a backward's gradients
         of_deepspeed = any("DeepSpeed" in kind.__name__ for kind in type(optimizer).__mro__)
-        window, self._window = self._window, []  # these forwards are not part of the step
+        window = self._window
+        self._window = []  # these forwards are not part of the step
         finding: Finding | None = None
         for micro in suspects:
             index = next(i for i, each in enumerate(window) if each is micro)
@@ -309,6 +322,17 @@ class Report(TrainerCallback):
         self.counts[kind] += 1
         if self.counts[kind] <= SAID and not lost:
             _log.warning("step %d: %s", step, detail)
+
+
+def _all_of(computed: Collection[_Computed]) -> Tensor:
+    """Return for each micro-batch whether all its flags are set, [n]."""
+    if not computed:
+        return torch.ones(0)
+    home = next(iter(computed)).good[0].device
+    flags: list[Tensor] = []
+    for micro in computed:
+        flags.append(torch.stack([flag.to(home) for flag in micro.good]).all())
+    return torch.stack(flags)
 
 
 def _loss(result: LossAndOutputs) -> Tensor:

@@ -84,10 +84,8 @@ class Holdings:
         self._reusable = memory is not None or all(map(is_plain, self._tensors))
         self._addresses = [*map(Tensor.data_ptr, self._tensors)] if self._reusable else []
         self.kept = False
-        self._paged = parts and any(
-            tensor.device != value.device
-            for tensor, value in zip(self._tensors, self._values, strict=True)
-        )
+        both = zip(self._tensors, self._values, strict=True)
+        self._paged = parts and any(tensor.device != value.device for tensor, value in both)
         self._random = random_state()
 
     @torch.no_grad()
@@ -295,11 +293,13 @@ class GuardedUpdate:
         return names
 
     def groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups with the names of their parameters."""
         names = {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
-        return [
-            {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
-            for group in self.optimizer.param_groups
-        ]
+        groups: list[dict[str, Any]] = []
+        for group in self.optimizer.param_groups:
+            held = [names[id(p)] for p in group["params"] if id(p) in names]
+            groups.append({**group, "params": held})
+        return groups
 
     def snapshot(self) -> Snapshot:
         """Copy parameters and optimizer state on their devices; of sharded ones, the own shards."""
@@ -348,7 +348,9 @@ class GuardedUpdate:
         if rate is not None:
             shared = rate if self.late else float(rate)
             for group in self.optimizer.param_groups:
-                group["lr"] = shared * group[RATE_SCALE] if RATE_SCALE in group else shared
+                group["lr"] = shared
+                if RATE_SCALE in group:
+                    group["lr"] = shared * group[RATE_SCALE]
         if self.late:
             skip = torch.empty((), dtype=torch.float32, device=self.home)
             self.optimizer.found_inf = torch.logical_not(go, out=skip)  # type: ignore[attr-defined]
@@ -361,14 +363,15 @@ class GuardedUpdate:
             return
         update.names, largest = self._largest()
         update.finite = largest < math.inf  # False for NaN
-        good = update.finite.all()
         if processes.size > 1 and self._sharded:
-            update.finite = processes.sum_((~update.finite).to(torch.float32)) == 0
-            good = update.finite.all()
-        elif processes.size > 1:
+            bad_anywhere = processes.sum_((~update.finite).to(torch.float32))
+            update.finite = bad_anywhere == 0
+        good = update.finite.all()
+        if processes.size > 1 and not self._sharded:
             # Sum the bits of each tensor's largest number: exact in any order, and never 0.
             bits = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
-            prints = update.fingerprints = processes.each(torch.where(good, bits, 0))
+            prints = processes.each(torch.where(good, bits, 0))
+            update.fingerprints = prints
             good = (prints == prints[0]).all() & (prints[0] > 0)
         update.applied = go & good if self.late else good
         if self.late:
@@ -382,23 +385,27 @@ class GuardedUpdate:
         old: list[Tensor] = []
         for parameter, (value, state) in zip(self.parameters, snapshot.values(), strict=True):
             held = self.optimizer.state[parameter]
-            keys = [key for key, copy in state.items() if isinstance(copy, Tensor)]
-            now += [*(held[key] for key in keys), parameter.detach()]
-            old += [*(state[key] for key in keys), value]
+            for key, copy in state.items():
+                if isinstance(copy, Tensor):
+                    now.append(held[key])
+                    old.append(copy)
+            now.append(parameter.detach())
+            old.append(value)
         for tensors, others in alike(now, old):
             keep_(tensors, good, others)
 
     def _largest(self) -> tuple[list[str], Tensor]:
-        named = [
-            (name, tensor)
-            for name, tensor in self._tensors()
-            # an empty shard may not be empty elsewhere
-            if has_norm(tensor) and (tensor.numel() or self._sharded)
-        ]
-        if not named:
+        names: list[str] = []
+        tensors: list[Tensor] = []
+        for name, tensor in self._tensors():
+            if self._sharded and not tensor.numel():
+                tensor = tensor.new_zeros(1)  # this shard may not be empty elsewhere
+            if has_norm(tensor) and tensor.numel():
+                names.append(name)
+                tensors.append(tensor)
+        if not names:
             return [], torch.zeros(0, device=self.home)
-        tensors = [t if t.numel() else t.new_zeros(1) for _, t in named]
-        return [name for name, _ in named], norms_of(tensors, float("inf"), self.home)
+        return names, norms_of(tensors, math.inf, self.home)
 
     def _are_finite(self) -> bool:
         """Return whether parameters and moments are finite: see `FiniteCheck`."""

@@ -78,13 +78,14 @@ class Gradients:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], track: bool = False, reads: bool = False
     ):
-        self.names, self.parameters = tuple(parameters), tuple(parameters.values())
+        self.names = tuple(parameters)
+        self.parameters = tuple(parameters.values())
+        self.track = track
+        self._reads = reads
+        self._sharded = bool(self.parameters) and is_sharded(self.parameters[0])
         self.sums, self.sum_views = _flat_like(self.parameters)
         self._strides = [view.stride() for view in self.sum_views]
         self._sizes = [view.numel() * view.itemsize for view in self.sum_views]
-        self._sharded = bool(self.parameters) and is_sharded(self.parameters[0])
-        self.track = track
-        self._reads = reads
         self.present: dict[int, Tensor] = {}
         self._none = [view.new_empty(0) for view in self.sum_views]
         self._stale = False
@@ -140,17 +141,22 @@ class Gradients:
     def add(self, flag: Tensor) -> None:
         """Add the gradients to the sums if `flag`, a scalar bool, is set; then drop them."""
         if not self._reads or bool(flag):  # to add zeros would change nothing
-            first = self._stale and len(self.present) == len(self.parameters)
-            if not first:
-                self.renew()
-            totals = [self.sum_views[place] for place in self.present]
-            join = torch._foreach_copy_ if first else torch._foreach_add_
-            for gradients, sums in alike([*self.present.values()], totals):
-                if not self._reads:
-                    keep_(gradients, flag)
-                join(sums, gradients)
-            self._stale = False
+            self._join(flag)
         self.withdraw()
+
+    def _join(self, flag: Tensor) -> None:
+        replaces = self._stale and len(self.present) == len(self.parameters)
+        if not replaces:
+            self.renew()
+        totals = [self.sum_views[place] for place in self.present]
+        for gradients, sums in alike([*self.present.values()], totals):
+            if not self._reads:
+                keep_(gradients, flag)
+            if replaces:
+                torch._foreach_copy_(sums, gradients)
+            else:
+                torch._foreach_add_(sums, gradients)
+        self._stale = False
 
     def expose(self, unreached: Sequence[int] = ()) -> None:
         """Point `.grad` at the window's sums, except for the parameters in `unreached`."""
@@ -171,7 +177,8 @@ class Gradients:
     def close(self) -> None:
         """Set all `.grad` to None and free the buffers."""
         self.withdraw()
-        self.sums, self.sum_views = [], []
+        self.sums = []
+        self.sum_views = []
 
     def renew(self) -> None:
         """Set the sums to 0 if they are those of an earlier window."""
@@ -199,8 +206,8 @@ class GradientWindow:
         committed: the number of windows so far, and the index of the next one.
         known_steps: the number of applied steps in windows whose results were read.
         applied: scalar bool, whether the last window was stepped; None if nothing ran.
-        shares: by how many micro-batches the loop has divided each loss; the gradient is then divided
-            by the survivors' share of them, in place of `divisor`.
+        shares: by how many micro-batches the loop has divided each loss; the gradient is then
+            divided by the survivors' share of them, in place of `divisor`.
         unscale: called when `.grad` holds the sum over a window's survivors, if there are any.
     """
 
@@ -217,9 +224,14 @@ class GradientWindow:
         guarded: Guarded | None = None,
     ):
         assert not (update.late and rates is None), "without rates flags are read on the host"
-        self.update, self.max_grad_norm, self.spikes = update, max_grad_norm, spikes
-        self.processes = processes if processes is not None else ProcessGroup()
-        self.known_steps = self.committed = self.place = self._halt = 0
+        self.update = update
+        self.max_grad_norm = max_grad_norm
+        self.spikes = spikes
+        self.processes = ProcessGroup() if processes is None else processes
+        self.known_steps = 0
+        self.committed = 0
+        self.place = 0
+        self._halt = 0
         self.applied: Tensor | None = None
         self.shares: int | None = None
         self.unscale: Callable[[], None] | None = None
@@ -270,7 +282,7 @@ class GradientWindow:
         """Add the collected gradients if all is finite; return what came of the micro-batch."""
         norms = self.gradients.norms().to(self._home)
         loss = loss.detach().to(self._home, torch.float32)
-        sound = loss
+        sound = loss  # NaN if anything but the gradients is wrong
         if spoilt is not None:
             sound = torch.where(spoilt.flags.any(), math.nan, loss)
         codes, norms = self.sharding.judge(sound, norms)
@@ -310,7 +322,8 @@ class GradientWindow:
 
     def clear(self) -> None:
         self.gradients.clear()
-        self._open, self.place = PendingWindow(), 0
+        self._open = PendingWindow()
+        self.place = 0
 
     def begin_again(self) -> None:
         """Clear the open window but keep its refused micro-batches, whose flags are known."""
@@ -353,8 +366,11 @@ class GradientWindow:
         window = self._open
         if window.closed:
             return None if window.figures is None else window.figures.norm
-        window.closed, window.index, window.micro_batches = True, self.committed, self.place
-        window.halt, window.fingerprint = self._halt, fingerprint
+        window.closed = True
+        window.index = self.committed
+        window.micro_batches = self.place
+        window.halt = self._halt
+        window.fingerprint = fingerprint
         if self.spikes is not None:
             window.limits = self.spikes.limits
         if self.processes.size > 1 or (window.ran and not self._halt):
@@ -377,7 +393,8 @@ class GradientWindow:
         """
         window = self._open
         self.close(fingerprint)
-        self.committed, self.applied = self.committed + 1, None
+        self.committed += 1
+        self.applied = None
         try:
             if window.go is not None:
                 self._step(window, window.go)
@@ -399,8 +416,26 @@ class GradientWindow:
         """Sum over survivors and processes, divide, and clip. Decides on the device whether to
         step.
         """
-        home, gradients = self._home, self.gradients
-        each = [micro for micro, _ in window.ran]
+        figures = self._counted(window)
+        unreached = self._unreached(window) if self.gradients.track else []
+        self.gradients.expose(unreached)
+        window.reached = len(unreached) < len(self.gradients.parameters)
+        if self.unscale is not None and window.reached:
+            self.unscale()
+        allowed = self._sum_over_processes(window, figures)
+        divisor = self._divide(window, figures)
+        figures.loss = figures.loss / divisor
+        figures.norm = self._clip(window)
+        good = figures.norm < math.inf  # False for NaN
+        if self.spikes is not None and window.limits != NO_LIMITS:
+            figures.spike = self.spikes.exceeds(figures.loss, figures.norm)
+            good = good & ~figures.spike
+        window.go = good & allowed if window.reached else torch.zeros_like(good)
+        window.figures = figures
+
+    def _counted(self, window: PendingWindow) -> WindowFigures:
+        """Return the figures of this process's micro-batches. `loss` is a sum still."""
+        home = self._home
         ran = [judged for _, judged in window.ran]
         losses = norms = reports = torch.zeros(0, device=home)
         flags = losses.bool()
@@ -408,87 +443,80 @@ class GradientWindow:
             flags = torch.stack([judged.flag for judged in ran])
             both = [judged.loss for judged in ran] + [judged.norm for judged in ran]
             losses, norms = torch.stack(both).split(len(ran))
-            reports = torch.cat([micro.report.detach().to(home) for micro in each])
-        counts = sent([micro.tokens for micro in each] + [1] * len(ran), home)
+            reports = torch.cat([micro.report.detach().to(home) for micro, _ in window.ran])
+        # rows: tokens, one for each micro-batch, loss; those of survivors are added up
+        counts = sent([micro.tokens for micro, _ in window.ran] + [1] * len(ran), home)
         table = torch.cat([counts, losses]).view(3, len(ran))
         tokens, survivors, loss = torch.where(flags, table, self._zero).sum(1).unbind()
-        unreached = self._unreached(ran) if gradients.track else []
-        gradients.expose(unreached)
-        window.reached = len(unreached) < len(gradients.parameters)
-        if self.unscale is not None and window.reached:
-            self.unscale()
-        allowed = tokens > 0
-        refused = halts = data = None
-        if self.processes.size > 1:
-            lost = len(window.earlier) + len(window.own) - survivors
-            numbers, halts, data = self._sum_over_processes(window, [tokens, loss, survivors, lost])
-            tokens, loss, survivors, refused = numbers.unbind()
-            allowed = (tokens > 0) & (halts == 0).all() & (data == data[0]).all()
-        divisor = tokens.clamp_min(1.0)
-        if self.divisor is not None:
-            divisor = torch.full_like(tokens, self.divisor)
-        if self.shares is not None:
-            divisor = survivors.clamp_min(1.0) / self.shares
-        window.divided = not (self.update.reads and float(divisor) == 1.0)
-        if window.divided:
-            for flat in gradients.sums:
-                flat.div_(divisor.to(flat.device))
-        norm = self._clip(window)
-        loss = loss / divisor
-        good = norm < math.inf
-        spike = self._zero
-        if self.spikes is not None and window.limits != NO_LIMITS:
-            spike = self.spikes.exceeds(loss, norm)
-            good = good & ~spike
-        window.go = good & allowed if window.reached else torch.zeros_like(good)
-        window.figures = WindowFigures(
+        return WindowFigures(
             tokens=tokens,
             loss=loss,
-            norm=norm,
-            spike=spike,
+            norm=self._zero,
+            spike=self._zero,
             survivors=survivors,
             flags=flags,
             losses=losses,
             norms=norms,
             reports=reports,
-            refused=refused,
-            halts=halts,
-            data=data,
         )
 
-    def _sum_over_processes(
-        self, window: PendingWindow, numbers: list[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum gradients, in place, and numbers over all processes; return these sums, and each
-        process's halt and fingerprint of the data. All travel in one flat fp32 tensor, exact for
-        integers below `EXACT`.
+    def _sum_over_processes(self, window: PendingWindow, figures: WindowFigures) -> Tensor:
+        """Sum gradients and figures over all processes, and exchange each one's halt and
+        fingerprint of the data. Return whether a step is allowed, a scalar bool: something is left,
+        none halts, and all have the same data.
         """
-        processes, sums = self.processes, self.gradients.sums
+        processes = self.processes
+        if processes.size == 1:
+            return figures.tokens > 0
+        sums = self.gradients.sums
         if self.sharding.trained:
             sums = []  # backward has summed them
+        lost = len(window.earlier) + len(window.own) - figures.survivors
+        numbers = torch.stack([figures.tokens, figures.loss, figures.survivors, lost])
         codes = torch.zeros(2, processes.size, device=self._home)
         codes[:, processes.index] = sent([window.halt, window.fingerprint], self._home)
-        parts = [*sums, torch.stack(numbers), codes.flatten()]
+        # all in one flat fp32 tensor, exact for integers below `EXACT`
+        parts = [*sums, numbers, codes.flatten()]
         flat = processes.sum_(torch.cat([part.to(self._home, torch.float32) for part in parts]))
         *summed, totals, of_each = flat.split([part.numel() for part in parts])
         for gradient, total in zip(sums, summed, strict=True):
             gradient.copy_(total)
+        figures.tokens, figures.loss, figures.survivors, figures.refused = totals.unbind()
         halts, data = of_each.split(processes.size)
-        return totals, halts, data
+        figures.halts = halts
+        figures.data = data
+        agreed = (halts == 0).all() & (data == data[0]).all()
+        return agreed & (figures.tokens > 0)
 
-    def _unreached(self, ran: Sequence[Judged]) -> list[int]:
+    def _divide(self, window: PendingWindow, figures: WindowFigures) -> Tensor:
+        """Divide the window's gradient, and return by what."""
+        divisor = figures.tokens.clamp_min(1.0)
+        if self.divisor is not None:
+            divisor = torch.full_like(divisor, self.divisor)
+        if self.shares is not None:
+            divisor = figures.survivors.clamp_min(1.0) / self.shares
+        window.divided = not (self.update.reads and float(divisor) == 1.0)
+        if window.divided:
+            for flat in self.gradients.sums:
+                flat.div_(divisor.to(flat.device))
+        return divisor
+
+    def _unreached(self, window: PendingWindow) -> list[int]:
         """Return indices of parameters that no survivor's backward reached. All must call it."""
         every = len(self.gradients.parameters)
         found: set[int] = set()
-        for judged in ran:
+        for _, judged in window.ran:
+            # most often the first one reaches all, and no other flag needs to be read
             if judged.reached and len(found) < every and bool(judged.flag):
                 found.update(judged.reached)
-        if self.processes.size == 1:
-            return [] if len(found) == every else [i for i in range(every) if i not in found]
-        reached = torch.zeros(every)
-        reached[list(found)] = 1
-        reached = self.processes.sum_(reached.to(self._home))
-        return (reached == 0).nonzero().flatten().tolist()
+        if self.processes.size > 1:
+            reached = torch.zeros(every)
+            reached[list(found)] = 1
+            reached = self.processes.sum_(reached.to(self._home))
+            found = set(reached.nonzero().flatten().tolist())
+        if len(found) == every:
+            return []
+        return [place for place in range(every) if place not in found]
 
     def _clip(self, window: PendingWindow) -> Tensor:
         gradients = self.gradients
@@ -509,15 +537,18 @@ class GradientWindow:
         """Return the norm of the window's only micro-batch if its gradient is the window's: the
         norm of the sums would have the same bits. None otherwise.
         """
-        gradients = self.gradients
         alone = len(window.ran) == 1 and self.processes.size == 1 and not self.sharding.trained
         changed = window.divided or self.unscale is not None
-        if not alone or changed or [flat.dtype for flat in gradients.sums] != [torch.float32]:
+        if not alone or changed:
+            return None
+        # of bf16 gradients torch adds the norms in bf16, and `judge` in fp32
+        if [flat.dtype for flat in self.gradients.sums] != [torch.float32]:
             return None
         ((_, judged),) = window.ran
+        every = len(self.gradients.parameters)
+        reached = len(judged.reached or ())
         clipped = sum(p.grad is not None for p in self._clipped)
-        every = len(gradients.parameters)
-        return judged.norm if clipped == len(judged.reached or ()) == every else None
+        return judged.norm if reached == clipped == every else None
 
     def _norms(self) -> Tensor:
         norms = norms_of(self.gradients.sum_views, home=self._home)
@@ -606,8 +637,9 @@ def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list
     views: dict[int, Tensor] = {}
     for group, places in alike(shards, range(len(shards))):
         sizes = [shard.numel() for shard in group]
-        flats.append(torch.zeros(sum(sizes), device=group[0].device, dtype=group[0].dtype))
-        for place, part in zip(places, flats[-1].split(sizes), strict=True):
+        flat = torch.zeros(sum(sizes), device=group[0].device, dtype=group[0].dtype)
+        flats.append(flat)
+        for place, part in zip(places, flat.split(sizes), strict=True):
             like = torch.empty_like(shards[place], device="meta")
             views[place] = part.as_strided(like.shape, like.stride(), part.storage_offset())
     return flats, [views[place] for place in range(len(shards))]
