@@ -228,7 +228,9 @@ class Forensics:
         self.refused: list[StoredMicroBatch] = []
         self._stepped = False  # since they were refused
         self.accepted: list[StoredMicroBatch] = []
-        self._keep, self._parallel, self._together = keep, model, together
+        self._keep = keep
+        self._parallel = model
+        self._together = together
         self._again = again
         self._model = whole(model)
         self._open: StoredMicroBatch | None = None
@@ -294,7 +296,8 @@ class Forensics:
         accepted: list[StoredMicroBatch] = []
         places = set(outcome.places)
         for micro in outcome.own:
-            stored, micro.stored = micro.stored, None
+            stored = micro.stored
+            micro.stored = None
             if self._keep and stored is not None:
                 stored.refusal = micro.refusal or whole_window
                 if stored.refusal:

@@ -64,7 +64,8 @@ class Generations:
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         earlier = {name: list(values) for name, values in trainer._metrics["train"].items()}
-        before, started = random_state(), time.perf_counter()
+        before = random_state()
+        started = time.perf_counter()
         taken = trainer._prepare_inputs(inputs)
         trainer._current_train_step_time += time.perf_counter() - started  # TRL counts it too
         after = random_state()
@@ -102,9 +103,14 @@ class Generations:
     @contextmanager
     def computing(self, inputs: Batch) -> Iterator[None]:
         """Within the context, make the Trainer use this slice and not count the call."""
-        trainer, calls = self.trainer, self.trainer._step
-        trainer._step, self.slice = calls if self.calls is None else self.calls, inputs
+        trainer = self.trainer
+        calls = trainer._step
+        if self.calls is not None:
+            trainer._step = self.calls
+        self.slice = inputs
         try:
             yield
         finally:
-            trainer._step, self.slice, self.calls = calls, None, None
+            trainer._step = calls
+            self.slice = None
+            self.calls = None

@@ -150,7 +150,8 @@ class Guard(Generic[Result]):
                 "rates=[...] and draws=Seeded(seed) must be passed together, and late=True needs"
                 " both; remove scheduler and scaler, which cannot be combined with rates"
             )
-        self.scheduler, self._model = scheduler, model
+        self.scheduler = scheduler
+        self._model = model
         guarded = guarded_parameters(model, optimizer, self.whole_norm)
         self._home = next(iter(guarded.stepped.values())).device
         processes = all_processes(self._home) if processes is None else processes
@@ -474,7 +475,9 @@ class Guard(Generic[Result]):
 
     def _commit_at_once(self, fingerprint: int) -> Outcome:
         """Step, and update scheduler, loss scale and counts; on an error, undo all of it."""
-        update, steps, outcome = self.update, self.window.known_steps, None
+        update = self.update
+        outcome = None
+        steps = self.window.known_steps
         index = self.window.committed
         owners = (self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes)
         followers = Holdings(
@@ -510,17 +513,13 @@ class Guard(Generic[Result]):
             if self.lists:
                 outcome.longest = self.counts.add(outcome, self.window.processes)
             if self.forensics.left and outcome.refused:
-                names, parameters = self.update.names, self.update.parameters
-                # sharded micro-batches are never computed again
-                snapshot = ({} if self.sharding.modules else outcome.snapshot) or {}
-                before = {n: value for n, (value, _) in snapshot.items()}
-                with values_in(dict(zip(names, parameters, strict=True)), before):
-                    self.forensics.trace(outcome.own)
+                self._trace(outcome)
             computed = [micro for micro in outcome.own if micro.grad_norm is not None]
             self.history += [{"window": outcome.index, **micro.as_dict()} for micro in computed]
             self.forensics.keep(outcome)
             self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
-            self.outcome, report = outcome, None
+            self.outcome = outcome
+            report = None
             if outcome.longest >= self.settings.max_refused:
                 self.counts.in_a_row = 0  # for a loop that continues
                 report = self._report_too_many(outcome)
@@ -530,6 +529,16 @@ class Guard(Generic[Result]):
             if report is not None:
                 raise TooManyRefusalsError(report)
         return outcomes
+
+    def _trace(self, outcome: Outcome) -> None:
+        """Trace refused micro-batches with the parameters from before their step."""
+        parameters = dict(zip(self.update.names, self.update.parameters, strict=True))
+        snapshot = outcome.snapshot or {}
+        if self.sharding.modules:  # its micro-batches are never computed again
+            snapshot = {}
+        before = {name: value for name, (value, _) in snapshot.items()}
+        with values_in(parameters, before):
+            self.forensics.trace(outcome.own)
 
     def _report_too_many(self, outcome: Outcome) -> str:
         reason = (
@@ -556,10 +565,10 @@ PlannedGuard = Guard[list[Outcome]]
 def check_state(state: object) -> None:
     """Raise ConfigError if this is not what `Guard.state_dict` returns: it may come from a file."""
     where = Path("guard.load_state_dict(state)")
-    counts, spikes = (dict,), (list, tuple, type(None))
     if not isinstance(state, dict):
         raise ConfigError(f"{where}: state is {shown(state)}; pass what state_dict() returned")
-    check_entries(where, "", state, {"counts": counts, "spikes": spikes}, ConfigError)
+    kinds = {"counts": (dict,), "spikes": (list, tuple, type(None))}
+    check_entries(where, "", state, kinds, ConfigError)
     names = [f.name for f in fields(RunCounts)]
     check_entries(where, "counts.", state["counts"], dict.fromkeys(names, (int,)), ConfigError)
     for name, count in state["counts"].items():

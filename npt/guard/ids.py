@@ -42,7 +42,8 @@ def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Ite
     """
     given: Mapping[str, object] = inputs if isinstance(inputs, Mapping) else {}
     embedding = _part(model, "get_input_embeddings")
-    rows, classes = _rows_of(embedding), _rows_of(_part(model, "get_output_embeddings"))
+    rows = _rows_of(embedding)
+    classes = _rows_of(_part(model, "get_output_embeddings"))
     bad_ids = {name: _outside(_ids_in(given.get(name)), rows) for name in LOOKED_UP}
     tokens = given.get("input_ids") is not None or reads_labels(model)
     targets = _ids_in(given.get("labels")) if tokens else None
@@ -68,8 +69,9 @@ def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Ite
         bad = _outside(entering, rows)
         if entering is None or bad is None or not bool(bad.any()):
             return None
-        ids = (name for name, each in bad_ids.items() if each is not None and bool(each.any()))
-        found.append(_unknown(next(ids, "labels"), entering[bad], rows, PADDING))
+        named = (name for name, each in bad_ids.items() if each is not None and bool(each.any()))
+        name = next(named, "labels")  # decoders make their ids of them
+        found.append(_unknown(name, entering[bad], rows, PADDING))
         if not sharded:
             raise found[-1]
         return entering.masked_fill(bad, 0), *arguments[1:]
@@ -131,6 +133,8 @@ def _rows_of(module: nn.Module | None) -> int | None:
     """Return how many tokens an embedding or head has rows for, also inside PEFT's wrapper."""
     inner = module
     while inner is not None:  # LoRA's own sizes differ
-        module, inner = inner, getattr(inner, "base_layer", None)
-        inner = getattr(module, "original_module", None) if inner is None else inner
+        module = inner
+        inner = getattr(module, "base_layer", None)
+        if inner is None:
+            inner = getattr(module, "original_module", None)
     return getattr(module, "num_embeddings", getattr(module, "out_features", None))

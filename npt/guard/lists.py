@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,15 @@ def alike(first: Sequence[Tensor], *others: Sequence[Any]) -> list[list[list[Any
     places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(first):
         places.setdefault((tensor.device, tensor.dtype), []).append(place)
-    return [[[each[i] for i in part] for each in (first, *others)] for part in places.values()]
+    parts = []
+    for part in places.values():
+        pick = partial(_at, part)
+        parts.append([*map(pick, (first, *others))])
+    return parts
+
+
+def _at(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    return [values[place] for place in places]
 
 
 def keep_(tensors: Sequence[Tensor], flag: Tensor, others: Sequence[Tensor] = ()) -> None:
@@ -32,7 +41,8 @@ def keep_(tensors: Sequence[Tensor], flag: Tensor, others: Sequence[Tensor] = ()
     Works on the bits as integers, since arithmetic would keep a NaN: (x - y) * flag + y is exactly
     x or y, even if x - y overflows.
     """
-    bits, instead = bits_of(tensors), bits_of(others)
+    bits = bits_of(tensors)
+    instead = bits_of(others)
     if instead:
         torch._foreach_sub_(bits, instead)
     torch._foreach_mul_(bits, flag.to(bits[0].device, bits[0].dtype))

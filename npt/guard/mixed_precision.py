@@ -20,7 +20,8 @@ class LossScale:
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer):
-        self.scaler, self._optimizer = scaler, optimizer
+        self.scaler = scaler
+        self._optimizer = optimizer
         self._unscaled = False
         self._quiet = math.inf  # windows since the last overflow
 
@@ -54,7 +55,8 @@ class LossScale:
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
             return False
-        state, refused = scaler.state_dict(), outcome.refused
+        state = scaler.state_dict()
+        refused = outcome.refused
         if self._unscaled:
             scaler.update()
         self._unscaled = False

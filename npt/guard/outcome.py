@@ -181,7 +181,8 @@ class RunCounts:
                 longest = max(longest, self.in_a_row)
         elif outcome.applied:
             self.in_a_row = 0
-        self.windows, self.steps = self.windows + 1, outcome.steps
+        self.windows += 1
+        self.steps = outcome.steps
         self.refused += len(outcome.refused)
         return longest
 
@@ -345,8 +346,9 @@ def outcome_of(
     """
     outcome = Outcome(window.index, window.micro_batches, False, known_steps, limits=window.limits)
     outcome.repaired = window.repaired
-    figures, record = window.figures, window.record
-    numbers = None if figures is None or record is None else figures.unpacked(record)
+    numbers = None
+    if window.figures is not None and window.record is not None:
+        numbers = window.figures.unpacked(window.record)
     codes = [window.halt]
     if numbers is not None and processes.size > 1:
         codes = [int(code) for code in numbers.all_of("halts")]
@@ -367,12 +369,14 @@ def outcome_of(
     outcome.steps = int(numbers.one("steps"))
     outcome.rate = numbers.first("rate")
     if numbers.one("survivors"):
-        outcome.loss, outcome.grad_norm = numbers.one("loss"), numbers.one("norm")
+        outcome.loss = numbers.one("loss")
+        outcome.grad_norm = numbers.one("norm")
         outcome.applied = bool(numbers.one("applied"))
         # survivors without tokens or gradients make no step, and are no fault
         if not outcome.applied and outcome.tokens and window.reached:
             refusals.append(window_refusal(window, names, numbers))
-    outcome.update, outcome.refused = window.update, tuple(refusals)
+    outcome.update = window.update
+    outcome.refused = tuple(refusals)
     if refusals and window.update is not None:
         outcome.snapshot = window.update.snapshot
     return outcome

@@ -46,10 +46,13 @@ class Computed:
         pairs = zip(self.gradients, other.gradients, strict=True)
         return [place for place, (one, two) in enumerate(pairs) if not same_bits(one, two)]
 
+    def counting(self) -> list[bool]:
+        """Return which micro-batches count."""
+        return [bool(judged.flag) for judged in self.judged]
+
     def equals(self, other: Computed) -> bool:
         """Return whether the same micro-batches count in both, with the same gradients."""
-        counting = [[bool(judged.flag) for judged in each.judged] for each in (self, other)]
-        return counting[0] == counting[1] and not self.differing(other)
+        return self.counting() == other.counting() and not self.differing(other)
 
 
 class Recheck:
@@ -77,9 +80,14 @@ class Recheck:
         together: bool,
         seeded: bool,
     ):
-        self._window, self._model, self._buffers, self._scale = window, model, buffers, scale
-        self._every, self._weighted = every, weighted
-        self._together, self._seeded = together, seeded
+        self._window = window
+        self._model = model
+        self._buffers = buffers
+        self._scale = scale
+        self._every = every
+        self._weighted = weighted
+        self._together = together
+        self._seeded = seeded
         self._before: Holdings | None = None
         self._marks: list[tuple[int, int]] = []
         self._has_agreed = False  # a window gave the same twice, so the loss is computed as before
@@ -126,7 +134,8 @@ class Recheck:
 
     def _put_back(self) -> list[str]:
         """Restore weights and moments that changed without an operation, and tell of them."""
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if before is None:  # no micro-batch began
             return []
         return [
@@ -182,11 +191,13 @@ class Recheck:
 
         If one counts now that did not, those after it draw the numbers that follow its own.
         """
-        gradients, sharding = self._window.gradients, self._window.sharding
+        gradients = self._window.gradients
+        sharding = self._window.sharding
         gradients.clear()
         gradients.renew()  # if none counts, the sums are 0
         self._buffers.put_start()
-        random, follows = random_state(), False
+        random = random_state()
+        follows = False
         judged = []
         for micro, was in ran:
             stored = micro.stored

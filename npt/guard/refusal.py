@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -27,8 +28,8 @@ class Refusal:
 
     Attributes:
         kind: `data` (refused before any computation), `error`, `loss`, `gradient` or `buffer`; for
-            a whole
-            window `norm`, `spike`, `update` (parameters or moments after the step) or `card`.
+            a whole window `norm`, `spike`, `update` (parameters or moments after the step) or
+            `card`.
         detail: the reason in words.
         micro_batch: its index in the window over all processes; None for a whole window.
         sample_ids: the ids of its samples.
@@ -77,7 +78,8 @@ def check_alike(
     Raises:
         ProcessError: data or states differ; a state is 0 if it is not finite.
     """
-    data, states = figures["data"], figures.get("states", ())
+    data = figures["data"]
+    states = figures.get("states", ())
     other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
     if other is not None:
         message = (
@@ -110,21 +112,23 @@ def refusal_of(
         code = judged.codes[process]
         if not bool(code) and (process or bool(judged.codes.any())):
             return None
-    sound = math.isfinite(loss) and bool(judged.norms.isfinite().all())
-    if sound and judged.spoilt is not None and bool(judged.spoilt.flags.any()):
-        tensor = judged.spoilt.names[judged.spoilt.flags.tolist().index(True)]
-        kind, detail = "buffer", f"buffer {tensor} is not finite after the forward"
-    elif math.isfinite(loss):
-        kind, (tensor, detail) = "gradient", describe_norms(judged.norms, names)
-    else:
-        bad = int((~judged.norms.isfinite()).sum())
-        kind, tensor = "loss", None
+    refusal = partial(
+        Refusal, micro_batch=micro.index, sample_ids=micro.sample_ids, process=process
+    )
+    bad = int((~judged.norms.isfinite()).sum())
+    if not math.isfinite(loss):
         detail = f"loss is {loss}, and {bad} of {len(names)} gradients are not finite"
-    return Refusal(kind, detail, micro.index, micro.sample_ids, process, tensor)
+        return refusal("loss", detail)
+    if not bad and judged.spoilt is not None and bool(judged.spoilt.flags.any()):
+        buffer = judged.spoilt.names[judged.spoilt.flags.tolist().index(True)]
+        return refusal("buffer", f"buffer {buffer} is not finite after the forward", tensor=buffer)
+    tensor, detail = describe_norms(judged.norms, names)
+    return refusal("gradient", detail, tensor=tensor)
 
 
 def window_refusal(window: PendingWindow, names: Sequence[str], numbers: WindowNumbers) -> Refusal:
-    loss, norm = numbers.one("loss"), numbers.one("norm")
+    loss = numbers.one("loss")
+    norm = numbers.one("norm")
     if math.isfinite(norm) and not numbers.one("spike"):
         assert window.update is not None
         tensor = window.update.first_bad()

@@ -133,7 +133,9 @@ class Sharding:
     """
 
     def __init__(self, modules: Iterable[FSDPModule], processes: ProcessGroup, trained: bool):
-        self.modules, self.processes, self.trained = list(modules), processes, trained
+        self.modules = list(modules)
+        self.processes = processes
+        self.trained = trained
         self.weight = 1
         self._norms: list[Tensor] = []  # of the micro-batch's gradients, before the sums
         if trained:

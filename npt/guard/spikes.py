@@ -48,7 +48,8 @@ class SpikeGuard:
         return list(self._losses), list(self._norms)
 
     def recall(self, losses: Iterable[float], norms: Iterable[float]) -> None:
-        self._losses, self._norms = deque(losses, maxlen=HISTORY), deque(norms, maxlen=HISTORY)
+        self._losses = deque(losses, maxlen=HISTORY)
+        self._norms = deque(norms, maxlen=HISTORY)
         self.limits = (self._limit(self._losses), self._limit(self._norms))
 
     def _limit(self, logarithms: deque[float]) -> float:
