@@ -14,7 +14,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 # each wait for one another. And tests fork processes that compute: those of a process with a second
 # thread of OpenMP would wait for it for ever.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Read by npt.base.device, in processes that tests start as well.
+# Read by npt.device, in processes that tests start as well.
 os.environ["NPT_DEVICE"] = "cpu"
 
 from collections.abc import Callable, Iterator

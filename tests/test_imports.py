@@ -18,7 +18,7 @@ ROOT = Path(npt.__file__).parent
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "version", "presets", "figures"),
     ("files", "console", "stored", "extras", "config", "versions"),
-    ("flags", "random_state", "manifest"),
+    ("flags", "random_state", "manifest", "device", "hooks"),
     ("data",),
     ("base",),
     ("adapters",),

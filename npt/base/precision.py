@@ -26,7 +26,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from npt.base.device import check_card
 from npt.base.linear import (
     UpcastEmbedding,
     UpcastLinear,
@@ -38,6 +37,7 @@ from npt.base.linear import (
     short_name,
 )
 from npt.base.norms import FUSED
+from npt.device import check_card
 from npt.errors import PrecisionError
 
 _UPCAST: dict[type[nn.Module], type[nn.Module]] = {

@@ -19,9 +19,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from npt.base.hooks import unfused
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
+from npt.hooks import unfused
 from npt.tracer import rules
 from npt.tracer.against import PassComparison
 from npt.tracer.ledger import Ledger, OnePass

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npt.base.hooks import in_parts, within
 from npt.errors import NumericalError
+from npt.hooks import in_parts, within
 from npt.tracer.packed import packed_linears, unpacked
 
 ADAPTER = ".npt."
