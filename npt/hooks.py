@@ -85,7 +85,7 @@ def call_around(
 
 
 WITHIN = "_npt_within"
-"""Attribute of a sharded module: a forward for FSDP (npt/distributed/sharded_base.py)."""
+"""Attribute of a sharded module: a forward for FSDP (npt/adapters/sharded_base.py)."""
 
 
 def in_parts(layer: nn.Module) -> bool:

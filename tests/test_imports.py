@@ -18,13 +18,13 @@ ROOT = Path(npt.__file__).parent
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "version", "presets", "figures"),
     ("files", "console", "stored", "extras", "config", "versions"),
-    ("flags", "random_state", "manifest", "device", "hooks"),
-    ("data",),
-    ("base",),
-    ("adapters",),
+    ("flags", "random_state", "manifest", "device", "hooks", "batch", "packed"),
     ("distributed",),
     ("tracer",),
     ("guard",),
+    ("data",),
+    ("base",),
+    ("adapters",),
     ("distill",),
     ("calibration",),
     ("evaluation",),
@@ -40,9 +40,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 
-LATE = {("guard", "forensics")}
+LATE = {("guard", "forensics"), ("tracer", "adapters")}
 """Imports from above that are made when they are first needed, within a function: the guard offers
-the bundles that are made of it.
+the bundles that are made of it, and a trace of packed rows needs the masks of the base's family.
 """
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))
@@ -112,7 +112,7 @@ def test_every_module_has_a_level() -> None:
         ("adapters/layer.py", "def f():\n    import npt.distill.hidden_losses"),
         ("adapters/layer.py", "from npt import distill"),
         ("adapters/layer.py", "from npt import Trainer"),
-        ("data/batch.py", "import npt"),
+        ("batch.py", "import npt"),
         ("files.py", "from npt.config import NPTConfig"),
         ("distill/hidden_losses.py", "from ..evaluation import metrics"),
         ("tracer/trace.py", "from npt.evaluation.metrics import figures"),

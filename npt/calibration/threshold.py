@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapter_mode, decoder_layers, evaluating, npt_layers
 from npt.adapters.stream import open_stream
 from npt.adapters.token_modulation import observed
-from npt.data.batch import Sample, batches
+from npt.batch import Sample, batches
 from npt.hooks import within
 
 TOKENS = 4096

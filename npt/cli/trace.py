@@ -33,7 +33,7 @@ def trace(flags: dict[str, Any]) -> int:
     import torch
 
     import npt
-    from npt.data.batch import batches
+    from npt.batch import batches
     from npt.data.encoding import no_sample
     from npt.data.samples import Samples
     from npt.data.source import open_source

@@ -20,8 +20,8 @@ from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.layer import NPTLayer, attention_output
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import trained_output
+from npt.batch import Batch
 from npt.config import TrainConfig
-from npt.data.batch import Batch
 from npt.distill.hidden_losses import HIDDEN_LOSSES, nmse_per_token
 from npt.hooks import call_around, may_change, within
 

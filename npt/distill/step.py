@@ -34,8 +34,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
+from npt.batch import Batch
 from npt.config import PRODUCTS, TrainConfig
-from npt.data.batch import Batch
 from npt.device import wait_for
 from npt.distill.local import BatchSums
 from npt.distill.strategies import Strategy

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from npt.errors import NumericalError
 from npt.hooks import in_parts, within
-from npt.tracer.packed import packed_linears, unpacked
+from npt.packed import quantized_linears, unpacked
 
 ADAPTER = ".npt."
 """Part of the full name of every adapter tensor, and of no other."""
@@ -95,7 +95,7 @@ def _whole_fault(model: nn.Module, prefix: str) -> BadNumber | None:
 
 def _whole_tensors(model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]:
     packed = set()
-    for name, module in packed_linears(model):
+    for name, module in quantized_linears(model):
         packed.add(id(module.weight))
         if not _is_shard(module.weight):
             name = f"{prefix}{name}"
@@ -108,7 +108,7 @@ def _whole_tensors(model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]
 
 
 def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, module in packed_linears(model):
+    for name, module in quantized_linears(model):
         yield from _statistics(name, module)
 
 

@@ -14,7 +14,7 @@ from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
-from npt.data.batch import Batch
+from npt.batch import Batch
 from npt.data.encoding import lost, unused_columns
 from npt.device import card_error
 from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError

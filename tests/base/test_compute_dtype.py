@@ -16,8 +16,8 @@ from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.trained import is_fusable
 from npt.base.linear import dense_weight, multiply, multiply_backward, product_weight
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype
+from npt.batch import batch_from_tensors
 from npt.config import BaseConfig, NPTConfig, TrainConfig
-from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
 from npt.errors import CheckpointError, ConfigError, PrecisionError
 from npt.hooks import unfused

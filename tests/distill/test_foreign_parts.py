@@ -14,8 +14,8 @@ import npt
 from faults.agreement import by_calls
 from faults.bench import Around
 from npt.adapters.converted import adapter_parameters, decoder_layers
+from npt.batch import Batch, batch_from_tensors
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.errors import ModelError
 from npt.hooks import only_looks

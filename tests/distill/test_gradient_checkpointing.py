@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 
 import npt
 from npt.adapters.converted import adapter_parameters, decoder_layers
+from npt.batch import Batch, batch_from_tensors
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.doctor.measure import peak_bytes
 from npt.errors import ConfigError
