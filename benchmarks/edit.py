@@ -65,9 +65,9 @@ from fetch_model import fetched
 from npt.adapters.consolidate import Consolidation, applied, apply_update, patched_module
 from npt.adapters.converted import adapter_mode, decoder_layers
 from npt.base.linear import patch_term
+from npt.batch import IGNORE_INDEX, Sample, collate
 from npt.cli.consolidate import read_facts
 from npt.console import complain, put
-from npt.data.batch import IGNORE_INDEX, Sample, collate
 from npt.data.continuation import bare_tokens, opening_tokens, prompt_tokens
 from npt.errors import NPTError, NumericalError
 from npt.evaluation.metrics import final_states

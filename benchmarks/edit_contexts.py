@@ -21,7 +21,7 @@ from torch import Tensor
 from npt.adapters.consolidate import Consolidation, applied, apply_update
 from npt.adapters.consolidate import unconsolidate as take_out
 from npt.adapters.converted import decoder_layers
-from npt.data.batch import IGNORE_INDEX, Sample, collate
+from npt.batch import IGNORE_INDEX, Sample, collate
 from npt.data.chat import has_template, render
 from npt.data.continuation import bare_tokens, opening_tokens
 from npt.errors import ConfigError, DataError, NumericalError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from npt.base.device import wait_for
+from npt.device import wait_for
 
 ROOFLINE_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 """Sides of the square products by device type, large enough to be bound by arithmetic."""

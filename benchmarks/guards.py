@@ -37,11 +37,11 @@ from torch import Tensor, nn
 import npt
 from host_waits import count_waits
 from npt.adapters.converted import adapter_parameters
-from npt.base.device import wait_for
+from npt.batch import Batch, batch_from_tensors, batches, find_fault
 from npt.console import put
-from npt.data.batch import Batch, batch_from_tensors, batches, find_fault
 from npt.data.samples import Samples
 from npt.data.source import open_source
+from npt.device import wait_for
 from npt.distill.local import local
 from npt.distill.step import student_guard, summed
 from npt.guard import Guard

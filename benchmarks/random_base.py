@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations import replace_with_bnb_linear
 
 from npt.base.attention import implementation_of
-from npt.base.device import default_device
 from npt.base.families import check_family
-from npt.base.linear import quantized_linears
 from npt.base.load import check_choice, frozen, packing_config
 from npt.base.precision import enforce_policy
 from npt.config import QUANT_TYPES, check_attention
+from npt.device import default_device
+from npt.packed import quantized_linears
 
 STD = 0.02
 """Standard deviation of every weight matrix, as in transformers."""

@@ -44,10 +44,10 @@ import npt
 from fetch_model import fetched
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.fit import format_layers
-from npt.base.device import wait_for
 from npt.base.load import load_teacher, read_config
+from npt.batch import Sample
 from npt.console import complain, make_console, put, silent_console
-from npt.data.batch import Sample
+from npt.device import wait_for
 from npt.errors import ConfigError, NPTError
 from npt.evaluation.evaluate import Fidelity, reference_outputs
 from npt.files import finite_or_null, to_json, write_json

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from npt.adapters.converted import adapter_mode, evaluating, npt_layers
-from npt.data.batch import Sample
+from npt.batch import Sample
 
 UPWARDS = 0.6
 """From this fraction of a step on, a number is rounded away from 0: most are small, and a 0 costs

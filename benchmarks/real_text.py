@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from npt.batch import Sample
 from npt.config import DataConfig
-from npt.data.batch import Sample
 from npt.data.samples import cut, within
 from npt.data.source import PIECE, Record, open_source, own_heldout
 from npt.errors import DataError

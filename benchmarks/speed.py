@@ -41,10 +41,10 @@ import torch
 
 from flop_count import count_flops, matmul_roofline
 from npt.adapters.fit import resolve_layers
-from npt.base.device import default_device, wait_for
 from npt.base.load import COMPUTE
+from npt.batch import Batch
 from npt.console import complain, put
-from npt.data.batch import Batch
+from npt.device import default_device, wait_for
 from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 from npt.errors import ConfigError, NPTError
 from npt.files import write_text

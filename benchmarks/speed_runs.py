@@ -37,7 +37,7 @@ from torch.optim import AdamW
 import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.base.load import COMPUTE
-from npt.data.batch import Batch, batch_from_tensors
+from npt.batch import Batch, batch_from_tensors
 from npt.distill.hidden_losses import nmse_per_token
 from npt.distill.strategies import STRATEGIES
 from npt.doctor.shape import SHAPES, llama_config

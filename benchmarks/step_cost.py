@@ -50,13 +50,13 @@ import npt.base.attention
 from flop_count import formulas
 from npt.adapters import trained
 from npt.base.attention import implementation_of
-from npt.base.linear import quantized_linears
 from npt.base.load import packing_config
 from npt.base.precision import enforce_policy, fp32_products
 from npt.console import put
 from npt.distill.strategies import STRATEGIES
 from npt.doctor.shape import SHAPES, llama_config
 from npt.files import write_json
+from npt.packed import quantized_linears
 from speed_runs import Setting, make_batch
 
 SETTING = Setting("llama-3.1-8b", "upper_half", 16, 1, 2048, device="meta")

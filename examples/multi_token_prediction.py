@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 import npt
 from npt.adapters.stream import model_inputs
-from npt.data.batch import Batch, collate, target_index
+from npt.batch import Batch, collate, target_index
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.logit_losses import through_head, token_cross_entropy

@@ -12,6 +12,7 @@ from npt.adapters.files.adapter_files import load_adapter as load_adapter
 from npt.adapters.files.adapter_files import save_adapter as save_adapter
 from npt.adapters.files.export import export as export
 from npt.adapters.files.push import push_to_hub as push_to_hub
+from npt.adapters.sharded_base import shard_base as shard_base
 from npt.adapters.token_modulation import modulation_of as modulation_of
 from npt.base.gguf.convert import Conversion as Conversion
 from npt.base.gguf.convert import import_base as import_base
@@ -25,7 +26,6 @@ from npt.calibration.report import Calibration as Calibration
 from npt.config import DataConfig as DataConfig
 from npt.config import NPTConfig as NPTConfig
 from npt.config import TrainConfig as TrainConfig
-from npt.distributed.sharded_base import shard_base as shard_base
 from npt.errors import NPTError as NPTError
 from npt.errors import TooManyRefusalsError as TooManyRefusalsError
 from npt.evaluation.evaluate import Fidelity as Fidelity

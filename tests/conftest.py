@@ -14,7 +14,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 # each wait for one another. And tests fork processes that compute: those of a process with a second
 # thread of OpenMP would wait for it for ever.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Read by npt.base.device, in processes that tests start as well.
+# Read by npt.device, in processes that tests start as well.
 os.environ["NPT_DEVICE"] = "cpu"
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from tiers import listed, slow
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-    from npt.data.batch import Batch
+    from npt.batch import Batch
 
 VOCAB = 128
 
@@ -288,7 +288,7 @@ def batch() -> "Batch":
     """Three rows of 9, 5 and 7 valid tokens, padded on the right to 9."""
     import torch
 
-    from npt.data.batch import batch_from_tensors
+    from npt.batch import batch_from_tensors
 
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (3, 9), generator=generator)

@@ -17,9 +17,9 @@ from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.layer import NPT_FORMS
 from npt.adapters.stream import model_inputs, open_stream, sliding_layers
 from npt.base.families import FAMILIES
+from npt.batch import Batch, Sample, batch_from_tensors, collate
 from npt.cli.main import main
 from npt.config import RESIDUALS, TrainConfig
-from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ModelError

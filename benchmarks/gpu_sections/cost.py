@@ -19,9 +19,9 @@ from faults.runs import NoTokenizer
 from gpu_sections.models import base_of, full_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters
-from npt.base.device import wait_for
+from npt.batch import Batch, Sample
 from npt.console import silent_console
-from npt.data.batch import Batch, Sample
+from npt.device import wait_for
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.doctor.measure import measure_window

@@ -16,8 +16,8 @@ import npt
 from gpu_sections.models import base_of, full_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters
-from npt.base.hooks import unfused
 from npt.distill.strategies import STRATEGIES
+from npt.hooks import unfused
 from tables import PRECISIONS
 
 

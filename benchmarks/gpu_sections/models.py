@@ -8,7 +8,7 @@ import torch
 
 import npt
 from gpu_sections.runner import Bench
-from npt.data.batch import Batch, Sample, batch_from_tensors, collate
+from npt.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.doctor.shape import SHAPES, Shape, llama_config
 from random_base import random_base

@@ -24,10 +24,10 @@ from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.layer import attention_output
 from npt.adapters.stream import open_stream
-from npt.base.device import wait_for
 from npt.base.linear import dense_weight, multiply, multiply_backward, product_weight
 from npt.base.precision import settle_policy
-from npt.data.batch import Batch, batch_from_tensors
+from npt.batch import Batch, batch_from_tensors
+from npt.device import wait_for
 from npt.distill.strategies import STRATEGIES
 from npt.doctor.measure import peak_bytes
 from npt.doctor.plan import shown

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from npt.base.device import wait_for
 from npt.base.precision import fp32_products, matmul_precision
+from npt.device import wait_for
 from npt.files import write_json, write_text
 from tables import gpu_check as markdown
 

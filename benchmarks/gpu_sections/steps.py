@@ -16,8 +16,8 @@ from faults.runs import NoTokenizer
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters
 from npt.base.attention import set_deterministic
+from npt.batch import Batch
 from npt.console import silent_console
-from npt.data.batch import Batch
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 

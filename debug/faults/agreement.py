@@ -19,8 +19,8 @@ from faults.verdict import Verdict, verdict_of
 from npt.adapters.converted import adapter_mode, adapters_disabled, decoder_layers
 from npt.adapters.layer import NPTLayer
 from npt.adapters.stream import open_stream
+from npt.batch import Batch
 from npt.config import STRATEGIES, DataConfig, TrainConfig
-from npt.data.batch import Batch
 from npt.data.samples import cut
 from npt.distill.hidden_losses import HIDDEN_LOSSES
 from npt.distill.strategies import drive

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import attach, detach
 from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.base.load import load_base
+from npt.batch import Batch, Sample, collate, find_fault
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, Sample, collate, find_fault
 from npt.distill.local import BatchSums
 from npt.distill.step import ADAM_BETAS, forward_backward, student_guard, summed
 from npt.distill.strategies import STRATEGIES

@@ -35,7 +35,7 @@ from transformers.debug_utils import DebugUnderflowOverflow
 
 from faults.module_cases import Subject
 from faults.places import Truth
-from npt.base.hooks import only_looks, unfused
+from npt.hooks import only_looks, unfused
 from npt.tracer.passes import default_run, ready, sinks_of, untouched
 from npt.tracer.tensors import Badness, judge, tensors_in
 from npt.tracer.verdict import Verdict

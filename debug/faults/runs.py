@@ -23,9 +23,9 @@ from faults.bench import Setting, Student, difference, embedded, module_of, whol
 from faults.verdict import Verdict, verdict_of
 from npt.adapters.files.adapter_files import WEIGHTS_NAME, save_adapter
 from npt.base.precision import audit_precision, policy_dtype
+from npt.batch import Batch
 from npt.config import DataConfig, TrainConfig
 from npt.console import silent_console
-from npt.data.batch import Batch
 from npt.data.samples import Window
 from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, student_guard

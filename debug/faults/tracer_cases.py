@@ -42,7 +42,7 @@ from faults.transient_faults import (
     trained_head,
 )
 from npt.base.linear import dense_weight
-from npt.data.batch import Batch
+from npt.batch import Batch
 
 LOCAL = Setting(layers="2,5", windows=1)
 END_TO_END = replace(LOCAL, strategy="end_to_end")

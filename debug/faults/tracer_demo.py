@@ -20,7 +20,7 @@ from faults.places import Truth, marked_lines, sentence
 from faults.rivals import RIVALS, Score, ask, of_verdict, score
 from faults.tracer_cases import CLEAN, PLACE, Case
 from faults.transient_faults import eager
-from npt.data.batch import Batch
+from npt.batch import Batch
 from npt.tracer.trace import trace
 from npt.tracer.verdict import Verdict
 

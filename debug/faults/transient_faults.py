@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from faults.bench import Fault, Fill, Student, module_of, no_fault
 from npt.adapters.converted import adapters_disabled, decoder_layers
-from npt.data.batch import IGNORE_INDEX, Batch, batch_from_tensors
+from npt.batch import IGNORE_INDEX, Batch, batch_from_tensors
 from npt.distill.local import BatchSums
 
 Index = tuple[int, ...]

@@ -19,8 +19,8 @@ from faults.bench import FIRST_ID, Base, Run, Setting, Student
 from npt.adapters.attach import detach
 from npt.adapters.converted import npt_layers
 from npt.adapters.layer import NPTAdapter
+from npt.batch import Batch, Sample, collate
 from npt.config import TARGETS
-from npt.data.batch import Batch, Sample, collate
 from npt.distill.local import BatchSums
 
 

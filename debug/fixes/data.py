@@ -24,8 +24,8 @@ from fixes.check import (
     student_of,
 )
 from npt.adapters.stream import open_stream
+from npt.batch import IGNORE_INDEX, batch_from_tensors, collate
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX, batch_from_tensors, collate
 from npt.data.encoding import Encoder
 from npt.data.samples import Loader, Samples, cut
 from npt.data.source import open_source

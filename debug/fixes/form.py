@@ -23,11 +23,12 @@ from fixes.check import (
 )
 from npt.adapters.converted import adapters_disabled
 from npt.adapters.layer import STD_A, STD_B, NPTAdapter
-from npt.base.linear import dense_weight, quantized_linears
+from npt.base.linear import dense_weight
 from npt.base.precision import audit_precision, policy_dtype
 from npt.config import STREAM
 from npt.distill import hidden_losses
 from npt.errors import PrecisionError
+from npt.packed import quantized_linears
 
 CODES = (0.0, 1e-38, 1e-3, 1.0, 9.0, 17.0, 1e4, 1e19, 1e38)
 """Sizes of codes, up to where a product overflows; from 9 on tanh rounds to 1 in fp32."""

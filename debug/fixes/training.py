@@ -29,7 +29,7 @@ from fixes.check import (
     with_form,
 )
 from npt.adapters.converted import npt_layers
-from npt.data.batch import Batch, collate, find_fault
+from npt.batch import Batch, collate, find_fault
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import SmokeTestError

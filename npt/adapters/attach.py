@@ -27,9 +27,9 @@ from npt.adapters.converted import (
 from npt.adapters.fit import check_fit, config_by_layer, format_layers
 from npt.adapters.layer import NPT_FORMS, NPTAdapter
 from npt.base.families import MODEL_PARTS, check_layer, missing_parts
-from npt.base.hooks import is_replaced
 from npt.config import NPTConfig
 from npt.errors import ModelError, kind_of
+from npt.hooks import is_replaced
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.layer import Mode, NPTLayer
-from npt.base.hooks import in_parts
 from npt.config import NPTConfig
 from npt.errors import ModelError
+from npt.hooks import in_parts
 
 T = TypeVar("T")
 

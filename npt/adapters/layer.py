@@ -44,8 +44,8 @@ from torch.nn import functional as F
 
 from npt.adapters.recompute import is_recomputing
 from npt.base.families import FAMILIES
-from npt.base.hooks import call_around
 from npt.config import STREAM, TARGETS, NPTConfig
+from npt.hooks import call_around
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
     create_causal_mask,
@@ -21,8 +21,8 @@ from transformers.masking_utils import (
 
 from npt.base.attention import EXACT, SDPA, attention_name
 from npt.base.families import FAMILIES
+from npt.batch import Batch
 from npt.config import ATTENTIONS
-from npt.data.batch import Batch
 from npt.errors import ModelError
 
 MASKED = ("sdpa", SDPA, EXACT, "eager")
@@ -145,19 +145,21 @@ def sliding_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
     return tuple(kind == "sliding_attention" for kind in config.layer_types)
 
 
+def is_known(model: nn.Module) -> bool:
+    """Return whether the model belongs to a supported family."""
+    return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
+
+
 def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """Return a batch as arguments of the model's own forward.
 
     It includes the masks of packed rows, since the forward itself cannot tell documents apart.
     """
-    mask: Any = batch.attention_mask
+    inputs: dict[str, Any] = batch.inputs
     if batch.documents is not None:
         masks = causal_masks(model, batch, model.model.embed_tokens(batch.input_ids))
         # such a model expects a mask for each kind of layer
         by_layer = FAMILIES[model.config.model_type].sight == "by layer"
         mask = dict(zip(model.config.layer_types, masks, strict=True)) if by_layer else masks[0]
-    return {
-        "input_ids": batch.input_ids,
-        "attention_mask": mask,
-        "position_ids": batch.position_ids,
-    }
+        inputs["attention_mask"] = mask
+    return inputs

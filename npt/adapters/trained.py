@@ -42,7 +42,6 @@ from npt.adapters.layer import (
     student_output,
     student_stream,
 )
-from npt.base.hooks import has_forward_hooks, is_unfused, may_change
 from npt.base.linear import (
     effective_dtype,
     is_plain_linear,
@@ -54,6 +53,7 @@ from npt.config import STREAM, NPTConfig
 from npt.config.adapter import SATURATED
 from npt.errors import first_line
 from npt.extras import installed
+from npt.hooks import has_forward_hooks, is_unfused, may_change
 
 BLOCK = {"cpu": 1 << 19, "cuda": 1 << 23}
 """Elements of a block, by type of device. On a CPU a few blocks fit the last-level cache, with

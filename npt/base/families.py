@@ -195,8 +195,3 @@ def check_shape(name: str, config: PreTrainedConfig, stored: int = 0) -> None:
             f"{name} has {weights:,} weights by its config.json, but its files have only"
             f" {stored:,} bytes; {RESTORE}"
         )
-
-
-def is_known(model: nn.Module) -> bool:
-    """Return whether the model belongs to a supported family."""
-    return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES

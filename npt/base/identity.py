@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.base.linear import quantized_linears, refuse_unread
+from npt.base.linear import refuse_unread
+from npt.packed import quantized_linears
 from npt.stored import shown
 
 CHUNK = 64 << 20

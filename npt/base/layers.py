@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from npt.base.identity import IdentityReader, base_identity, keep_identity
-from npt.base.linear import quantized_linears
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype, settle_policy
 from npt.errors import ModelError, first_line
+from npt.packed import quantized_linears
 
 LAYERS = "model.layers"
 PARTS = ("model.embed_tokens", "model.norm", "lm_head")

@@ -71,15 +71,6 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module) in _KINDS
 
 
-def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
-    """Return (name, module) of every 4-bit linear layer, in module order."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, bnb.nn.Linear4bit)
-    ]
-
-
 def refuse_unread(model: nn.Module) -> None:
     """Raise ModelError if layers of the base are still in their files (npt/base/layers.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):

@@ -22,7 +22,6 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
-from npt.base.device import check_card, default_device
 from npt.base.families import check_entries, check_family, check_shape
 from npt.base.layers import (
     LATER,
@@ -33,12 +32,13 @@ from npt.base.layers import (
     refuse_faults,
     shape_faults,
 )
-from npt.base.linear import quantized_linears
 from npt.base.precision import audit_precision, enforce_policy, quantization_of
 from npt.base.recipe import STORED, note_dtype
 from npt.config import COMPUTE_DTYPES, QUANT_TYPES, check_attention
+from npt.device import check_card, default_device
 from npt.errors import ConfigError, ModelError
 from npt.extras import install_command
+from npt.packed import quantized_linears
 from npt.stored import RESTORE
 
 EMBEDDED = "tiny"

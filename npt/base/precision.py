@@ -26,19 +26,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from npt.base.device import check_card
 from npt.base.linear import (
     UpcastEmbedding,
     UpcastLinear,
     dense_weight,
     effective_dtype,
     is_plain_linear,
-    quantized_linears,
     refuse_unread,
     short_name,
 )
 from npt.base.norms import FUSED
+from npt.device import check_card
 from npt.errors import PrecisionError
+from npt.packed import quantized_linears
 
 _UPCAST: dict[type[nn.Module], type[nn.Module]] = {
     nn.Embedding: UpcastEmbedding,

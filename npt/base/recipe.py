@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.base.linear import quantized_linears
 from npt.base.precision import policy_dtype, quantization_of
 from npt.config import COMPUTE_DTYPES, QUANT_TYPES
+from npt.packed import quantized_linears
 
 ENTRY = "base_loading"
 """Name of the entry in `adapter_config.json`."""

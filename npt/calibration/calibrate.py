@@ -34,6 +34,7 @@ from npt.adapters.converted import (
 )
 from npt.adapters.fit import format_layers
 from npt.base.attention import set_deterministic
+from npt.batch import Batch, Sample, batches
 from npt.calibration.cut import SOLVED, Cut, spend
 from npt.calibration.refit import refit
 from npt.calibration.report import Calibration, LayerCalibration
@@ -43,7 +44,6 @@ from npt.calibration.threshold import set_apart, set_threshold
 from npt.calibration.together import on_device_or_host, together
 from npt.config import STREAM, NPTConfig
 from npt.console import say, silent_console
-from npt.data.batch import Batch, Sample, batches
 from npt.data.source import Given
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, NotSupportedError

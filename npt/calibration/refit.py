@@ -35,14 +35,14 @@ from npt.adapters.converted import (
 )
 from npt.adapters.layer import NPTLayer, attention_output, student_output
 from npt.adapters.stream import Stream, open_stream
-from npt.base.hooks import within
+from npt.batch import Batch
 from npt.calibration.cut import SOLVED, Cut
 from npt.calibration.sensitivity import bounded, product
 from npt.calibration.together import on_device_or_host, together
 from npt.calibration.token_part import TokenPart, read_by, read_width
-from npt.data.batch import Batch
 from npt.distributed.processes import ProcessGroup
 from npt.errors import NumericalError
+from npt.hooks import within
 
 
 @dataclass

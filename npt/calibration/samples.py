@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from npt.batch import Sample
 from npt.config import DataConfig
-from npt.data.batch import Sample
 from npt.data.samples import cut, permutation, within
 from npt.data.source import Given, records_from
 from npt.errors import DataError

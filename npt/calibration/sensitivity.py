@@ -15,16 +15,16 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapters_disabled, decoder_layers, is_sharded, npt_layers
 from npt.adapters.stream import Stream, open_stream
-from npt.base.hooks import within
 from npt.base.linear import cast_once
 from npt.base.precision import fp32_products
+from npt.batch import Batch
 from npt.calibration.cut import Cut
 from npt.calibration.token_part import TokenPart, read_by, read_width
 from npt.config import NPTConfig
-from npt.data.batch import Batch
 from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.distributed.processes import ProcessGroup
 from npt.errors import NumericalError
+from npt.hooks import within
 
 LARGEST, SMALLEST = 2.0, 0.25
 """Bounds of a token's size r in medians of its batch: from above in S. With a token part, a token

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapter_mode, decoder_layers, evaluating, npt_layers
 from npt.adapters.stream import open_stream
 from npt.adapters.token_modulation import observed
-from npt.base.hooks import within
-from npt.data.batch import Sample, batches
+from npt.batch import Sample, batches
+from npt.hooks import within
 
 TOKENS = 4096
 """Most tokens to take the threshold from, and at most an eighth of all. Nothing else is fitted to

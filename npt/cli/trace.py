@@ -33,11 +33,11 @@ def trace(flags: dict[str, Any]) -> int:
     import torch
 
     import npt
-    from npt.base.device import check_card
-    from npt.data.batch import batches
+    from npt.batch import batches
     from npt.data.encoding import no_sample
     from npt.data.samples import Samples
     from npt.data.source import open_source
+    from npt.device import check_card
     from npt.distill.step import forward_backward
     from npt.distill.strategies import drive
 

@@ -32,8 +32,8 @@ from itertools import compress, takewhile
 from pathlib import Path
 from typing import Any
 
+from npt.batch import IGNORE_INDEX, Sample
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.continuation import (
     TEXT_AT_ONCE,
     bare_tokens,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from npt.data.batch import Sample
+from npt.batch import Sample
 from npt.data.encoding import RecordCounts
 
 _KEPT = 1 << 16

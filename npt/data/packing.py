@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from npt.data.batch import IGNORE_INDEX, Sample
+from npt.batch import IGNORE_INDEX, Sample
 
 
 def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from npt.batch import is_heldout
 from npt.config import DataConfig
-from npt.data.batch import is_heldout
 from npt.data.readers import library, source_files
 from npt.data.source import Record
 from npt.errors import DataError

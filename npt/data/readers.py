@@ -23,8 +23,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from npt.batch import is_heldout
 from npt.config import DataConfig
-from npt.data.batch import is_heldout
 from npt.data.source import PIECE, FileError, Record, suffixes
 from npt.errors import DataError, first_line, kind_of
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
+from npt.batch import IGNORE_INDEX, Batch, Sample, collate
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX, Batch, Sample, collate
 from npt.data.encoding import Encoder, RecordCounts, no_sample
 from npt.data.packing import pack
 from npt.data.source import Record, is_sequence

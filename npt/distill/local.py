@@ -20,10 +20,10 @@ from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.layer import NPTLayer, attention_output
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import trained_output
-from npt.base.hooks import call_around, may_change, within
+from npt.batch import Batch
 from npt.config import TrainConfig
-from npt.data.batch import Batch
 from npt.distill.hidden_losses import HIDDEN_LOSSES, nmse_per_token
+from npt.hooks import call_around, may_change, within
 
 REPORTED = ("loss", "nmse", "reg", "logit", "scored")
 """The first sums of a report, in order."""

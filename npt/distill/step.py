@@ -34,10 +34,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
-from npt.base.device import wait_for
-from npt.base.hooks import within
+from npt.batch import Batch
 from npt.config import PRODUCTS, TrainConfig
-from npt.data.batch import Batch
+from npt.device import wait_for
 from npt.distill.local import BatchSums
 from npt.distill.strategies import Strategy
 from npt.distributed.processes import ProcessGroup
@@ -46,6 +45,7 @@ from npt.guard.guard import Guard, PlannedGuard
 from npt.guard.spikes import SIGMAS
 from npt.guard.traces import Seeded
 from npt.guard.update import RATE_SCALE
+from npt.hooks import within
 from npt.random_state import micro_batch_draws
 
 ADAM_BETAS = (0.9, 0.999)

@@ -18,9 +18,9 @@ from npt.adapters.converted import adapter_mode, adapters_disabled, decoder_laye
 from npt.adapters.layer import NPTLayer
 from npt.adapters.recompute import recomputed
 from npt.adapters.stream import Stream
+from npt.batch import Batch
 from npt.config import STRATEGIES as STRATEGY_NAMES
 from npt.config import TrainConfig
-from npt.data.batch import Batch
 from npt.distill.hidden_losses import READS_INPUT
 from npt.distill.local import (
     BatchSums,

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from npt.base.device import default_device
+from npt.device import default_device
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ProcessError
 

@@ -9,9 +9,10 @@ once; with NCCL torch's watchdog stops them at the timeout, unless the launcher 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,19 @@ from torch import Tensor
 
 from npt.errors import ConfigError, ProcessError, is_out_of_memory
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
+
+DTENSOR = "torch.distributed.tensor"
+
+
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a DTensor, of which this process holds a shard."""
+    module = sys.modules.get(DTENSOR)  # None until a DTensor exists
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 class ProcessGroup:

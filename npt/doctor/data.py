@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
+from npt.batch import IGNORE_INDEX, Sample
 from npt.config import DataConfig
 from npt.console import say
-from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import Encoder, RecordCounts, unused_columns
 from npt.data.first_look import Copies, data_warnings
 from npt.data.source import (

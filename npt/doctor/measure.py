@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType
 
 from npt.adapters.attach import attach
-from npt.base.device import wait_for
+from npt.batch import batch_from_tensors
 from npt.config import TrainConfig
-from npt.data.batch import batch_from_tensors
+from npt.device import wait_for
 from npt.distill.step import free_memory, student_guard, summed
 from npt.distill.strategies import drive
 from npt.doctor.plan import Workload

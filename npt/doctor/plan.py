@@ -19,9 +19,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from npt.adapters.trained import BLOCK
-from npt.base.device import default_device
 from npt.base.load import COMPUTE
 from npt.config import STREAM, BaseConfig, NPTConfig, TrainConfig
+from npt.device import default_device
 from npt.distill.logit_losses import LOGIT_CHUNK, chunk_rows
 from npt.doctor.shape import Shape
 from npt.errors import ConfigError

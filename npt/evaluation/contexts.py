@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, evaluating, npt_layers
 from npt.adapters.token_modulation import observed
-from npt.data.batch import Sample, batches
+from npt.batch import Sample, batches
 from npt.evaluation.metrics import checked_batches
 
 PASSAGES = 3

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, adapters_disabled, attached_config, evaluating
 from npt.adapters.layer import Mode
+from npt.batch import Sample, batches
 from npt.config import DataConfig
-from npt.data.batch import Sample, batches
 from npt.data.samples import cut
 from npt.data.source import Given, records_from
 from npt.errors import ConfigError, DataError

@@ -26,7 +26,7 @@ from npt.adapters.converted import adapter_mode
 from npt.adapters.layer import Mode
 from npt.adapters.stream import MASKED, model_inputs
 from npt.base.linear import cast_once
-from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
+from npt.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
 from npt.errors import ConfigError, NumericalError
 from npt.evaluation.metrics import (
     Measured,

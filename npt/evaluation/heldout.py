@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+from npt.batch import Sample
 from npt.config import DataConfig
-from npt.data.batch import Sample
 from npt.data.first_look import FirstLook
 from npt.data.samples import cut, within
 from npt.data.source import Record

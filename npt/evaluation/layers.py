@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapter_mode, npt_layers
 from npt.adapters.layer import Mode, student_output
 from npt.adapters.token_modulation import observed
-from npt.base.hooks import within
-from npt.data.batch import Batch
+from npt.batch import Batch
 from npt.distill.hidden_losses import nmse_per_token
 from npt.evaluation.metrics import mean_and_error
+from npt.hooks import within
 
 COMPARED: tuple[Mode, ...] = ("floor", "student")
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.stream import model_inputs
 from npt.base.linear import cast_once
-from npt.data.batch import IGNORE_INDEX, Batch, find_fault
+from npt.batch import IGNORE_INDEX, Batch, find_fault
 from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs
 from npt.errors import DataError
 from npt.figures import Change, nan_for_null, unpaired

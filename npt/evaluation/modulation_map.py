@@ -26,10 +26,10 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
 from npt.adapters.layer import NPTLayer, student_output
 from npt.adapters.token_modulation import as_row, observed
-from npt.base.hooks import within
 from npt.config import TARGETS
 from npt.evaluation.contexts import Number
 from npt.evaluation.metrics import COLUMNS, compare_tokens, most_likely
+from npt.hooks import within
 
 Stages = dict[str, Tensor | None]
 

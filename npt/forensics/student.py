@@ -20,8 +20,8 @@ from npt.base.identity import base_hash
 from npt.base.load import load_base, load_teacher
 from npt.base.precision import fp32_products, matmul_precision
 from npt.base.recipe import ENTRY, Recipe
+from npt.batch import ROW_TENSORS, Batch
 from npt.config import ATTENTIONS, NPTConfig, TrainConfig
-from npt.data.batch import ROW_TENSORS, Batch
 from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, summed
 from npt.distill.strategies import drive

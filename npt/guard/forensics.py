@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from npt.base.device import card_error
+from npt.device import card_error
 from npt.guard.outcome import MicroBatch, Outcome, Refusal
 from npt.guard.parameters import unsynchronised, whole
 from npt.random_state import kept_random_state, random_state, set_random_state

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar  # comes with torch
 
-from npt.base.device import card_error
+from npt.device import card_error
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard.forensics import Finding, Forensics, StoredMicroBatch, values_in

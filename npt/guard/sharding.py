@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from npt.distributed.processes import ProcessGroup
+from npt.distributed.processes import DTENSOR, ProcessGroup, is_sharded
 from npt.errors import ConfigError, ProcessError
 from npt.guard.refusal import IN_GRADIENT, IN_LOSS, UNGUARDED
 
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 FSDP = "torch.distributed.fsdp"
-DTENSOR = "torch.distributed.tensor"
-
-
-def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a DTensor, of which this process holds a shard."""
-    module = sys.modules.get(DTENSOR)  # None until a DTensor exists
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -56,8 +56,8 @@ from torch.utils.hooks import RemovableHandle
 
 from npt.adapters.layer import NPTAdapter
 from npt.adapters.recompute import is_recomputing
-from npt.base.hooks import only_looks
 from npt.config.adapter import SATURATED
+from npt.hooks import only_looks
 from npt.recorder.observations import Observations, Reduced
 from npt.recorder.record import Record
 from npt.recorder.sites import Site, named_inputs, sites_of

@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_map_only
 
 from npt.errors import ConfigError, printable
 from npt.files import write_bytes
+from npt.packed import quantized_linears, unpacked
 from npt.stored import opened, shown
 from npt.tracer.operations import BLANK, Observer, TorchCall, names
-from npt.tracer.packed import packed_linears, unpacked
 from npt.tracer.passes import default_run, ready, sinks_of, untouched
 from npt.tracer.source_location import Tokens, layer_of
 from npt.tracer.tensors import Memory, dtype_name
@@ -444,7 +444,7 @@ def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
     # of a whole model, only what it holds itself
     prefix = f"{module}." if module else ""
     state = {n: t for n, t in own if n.startswith(prefix) and (module or "." not in n)}
-    packed = (linear for name, linear in packed_linears(model) if name == module)
+    packed = (linear for name, linear in quantized_linears(model) if name == module)
     return state | {f"{module}.weight": unpacked(linear) for linear in packed}
 
 

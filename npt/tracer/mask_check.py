@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npt.base.hooks import only_looks
+from npt.hooks import only_looks
 from npt.tracer.source_location import Tokens, layer_of
 from npt.tracer.tensors import dtype_name
 from npt.tracer.verdict import Verdict

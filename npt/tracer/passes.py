@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from npt.data.batch import IGNORE_INDEX, Batch
+from npt.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError, kind_of
 from npt.random_state import kept_random_state
 from npt.tracer.tensors import Badness, judge, tensors_in
@@ -45,12 +45,7 @@ class Sink:
 
 def default_run(model: nn.Module, batch: Any) -> Run:
     if isinstance(batch, Batch):
-        # imported late: a batch of another kind needs no transformers
-        from npt.adapters.stream import model_inputs
-        from npt.base.families import is_known
-
-        packed = batch if is_known(model) else replace(batch, documents=None)
-        batch = {**model_inputs(model, packed), "labels": batch.labels}
+        batch = {**_inputs_of(model, batch), "labels": batch.labels}
     if isinstance(batch, Mapping):
         arguments = dict(batch)
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
@@ -68,6 +63,15 @@ def default_run(model: nn.Module, batch: Any) -> Run:
         except TypeError:
             positional = (batch,)
     return lambda: model(*positional)
+
+
+def _inputs_of(model: nn.Module, batch: Batch) -> Mapping[str, Any]:
+    if batch.documents is None:
+        return batch.inputs
+    # imported late: only the masks of packed rows need transformers
+    from npt.adapters.stream import is_known, model_inputs
+
+    return model_inputs(model, batch) if is_known(model) else batch.inputs
 
 
 def _is_language_model(model: nn.Module) -> bool:

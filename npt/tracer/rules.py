@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from npt.data.batch import IGNORE_INDEX
+from npt.batch import IGNORE_INDEX
 from npt.tracer.operations import WRITERS, External, Origin, names
 from npt.tracer.tensors import absmax, dtype_name, element
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from npt.data.batch import Batch
+from npt.batch import Batch
 
 
 def _folder(file: str) -> str:

@@ -19,9 +19,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from npt.base.hooks import unfused
-from npt.data.batch import IGNORE_INDEX, Batch
+from npt.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
+from npt.hooks import unfused
 from npt.tracer import rules
 from npt.tracer.against import PassComparison
 from npt.tracer.ledger import Ledger, OnePass
@@ -137,7 +137,7 @@ def trace(
     Args:
         model: any module, quantised or converted, on any device, in train or eval mode.
         batch: the model's input: a mapping of keyword arguments (as from a tokenizer or data
-            loader), an `npt.data.batch.Batch`, a tensor, or a tuple of arguments. A language model
+            loader), an `npt.batch.Batch`, a tensor, or a tuple of arguments. A language model
             without labels gets its input ids as labels. With `run`, it only names samples and
             tokens.
         run: computes the pass instead of `model(batch)`. It returns outputs, or a scalar loss

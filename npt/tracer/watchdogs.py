@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npt.base.hooks import in_parts, within
+from npt.distributed.processes import is_sharded
 from npt.errors import NumericalError
-from npt.tracer.packed import packed_linears, unpacked
+from npt.hooks import in_parts, within
+from npt.packed import quantized_linears, unpacked
 
 ADAPTER = ".npt."
 """Part of the full name of every adapter tensor, and of no other."""
@@ -95,20 +96,20 @@ def _whole_fault(model: nn.Module, prefix: str) -> BadNumber | None:
 
 def _whole_tensors(model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]:
     packed = set()
-    for name, module in packed_linears(model):
+    for name, module in quantized_linears(model):
         packed.add(id(module.weight))
-        if not _is_shard(module.weight):
+        if not is_sharded(module.weight):
             name = f"{prefix}{name}"
             yield dict(_statistics(name, module))
             yield {f"{name}: dequantised weight": unpacked(module)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         base = tensor.is_floating_point() and ADAPTER not in f".{name}"
-        if base and id(tensor) not in packed and not _is_shard(tensor):
+        if base and id(tensor) not in packed and not is_sharded(tensor):
             yield {f"{prefix}{name}": tensor}
 
 
 def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, module in packed_linears(model):
+    for name, module in quantized_linears(model):
         yield from _statistics(name, module)
 
 
@@ -133,8 +134,3 @@ def _element(
     at = list(index) if index else ""
     share = f"{int(bad.sum())} of {tensor.numel()} elements"
     return BadNumber(name, index, value, f"{name}{at} is {value:g} ({share}: {why}); {remedy}")
-
-
-def _is_shard(tensor: Tensor) -> bool:
-    """Return whether other processes hold the rest of a tensor: whether it is a DTensor."""
-    return hasattr(tensor, "full_tensor")

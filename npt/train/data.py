@@ -21,8 +21,8 @@ from transformers import LlamaForCausalLM
 from npt.adapters.attach import at_random_start
 from npt.adapters.converted import attached_config, npt_layers
 from npt.adapters.fit import format_layers
+from npt.batch import Batch, Sample
 from npt.config import MAX_STEPS, DataConfig
-from npt.data.batch import Batch, Sample
 from npt.data.encoding import filled, no_sample, unused_columns
 from npt.data.first_look import FirstLook, data_warnings
 from npt.data.samples import Loader, Position, Samples, Window, windows, within

@@ -16,7 +16,7 @@ import torch
 
 from npt.adapters.converted import is_sharded, npt_layers
 from npt.adapters.trained import ModulationMeter
-from npt.data.batch import Batch, Sample, collate, find_fault
+from npt.batch import Batch, Sample, collate, find_fault
 from npt.data.samples import Position, Window
 from npt.distill.step import MicroBatchSplitter, forward_backward, summed
 from npt.distill.strategies import Strategy

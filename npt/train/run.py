@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.attention import attention_name
-from npt.base.device import card_error
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
-from npt.data.batch import Batch
+from npt.batch import Batch
 from npt.data.encoding import lost, unused_columns
+from npt.device import card_error
 from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError
 from npt.figures import FIGURES
 from npt.files import write_text

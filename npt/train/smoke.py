@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_parameters, npt_layers
+from npt.batch import Batch, find_fault
 from npt.config import TrainConfig
-from npt.data.batch import Batch, find_fault
 from npt.distill.local import BatchSums
 from npt.distill.step import ADAM_BETAS, MicroBatchSplitter, forward_backward
 from npt.distill.strategies import Strategy

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
-from npt.data.batch import Batch, batches
+from npt.batch import Batch, batches
 from npt.distill.step import MicroBatchSplitter, free_memory, oom_message
 from npt.runs.resume import plain_settings
 from npt.train.data import RunData, makes_start

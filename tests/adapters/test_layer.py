@@ -8,8 +8,8 @@ from torch.testing import assert_close
 
 import npt
 from npt.adapters.converted import adapter_parameters
+from npt.batch import batch_from_tensors
 from npt.config import MODULATIONS, RESIDUALS, TARGETS
-from npt.data.batch import batch_from_tensors
 
 SUBSETS = [s for n in (1, 2, 3, 4) for s in itertools.combinations(TARGETS, n)]
 LAYER = 2

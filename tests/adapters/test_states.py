@@ -19,8 +19,8 @@ from npt.adapters.attach import set_adapters
 from npt.adapters.consolidate import apply_update, consolidated, patched_module
 from npt.adapters.converted import adapter_parameters, attached_config, is_attached, npt_layers
 from npt.base.patched import Patched
+from npt.batch import batch_from_tensors
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ModelError
 

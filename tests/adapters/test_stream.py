@@ -6,7 +6,7 @@ from torch.testing import assert_close
 import npt
 from npt.adapters.stream import model_inputs, open_stream
 from npt.base.attention import SDPA
-from npt.data.batch import Batch, Sample, batch_from_tensors, collate
+from npt.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.errors import ModelError
 

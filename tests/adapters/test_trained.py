@@ -19,13 +19,13 @@ import npt
 from npt.adapters import trained
 from npt.adapters.converted import decoder_layers
 from npt.adapters.trained import is_fusable, trained_output
-from npt.base.hooks import only_looks, unfused
-from npt.base.linear import quantized_linears
 from npt.base.patched import set_patch
+from npt.batch import batch_from_tensors
 from npt.config import TARGETS, NPTConfig, TrainConfig
-from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
 from npt.doctor.measure import peak_bytes
+from npt.hooks import only_looks, unfused
+from npt.packed import quantized_linears
 
 N, D, F = 11, 64, 128
 FORMS = [

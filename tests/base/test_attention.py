@@ -32,8 +32,8 @@ from npt.base.attention import (
 )
 from npt.base.identity import base_hash
 from npt.base.precision import LARGEST_ERROR, fp32_products, matmul_precision
+from npt.batch import Batch, Sample, batch_from_tensors, collate
 from npt.config import ATTENTIONS, BaseConfig
-from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.distill.strategies import drive
 from npt.errors import ConfigError

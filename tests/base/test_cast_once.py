@@ -14,8 +14,8 @@ from updates import random_patch
 from npt.adapters.attach import attach
 from npt.base.linear import UpcastLinear, cast_once
 from npt.base.patched import set_patch
+from npt.batch import Batch
 from npt.config import TrainConfig
-from npt.data.batch import Batch
 from npt.distill import logit_losses
 from npt.distill.logit_losses import row_loss, through_head
 from npt.distill.strategies import end_to_end

@@ -14,13 +14,13 @@ import npt
 from npt.adapters.attach import attach
 from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.trained import is_fusable
-from npt.base.hooks import unfused
 from npt.base.linear import dense_weight, multiply, multiply_backward, product_weight
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype
+from npt.batch import batch_from_tensors
 from npt.config import BaseConfig, NPTConfig, TrainConfig
-from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
 from npt.errors import CheckpointError, ConfigError, PrecisionError
+from npt.hooks import unfused
 from npt.runs.resume import changed_settings
 
 UNIT = torch.finfo(torch.bfloat16).eps / 2

@@ -6,15 +6,9 @@ from updates import random_patch
 
 import npt
 from npt.adapters.converted import decoder_layers
-from npt.base.linear import (
-    UpcastLinear,
-    dense_weight,
-    multiply,
-    multiply_backward,
-    product_weight,
-    quantized_linears,
-)
+from npt.base.linear import UpcastLinear, dense_weight, multiply, multiply_backward, product_weight
 from npt.base.patched import set_patch
+from npt.packed import quantized_linears
 
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
 LINEARS = {"gate": (64, 128), "down": (128, 64), "key": (64, 32)}

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import npt
 from gpu_sections.runner import _as_it_was
 from npt.base import precision
-from npt.base.linear import UpcastEmbedding, UpcastLinear, quantized_linears
+from npt.base.linear import UpcastEmbedding, UpcastLinear
 from npt.base.precision import (
     audit_precision,
     enforce_policy,
@@ -25,6 +25,7 @@ from npt.base.precision import (
 )
 from npt.errors import PrecisionError
 from npt.forensics.student import student_entry
+from npt.packed import quantized_linears
 from this_machine import machine
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from flop_count import count_flops
-from npt.base.linear import quantized_linears
+from npt.packed import quantized_linears
 
 
 class TestCount:

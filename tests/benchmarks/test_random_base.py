@@ -6,9 +6,10 @@ from transformers import GPT2Config, LlamaConfig
 
 import npt
 from npt.base.attention import SDPA
-from npt.base.linear import dense_weight, quantized_linears
+from npt.base.linear import dense_weight
 from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 from npt.errors import ConfigError, ModelError
+from npt.packed import quantized_linears
 from random_base import random_base
 
 FAMILIES = ["llama", "mistral, window", "qwen2", "qwen3, window", "smollm3"]

@@ -10,8 +10,8 @@ import pytest
 import npt
 import real
 from npt.adapters.converted import npt_layers
+from npt.batch import is_heldout
 from npt.console import silent_console
-from npt.data.batch import is_heldout
 from npt.errors import DataError
 from real import ROWS, Bench
 from real_text import Document, divided, read_text, token_count

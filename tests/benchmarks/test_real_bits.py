@@ -8,7 +8,7 @@ import torch
 import npt
 import real_bits
 from npt.adapters.converted import npt_layers
-from npt.data.batch import Sample
+from npt.batch import Sample
 from real_bits import count_bits, rounded_codes
 
 IDS = tuple(range(3, 40))

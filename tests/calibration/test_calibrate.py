@@ -22,12 +22,12 @@ from npt.adapters.attach import at_random_start
 from npt.adapters.converted import adapter_parameters, attached_config, decoder_layers, npt_layers
 from npt.adapters.trained import trained_output
 from npt.base.attention import EXACT, SDPA
+from npt.batch import Sample
 from npt.calibration import calibrate as module
 from npt.calibration.calibrate import check_calibration
 from npt.calibration.cut import balanced
 from npt.calibration.report import print_calibration
 from npt.config import TARGETS
-from npt.data.batch import Sample
 from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, NumericalError
 
 TOKENS = 900

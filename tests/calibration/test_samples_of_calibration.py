@@ -2,8 +2,8 @@
 
 from itertools import count
 
+from npt.batch import Sample
 from npt.calibration.samples import READ_AHEAD, read_samples
-from npt.data.batch import Sample
 
 
 def documents(sizes: list[int], length: int = 10) -> list[Sample]:

@@ -221,7 +221,7 @@ def test_a_post_mortem_knows_the_factors(load_model: Any, tokenizer: Any) -> Non
 
 @pytest.mark.parametrize(("lengths", "count"), [((8,) * 16, 2), ((100, 4, 4, 4), 3), ((9, 9), 1)])
 def test_an_eighth_is_set_apart_for_the_threshold(lengths: tuple[int, ...], count: int) -> None:
-    from npt.data.batch import Sample
+    from npt.batch import Sample
 
     assert set_apart([Sample("s", tuple(range(n))) for n in lengths]) == count
 

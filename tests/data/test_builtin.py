@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from npt.data.batch import is_heldout
+from npt.batch import is_heldout
 from npt.data.readers import builtin_files
 from npt.errors import DataError
 

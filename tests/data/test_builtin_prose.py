@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 import npt
+from npt.batch import is_heldout
 from npt.data import prose as prose_module
-from npt.data.batch import is_heldout
 from npt.data.prose import HELDOUT_ONE_IN, TOPICS, prose
 from npt.data.samples import Samples
 from npt.data.source import check_source, open_source, own_heldout

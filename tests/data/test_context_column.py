@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from npt.base.load import load_tokenizer
+from npt.batch import Sample, collate, find_fault
 from npt.config import DataConfig, TrainConfig
-from npt.data.batch import Sample, collate, find_fault
 from npt.data.encoding import RecordCounts, lost
 from npt.data.first_look import Copies
 from npt.data.samples import cut, within

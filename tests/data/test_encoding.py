@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import npt
 from npt.base.load import EMBEDDED_FOLDER
-from npt.data.batch import collate
+from npt.batch import collate
 from npt.data.encoding import RecordCounts, lost
 from npt.data.samples import cut
 from npt.data.source import PIECE

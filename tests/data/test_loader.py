@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import npt
+from npt.batch import Batch
 from npt.data import samples as samples_module
-from npt.data.batch import Batch
 from npt.data.samples import Loader, Position, Samples, prefetched
 from npt.errors import DataError
 

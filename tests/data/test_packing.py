@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npt.data.batch import IGNORE_INDEX, Batch, Sample, collate, find_fault
+from npt.batch import IGNORE_INDEX, Batch, Sample, collate, find_fault
 from npt.data.packing import pack
 
 PAD = 99

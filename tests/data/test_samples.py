@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import npt
-from npt.data.batch import Sample
+from npt.batch import Sample
 from npt.data.encoding import lost
 from npt.data.samples import Samples, cut, within
 from npt.errors import DataError

@@ -14,11 +14,11 @@ import npt
 from faults.agreement import by_calls
 from faults.bench import Around
 from npt.adapters.converted import adapter_parameters, decoder_layers
-from npt.base.hooks import only_looks
+from npt.batch import Batch, batch_from_tensors
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.errors import ModelError
+from npt.hooks import only_looks
 
 NAMES = ("local", "propagated", "end_to_end")
 FORMS = (NPTConfig(rank=4, layers="1-3"), NPTConfig(rank=4, layers="1-3", residual="keep"))

@@ -15,12 +15,12 @@ from transformers import LlamaConfig
 
 import npt
 from npt.adapters.converted import adapter_parameters, decoder_layers
-from npt.base.hooks import unfused
+from npt.batch import Batch, batch_from_tensors
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.doctor.measure import peak_bytes
 from npt.errors import ConfigError
+from npt.hooks import unfused
 from random_base import random_base
 
 FORMS = (

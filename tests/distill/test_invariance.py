@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import npt
 from npt.adapters.converted import adapter_parameters
+from npt.batch import IGNORE_INDEX, Batch, Sample, collate
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import IGNORE_INDEX, Batch, Sample, collate
 from npt.data.packing import pack
 from npt.distill.strategies import STRATEGIES
 

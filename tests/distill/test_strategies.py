@@ -16,8 +16,8 @@ import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.layer import COUNT_GRADIENT
 from npt.adapters.stream import open_stream
+from npt.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors
 from npt.distill import hidden_losses
 from npt.distill.local import BatchSums
 from npt.distill.strategies import drive

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from npt.base.load import load_tokenizer
+from npt.batch import IGNORE_INDEX, Sample
 from npt.config import DataConfig
 from npt.data import templates
-from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import RecordCounts
 from npt.data.first_look import Copies
 from npt.data.samples import cut

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import npt
 from npt.adapters.converted import adapter_parameters, decoder_layers
+from npt.batch import Sample
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Sample
 from npt.doctor.measure import measure_window, peak_bytes, storage_bytes, tensors_of
 from npt.doctor.plan import Workload, base_bytes, shown
 from npt.doctor.shape import SHAPES, Shape, llama_config, shape_named

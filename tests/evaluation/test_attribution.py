@@ -7,8 +7,8 @@ import torch
 from students import enlarge, moved, random_samples
 
 import npt
+from npt.batch import Sample
 from npt.config import NPTConfig
-from npt.data.batch import Sample
 from npt.errors import DataError
 from npt.evaluation.evaluate import evaluate, reference_outputs
 

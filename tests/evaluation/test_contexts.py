@@ -8,7 +8,7 @@ from students import moved
 
 import npt
 from npt.adapters.converted import npt_layers
-from npt.data.batch import Sample
+from npt.batch import Sample
 from npt.evaluation.contexts import PASSAGES, Number, passages_of
 from npt.evaluation.modulation_map import modulation_map
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
 from npt.adapters.layer import student_output
+from npt.batch import Sample, collate
 from npt.config import DataConfig, NPTConfig
-from npt.data.batch import Sample, collate
 from npt.data.packing import pack
 from npt.errors import DataError, ModelError, NumericalError
 from npt.evaluation import evaluate as evaluate_module

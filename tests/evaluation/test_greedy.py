@@ -12,8 +12,8 @@ from students import moved, random_samples
 
 import npt
 from npt.adapters.converted import adapter_mode
+from npt.batch import Sample
 from npt.config import NPTConfig
-from npt.data.batch import Sample
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import (
     PROMPT_TOKENS,

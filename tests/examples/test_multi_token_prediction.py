@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from npt.data.batch import Batch, batch_from_tensors
+from npt.batch import Batch, batch_from_tensors
 
 PATH = Path(__file__).resolve().parents[2] / "examples" / "multi_token_prediction.py"
 V, HEADS = 7, 3

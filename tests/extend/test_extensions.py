@@ -15,7 +15,7 @@ from npt import config as settings
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.layer import NPT_FORMS
 from npt.base import families
-from npt.data.batch import batch_from_tensors
+from npt.batch import batch_from_tensors
 from npt.distill import hidden_losses, strategies
 from npt.distill.step import forward_backward
 from npt.distill.strategies import drive

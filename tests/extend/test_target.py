@@ -37,7 +37,7 @@ def train_in(folder: Path) -> None:
     sys.path.insert(0, str(folder))
     import npt
     from npt.adapters.converted import adapter_parameters
-    from npt.data.batch import batch_from_tensors
+    from npt.batch import batch_from_tensors
     from npt.distill.step import forward_backward
     from npt.distill.strategies import drive
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from resumed_runs import entry
 from safetensors.torch import load_file, save_file
 
-from npt.data.batch import Sample, collate
+from npt.batch import Sample, collate
 from npt.errors import AdapterFileError, BundleError, CheckpointError
 from npt.forensics.student import batch_of, read_student
 from npt.manifest import write_manifest

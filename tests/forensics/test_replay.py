@@ -21,9 +21,9 @@ from stopped_runs import BAD, acting, good, make_trainer, stop
 import npt
 from npt.base.load import EMBEDDED_FOLDER
 from npt.base.precision import declared_dtype
+from npt.batch import Sample, collate
 from npt.cli.main import main
 from npt.config import DataConfig
-from npt.data.batch import Sample, collate
 from npt.data.samples import Window
 from npt.errors import BundleError, TooManyRefusalsError
 from npt.forensics import student

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import npt
-from npt.data.batch import Batch, Sample, collate
+from npt.batch import Batch, Sample, collate
 from npt.data.packing import pack
 
 LENGTHS = {"full": (48, 48), "padded": (48, 33), "packed": (20, 15, 13, 30, 11)}

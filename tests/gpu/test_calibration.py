@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import npt
-from npt.data.batch import Sample
+from npt.batch import Sample
 
 pytestmark = pytest.mark.gpu
 

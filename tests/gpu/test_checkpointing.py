@@ -18,7 +18,7 @@ from windows import StudentStep
 import npt
 from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters
-from npt.data.batch import Batch, batch_from_tensors
+from npt.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.doctor.measure import peak_bytes
 from npt.train.metrics import StepMetrics

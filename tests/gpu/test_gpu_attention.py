@@ -17,8 +17,8 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.base.attention import _has_backward, repeats_exactly, sdpa_attention, set_deterministic
 from npt.base.precision import LARGEST_ERROR, fp32_products
+from npt.batch import batch_from_tensors
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
 from npt.doctor.measure import peak_bytes
 

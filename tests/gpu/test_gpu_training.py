@@ -18,7 +18,6 @@ from torch import Tensor
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.base.hooks import unfused
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
@@ -26,6 +25,7 @@ from npt.forensics.student import replay_student as replay
 from npt.guard.outcome import MicroBatch as Added
 from npt.guard.update import GuardedUpdate
 from npt.guard.window import GradientWindow
+from npt.hooks import unfused
 from npt.recorder.statistics import summarise
 
 pytestmark = pytest.mark.gpu

@@ -56,7 +56,7 @@ def test_bf16_products_of_packed_weights_have_bf16s_error_and_train() -> None:
     npt.attach(model, npt.NPTConfig(rank=4), seed=0)
     model.zero_grad()
     ids = torch.randint(3, 2048, (2, 40))
-    from npt.data.batch import batch_from_tensors
+    from npt.batch import batch_from_tensors
     from npt.distill.local import local
 
     sums = local(

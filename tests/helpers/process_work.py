@@ -26,8 +26,8 @@ import npt
 from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters
 from npt.base.identity import BaseIdentity
+from npt.batch import Batch, Sample, batch_from_tensors, collate
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.samples import Window
 from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, student_guard

@@ -20,8 +20,8 @@ from torch import nn
 
 import npt
 from faults.runs import NoTokenizer
+from npt.batch import Batch
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.data.batch import Batch
 from npt.distill.local import BatchSums
 from npt.train.trainer import Trainer, TrainResult
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from npt.base.linear import quantized_linears
+from npt.packed import quantized_linears
 
 
 def flip_last_bit(tensor: torch.Tensor) -> None:

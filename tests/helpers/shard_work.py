@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 import npt
 from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters
-from npt.base.linear import quantized_linears
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.strategies import STRATEGIES
@@ -29,6 +28,7 @@ from npt.doctor.measure import measure_window, storage_bytes, tensors_of
 from npt.doctor.plan import Workload
 from npt.evaluation import evaluate
 from npt.guard.sharding import local
+from npt.packed import quantized_linears
 from npt.tracer.watchdogs import base_fault
 
 STRATEGY_SETTINGS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ def attempted(processes: ProcessGroup, base: str) -> dict[str, str]:
         "shard": lambda: npt.shard_base(model, processes),
         "detach": lambda: npt.detach(model),
     }
-    with mock.patch("npt.distributed.sharded_base.fully_shard", corrupting):
+    with mock.patch("npt.adapters.sharded_base.fully_shard", corrupting):
         errors = {"corrupt": raised(lambda: npt.shard_base(fresh(base, "nf4"), processes))}
     npt.shard_base(model, processes)
     for what, act in acts.items():

@@ -16,9 +16,9 @@ from rich.console import Console
 import npt
 from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters, npt_layers
+from npt.batch import Sample
 from npt.calibration import sensitivity
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.data.batch import Sample
 from npt.distributed.processes import ProcessGroup
 from npt.train.start import calibrated
 from npt.train.trainer import Trainer

@@ -9,7 +9,7 @@ from torch import nn
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.data.batch import Batch, Sample, collate
+from npt.batch import Batch, Sample, collate
 from npt.data.packing import pack
 
 LENGTHS = {"full": (24, 24), "right": (24, 15), "left": (15, 24), "packed": (9, 7, 12, 6)}

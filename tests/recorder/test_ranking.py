@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import npt
-from npt.data.batch import Batch, Sample, collate
+from npt.batch import Batch, Sample, collate
 from npt.recorder.ranking import FACTOR, explosions, gradients, growths, worst, worst_rows
 from npt.recorder.record import Record, Row
 from npt.recorder.recorder import Recorder

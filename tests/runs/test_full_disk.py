@@ -16,7 +16,7 @@ from resumed_runs import Runs, at, checkpoint_names, events, lines, records
 from test_run_folder import files_of_at_most
 
 from npt import manifest as manifest_module
-from npt.data.batch import Batch
+from npt.batch import Batch
 from npt.errors import CheckpointError, ConfigError, DataError
 from npt.runs import checkpoint as checkpoint_module
 from npt.runs import run_folder

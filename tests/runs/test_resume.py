@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import npt
-from npt.data.batch import Batch
+from npt.batch import Batch
 from npt.distill.step import student_guard
 from npt.distributed.processes import ProcessGroup
 from npt.errors import AdapterFileError, CheckpointError, ConfigError

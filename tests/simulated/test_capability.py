@@ -7,8 +7,8 @@ import torch
 from simulated_cuda import simulated_cuda
 
 import npt
-from npt.base.device import check_card
 from npt.base.precision import fp32_products, set_matmul_precision
+from npt.device import check_card
 from npt.errors import ConfigError
 
 CUDA = torch.device("cuda")

@@ -15,7 +15,7 @@ from simulated_cuda import simulated_cuda
 from students import load_student, make_batch, rows
 
 import npt
-from npt.base.device import card_error
+from npt.device import card_error
 from npt.distill.step import MicroBatchSplitter, summed
 from npt.distill.strategies import STRATEGIES
 from npt.errors import BundleError, CardError

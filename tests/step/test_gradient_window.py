@@ -17,8 +17,8 @@ from windows import add_filled, window_over
 
 import npt
 from npt.adapters.converted import adapter_parameters
+from npt.batch import Sample, collate
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Sample, collate
 from npt.distill.local import REPORTED
 from npt.distill.strategies import STRATEGIES
 from npt.guard.outcome import MicroBatch, Outcome

@@ -20,7 +20,7 @@ from windows import add_filled, window_over
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.data.batch import Batch
+from npt.batch import Batch
 from npt.distill.step import student_guard
 from npt.errors import NoMemoryError, TooManyRefusalsError
 from npt.guard import window as window_module

@@ -23,8 +23,8 @@ import npt
 from faults.bench import SMALL, Run, Setting, clean_run, let_draw
 from faults.runs import NoTokenizer
 from npt.base.load import load_base
+from npt.batch import Sample
 from npt.config import DataConfig
-from npt.data.batch import Sample
 from npt.data.samples import Loader, Samples
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES

@@ -24,9 +24,9 @@ from torch import nn
 
 import npt
 from npt.adapters.converted import adapter_parameters
+from npt.batch import Batch, Sample, collate
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, Sample, collate
 from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, forward_backward, oom_message
 from npt.distill.strategies import drive

@@ -13,7 +13,7 @@ from transformers.masking_utils import create_causal_mask
 
 import npt
 from npt.base.load import load_base
-from npt.data.batch import Batch, Sample, batch_from_tensors, collate
+from npt.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.distill.strategies import drive
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import npt
-from npt.data.batch import batches
+from npt.batch import batches
 from npt.data.samples import Samples
 from npt.distill.step import forward_backward
 from npt.distill.strategies import drive

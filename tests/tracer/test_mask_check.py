@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from npt.adapters.stream import open_stream
-from npt.data.batch import batch_from_tensors
+from npt.batch import batch_from_tensors
 from npt.tracer.mask_check import MASKED, mask_fault
 
 NAN, INF = math.nan, math.inf

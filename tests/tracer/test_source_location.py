@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from npt.data.batch import Batch, batch_from_tensors
+from npt.batch import Batch, batch_from_tensors
 from npt.tracer.source_location import Stack, Tokens, layer_of, read_stack
 
 

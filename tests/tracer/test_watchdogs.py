@@ -11,8 +11,8 @@ from torch import nn
 
 import npt
 from npt.adapters.converted import adapter_parameters
+from npt.batch import Sample, collate
 from npt.config import NPTConfig
-from npt.data.batch import Sample, collate
 from npt.errors import NPTError, NumericalError
 from npt.tracer.watchdogs import base_fault, moments_fault, require, tensor_fault
 

@@ -17,10 +17,10 @@ from rich.console import Console
 
 import npt
 from npt.adapters.converted import adapter_parameters, attached_config
+from npt.batch import Sample
 from npt.calibration import calibrate as starting
 from npt.cli.main import main
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.data.batch import Sample
 from npt.errors import ConfigError
 from npt.train.trainer import Trainer
 

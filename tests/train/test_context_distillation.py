@@ -16,9 +16,9 @@ from torch import Tensor
 
 import npt
 from npt.adapters.converted import adapter_parameters
+from npt.batch import Sample, collate
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.console import silent_console
-from npt.data.batch import Sample, collate
 from npt.data.samples import cut
 from npt.distill.step import forward_backward
 from npt.distill.strategies import drive

@@ -14,7 +14,7 @@ from resumed_runs import Runs, at, records
 from torch import Tensor, nn
 
 from npt.adapters.converted import npt_layers
-from npt.data.batch import Batch
+from npt.batch import Batch
 from npt.distill.step import student_guard
 from npt.errors import TooManyRefusalsError
 from npt.recorder.record import Record

@@ -14,9 +14,9 @@ import npt
 from npt.adapters.converted import npt_layers
 from npt.adapters.token_modulation import observed
 from npt.adapters.trained import MODULATION, ModulationMeter
+from npt.batch import Batch, Sample, collate
 from npt.config import NPTConfig, TrainConfig
 from npt.config.adapter import MULT_FORMS, SATURATED
-from npt.data.batch import Batch, Sample, collate
 from npt.distill.step import MicroBatchSplitter, summed
 from npt.distill.strategies import STRATEGIES
 

@@ -16,8 +16,8 @@ import npt
 from npt.adapters.converted import decoder_layers, npt_layers
 from npt.adapters.stream import model_inputs
 from npt.base.attention import SDPA
+from npt.batch import Batch, Sample, batch_from_tensors, collate
 from npt.config import TrainConfig
-from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.distill.strategies import STRATEGIES, drive
 

@@ -16,8 +16,8 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.layer import NPTAdapter
 from npt.base.load import EMBEDDED_FOLDER
+from npt.batch import Batch, Sample, batch_from_tensors, collate
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES

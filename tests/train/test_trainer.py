@@ -23,8 +23,8 @@ from torch import nn
 
 import npt
 from npt.adapters.converted import adapter_parameters
+from npt.batch import Batch, Sample, collate
 from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
-from npt.data.batch import Batch, Sample, collate
 from npt.data.samples import Window
 from npt.distill.local import BatchSums
 from npt.distill.step import student_guard

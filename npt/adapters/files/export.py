@@ -17,11 +17,12 @@ from npt.adapters.converted import attached_config, decoder_layers, npt_layers
 from npt.adapters.files.adapter_files import from_pretrained
 from npt.adapters.files.card import export_card
 from npt.base.families import FAMILIES
-from npt.base.linear import Patch, patch_of, quantized_linears
+from npt.base.linear import Patch, patch_of
 from npt.base.precision import declared_dtype
 from npt.base.shards import write_shards
 from npt.errors import ConfigError, ModelError, first_line
 from npt.files import check_folder, new_folder, write_json, write_text
+from npt.packed import quantized_linears
 
 CODE = Path(__file__).parent / "exported"
 CODE_FILES = ("configuration_npt.py", "modeling_npt.py")

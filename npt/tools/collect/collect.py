@@ -22,8 +22,8 @@ from npt.adapters.converted import adapter_mode, attached_config, evaluating
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.adapters.fit import check_length
 from npt.base.identity import BaseIdentity, base_identity
+from npt.batch import IGNORE_INDEX, Sample
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.chat import date_of, fix_date, has_template
 from npt.data.continuation import continuation_text
 from npt.data.source import Record

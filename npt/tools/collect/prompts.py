@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from npt.batch import IGNORE_INDEX, Sample
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.chat import has_template
 from npt.data.encoding import (
     COMPLETION,

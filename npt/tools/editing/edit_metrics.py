@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapter_mode, decoder_layers, evaluating, is_attached, npt_layers
 from npt.adapters.layer import Mode
 from npt.adapters.token_modulation import observed, recoded
+from npt.batch import Sample, batches
 from npt.console import say
-from npt.data.batch import Sample, batches
 from npt.errors import DataError, NumericalError
 from npt.evaluation.metrics import (
     Figures,

@@ -22,7 +22,7 @@ from npt.adapters.layer import Mode, NPTLayer
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.token_modulation import observed
 from npt.base.linear import Patch, patch_term
-from npt.data.batch import IGNORE_INDEX, Sample, batches
+from npt.batch import IGNORE_INDEX, Sample, batches
 from npt.errors import NumericalError
 from npt.evaluation.metrics import checked_batches
 from npt.tools.editing.probes import BATCH, Probe

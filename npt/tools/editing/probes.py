@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from npt.data.batch import IGNORE_INDEX, Sample, batches
+from npt.batch import IGNORE_INDEX, Sample, batches
 from npt.data.chat import has_template, render
 from npt.data.continuation import bare_tokens, continuation_tokens, opening_tokens
 from npt.data.templates import TemplateError

@@ -36,8 +36,8 @@ from npt.adapters.converted import (
 )
 from npt.adapters.fit import resolve_layers
 from npt.base.families import check_family
+from npt.batch import Sample
 from npt.calibration.samples import draw_samples
-from npt.data.batch import Sample
 from npt.data.continuation import bare_tokens
 from npt.data.source import Given
 from npt.errors import ConfigError, DataError, ModelError, NumericalError

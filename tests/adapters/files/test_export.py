@@ -31,9 +31,9 @@ from npt.adapters.files import export as exporting
 from npt.adapters.files.adapter_files import CONFIG_NAME
 from npt.adapters.files.export import CODE, CODE_FILES, write_export
 from npt.base import shards
-from npt.base.linear import quantized_linears
 from npt.base.recipe import ENTRY
 from npt.cli.main import main
+from npt.packed import quantized_linears
 
 IDS = torch.tensor([[1, 5, 9, 33, 7, 801, 12, 90], [1, 6, 2, 400, 8, 3, 77, 5]])
 LEFT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])

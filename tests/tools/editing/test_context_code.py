@@ -14,7 +14,7 @@ import npt
 from npt.adapters.converted import npt_layers
 from npt.adapters.token_modulation import observed
 from npt.adapters.trained import ModulationMeter
-from npt.data.batch import Sample
+from npt.batch import Sample
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.tools.editing.context_code import RECORD
 

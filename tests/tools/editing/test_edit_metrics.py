@@ -9,7 +9,7 @@ from updates import random_update
 import npt
 from npt.adapters.consolidate import apply_update
 from npt.adapters.converted import npt_layers
-from npt.data.batch import Sample
+from npt.batch import Sample
 from npt.errors import DataError, NumericalError
 from npt.tools.editing.edit_metrics import Baseline, Forgetting, mean_log_probability
 from npt.tools.editing.probes import Probe

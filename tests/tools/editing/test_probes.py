@@ -3,7 +3,7 @@ import torch
 from token_students import student
 
 import npt
-from npt.data.batch import IGNORE_INDEX
+from npt.batch import IGNORE_INDEX
 from npt.errors import ConfigError
 from npt.tools.editing import probes
 from npt.tools.editing.probes import (

@@ -5,15 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npt.data.batch import (
-    Batch,
-    Sample,
-    batch_from_tensors,
-    batches,
-    collate,
-    find_fault,
-    target_index,
-)
+from npt.batch import Batch, Sample, batch_from_tensors, batches, collate, find_fault, target_index
 
 ROWS = st.lists(
     st.lists(st.integers(0, 9), min_size=1, max_size=6).map(tuple), min_size=1, max_size=4

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapters_disabled, attached_config, decoder_layers, is_sharded
 from npt.adapters.layer import NPTLayer
 from npt.adapters.stream import Stream, open_stream
-from npt.base.hooks import WITHIN, within
 from npt.base.layers import real_layers
-from npt.base.linear import quantized_linears
-from npt.data.batch import Sample, collate
+from npt.batch import Sample, collate
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ModelError
+from npt.hooks import WITHIN, within
+from npt.packed import quantized_linears
 
 
 @torch.no_grad()

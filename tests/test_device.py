@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import npt
-from npt.base import device as module
-from npt.base.device import default_device
+from npt import device as module
 from npt.base.load import read_config
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.device import default_device
 from npt.doctor.plan import Workload
 from npt.errors import ConfigError
 

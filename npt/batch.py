@@ -97,6 +97,15 @@ class Batch:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The arguments of a model's forward, which cannot tell documents of a row apart."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+
+    @property
     def tokens(self) -> int:
         """Number N of valid tokens."""
         return len(self.valid_index)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from npt.base.hooks import call_around, has_forward_hooks, may_change, only_looks
 from npt.errors import ModelError
+from npt.hooks import call_around, has_forward_hooks, may_change, only_looks
 
 REGISTERS = (
     "register_forward_hook",
@@ -62,3 +62,9 @@ class TestCallAround:
         module.forward = lambda x: x
         with pytest.raises(ModelError, match="the forward of layer 3's mlp was replaced"):
             call_around(module, "layer 3's mlp", lambda x: x, torch.ones(2))
+
+
+def test_a_hook_is_marked_under_the_former_name_too():
+    from npt.base import hooks
+
+    assert hooks.only_looks is only_looks
