@@ -238,11 +238,6 @@ class TrainerWindow:
         settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
         settings |= {"loss": "share", "max_grad_norm": trainer.args.max_grad_norm or math.inf}
         trainer.guard = TrainerGuard(model, trainer.optimizer, **settings)
-        if self.generations is not None and trainer.guard.sharding is not None:
-            raise ConfigError(
-                f"the guard does not support {type(trainer).__name__} with FSDP2; train with DDP,"
-                f" or {UNGUARDED}"
-            )
         self._inputs = []
         self._take_over(trainer.optimizer)
         return trainer.guard
