@@ -45,7 +45,7 @@ from npt.guard.parameters import (
     whole,
 )
 from npt.guard.settings import GuardSettings
-from npt.guard.sharding import sharding_of
+from npt.guard.sharding import reshard, sharding_of
 from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Buffers, Draws, Seeded
 from npt.guard.update import GuardedUpdate, Holdings
@@ -462,6 +462,8 @@ class Guard(Generic[Result]):
         """Return whether a parameter that is not stepped has come to require a gradient."""
         if not self.whole_norm:
             return False
+        if self.sharding is not None:
+            reshard(self.sharding.modules)
         held = set(self.window.gradients.parameters)
         return any(p.requires_grad and p not in held for p in whole(self._model).parameters())
 

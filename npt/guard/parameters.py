@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.guard.refusal import UNGUARDED
-from npt.guard.sharding import refuse_unfit
+from npt.guard.sharding import refuse_unfit, reshard, sharded_modules
 
 IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
 """Classes of lomo_optim, and of transformers for layerwise GaLore and Apollo."""
@@ -58,6 +58,7 @@ def guarded_parameters(
     stepped = stepped_parameters(optimizer)
     if not stepped:
         raise ConfigError("no parameter of the optimizer requires a gradient: nothing to guard")
+    reshard(sharded_modules(model))
     names: dict[nn.Parameter, str] = {}
     for name, p in whole(model).named_parameters():
         if id(p) in stepped or (whole_norm and p.requires_grad):

@@ -101,6 +101,13 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [m for m in model.modules() if isinstance(m, kinds)]
 
 
+def reshard(modules: Iterable[FSDPModule]) -> None:
+    """Give layers that a forward without a backward left whole, such as an evaluation's, their
+    shards back: these are the parameters that the optimizer steps."""
+    for module in modules:
+        module.reshard()
+
+
 def sharding_of(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], processes: ProcessGroup
 ) -> Sharding:

@@ -1,14 +1,19 @@
 """TRL's Trainers that generate under a guard: a refused slice of a generation leaves no trace."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator
+from fsdp_trainers import FSDP, fsdp_on_cpus
 from guarded_loops import assert_equal
 from guarded_trainers import state_of
 from peft import LoraConfig, get_peft_model
+from several import several, values
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from faults.row_faults import plant
@@ -17,6 +22,7 @@ from faults.row_trainers import kinds
 from npt.base.load import EMBEDDED_FOLDER
 from npt.errors import ConfigError
 from npt.guard.generations import Generations
+from npt.guard.sharding import is_sharded
 from npt.guard.trainer import _refuse_unfit
 
 WINDOW = 4
@@ -94,6 +100,30 @@ def test_rloo_passes_over_a_refused_slice(bad, tokenizer) -> None:
     stock = trained(tokenizer, "RLOO", bad, None, False, num_iterations=2)
     assert_equal(state_of(guarded), state_of(stock), "state")
     assert logged(guarded) == logged(stock)
+
+
+def sharded(_processes: Any, name: str, fault: str, out: str) -> list[tuple[int, str, int]]:
+    """A refused slice takes the other process's slice with it: backward has summed both."""
+    tokenizer = AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER))
+    given = {"output_dir": out, **FSDP}
+    with fsdp_on_cpus():
+        guarded = trained(tokenizer, name, (0, 5), fault, True, **given)
+    # gradients are summed in each backward, and not once in a window, which has other bits
+    apart = mock.patch.object(Accelerator, "no_sync", lambda *_, **__: nullcontext())
+    with fsdp_on_cpus(), apart:
+        stock = trained(tokenizer, name, (0, 1, 4, 5), None, False, **given)
+    assert is_sharded(next(guarded.model.parameters()))
+    assert_equal(state_of(guarded), state_of(stock), "state")
+    losses = [[entry["loss"] for entry in logged(each)] for each in (guarded, stock)]
+    assert losses[0] == losses[1]
+    return [(r.process, r.kind, r.micro_batch) for r in guarded.refusals[:2]]
+
+
+@pytest.mark.parametrize(("name", "fault"), [("GRPO", "gradient-nan"), ("RLOO", "loss-nan")])
+def test_a_refused_slice_leaves_no_trace_in_sharded_layers(name, fault, tmp_path) -> None:
+    first, second = values(several(2, sharded, name, fault, str(tmp_path)))
+    kind = fault.removesuffix("-nan")
+    assert first == second == [(0, kind, 0), (1, kind, 5)]
 
 
 def test_a_window_of_bad_slices_is_left_out(tokenizer) -> None:

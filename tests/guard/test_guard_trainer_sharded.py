@@ -1,6 +1,7 @@
 """transformers' Trainer over FSDP2, two processes: what one refuses, the other never saw."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,23 @@ def whole(_processes: Any, out: str) -> Any:
         assert_equal(guarded, by_ddp, fault)
         assert told[fault] == again
     return told
+
+
+def evaluated(_processes: Any, out: str) -> Any:
+    rows = [row(i, "gradient-nan" if i == BAD["gradient-nan"] else None) for i in range(16)]
+    kept = [row(i) for i in range(16) if i // 2 != BAD["gradient-nan"] // 2]
+    between = {**FSDP, "eval_strategy": "steps", "eval_steps": 1}
+    states = []
+    for kind, given in ((Safe, rows), (Plain, kept)):
+        evaluating = partial(kind, eval_dataset=[row(i) for i in range(20, 24)])
+        state, _ = trained(evaluating, given, "gradient-nan", out, **between)
+        states.append(state)
+    assert_equal(*states, "after an evaluation")
+
+
+def test_an_evaluation_leaves_layers_whole_and_the_next_window_is_guarded(tmp_path: Path) -> None:
+    """As a generation does: no backward shards them again."""
+    values(several(2, evaluated, str(tmp_path)))
 
 
 @pytest.mark.parametrize("act", [sharded, whole])

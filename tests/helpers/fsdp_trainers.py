@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
@@ -22,6 +22,8 @@ def fsdp_on_cpus() -> Iterator[None]:
         made(self, *arguments, fsdp_plugin=fsdp_plugin, **named)
         if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            # from which each later AcceleratorState takes its own
+            PartialState._shared_state["distributed_type"] = self.distributed_type
 
     with mock.patch.object(AcceleratorState, "__init__", init), mock.patch.dict(os.environ):
         try:
