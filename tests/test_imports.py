@@ -3,6 +3,7 @@ its own level or above.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,15 @@ def test_a_module_imports_from_its_own_package_and_from_below_only(file) -> None
 def test_every_module_has_a_level() -> None:
     found = {unit_of(path.relative_to(ROOT).as_posix()) for path in FILES}
     assert found <= {unit for units in LEVELS for unit in units}
+
+
+def test_the_page_of_the_architecture_has_every_package_in_this_order() -> None:
+    page = (ROOT.parent / "docs" / "extend" / "architecture.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    packages = {path.parent.name for path in ROOT.glob("*/*.py")} - {"demo", "presets", "config"}
+    ordered = [unit for units in LEVELS for unit in units if unit in packages]
+    assert named[: len(ordered)] == ordered
 
 
 @pytest.mark.parametrize(
