@@ -32,7 +32,7 @@ from typing_extensions import TypeVar  # comes with torch
 from npt.device import card_error
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, TooManyRefusalsError
-from npt.guard.forensics import Finding, Forensics, StoredMicroBatch, values_in
+from npt.guard.forensics import Finding, StoredMicroBatch, values_in
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
 from npt.guard.parameters import (
@@ -49,6 +49,7 @@ from npt.guard.sharding import reshard, sharding_of
 from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Buffers, Draws, Seeded
 from npt.guard.update import GuardedUpdate, Holdings
+from npt.guard.watching import Forensics
 from npt.guard.window import GradientWindow
 from npt.stored import RESTORE, check_entries, shown
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,15 +21,12 @@ from torch import Tensor
 from npt.distributed.processes import ProcessGroup
 from npt.guard.lists import alike
 from npt.guard.refusal import Refusal as Refusal
-from npt.guard.refusal import check_alike, refusal_of, window_refusal
+from npt.guard.refusal import check_alike, describe_norms
 
 if TYPE_CHECKING:
     from npt.guard.forensics import Finding, StoredMicroBatch
     from npt.guard.traces import Spoilt
-    from npt.guard.update import Update
-
-Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]
-"""By parameter name, a copy of the parameter and of its optimizer state."""
+    from npt.guard.update import Snapshot, Update
 
 NO_LIMITS = (math.inf, math.inf)
 
@@ -398,6 +396,54 @@ def _settle(
         elif micro.refusal is None:
             micro.refusal = refusal_of(micro, judged, loss, names, processes.index)
     return reports
+
+
+def refusal_of(
+    micro: MicroBatch, judged: Judged, loss: float, names: Sequence[str], process: int
+) -> Refusal | None:
+    """Return why this process's micro-batch with this summed loss was refused.
+
+    None if another process's micro-batch, computed together with it, is to blame. If only their sum
+    is not finite, the refusal is process 0's.
+    """
+    if judged.codes is not None:
+        code = judged.codes[process]
+        if not bool(code) and (process or bool(judged.codes.any())):
+            return None
+    refusal = partial(
+        Refusal, micro_batch=micro.index, sample_ids=micro.sample_ids, process=process
+    )
+    bad = int((~judged.norms.isfinite()).sum())
+    if not math.isfinite(loss):
+        detail = f"loss is {loss}, and {bad} of {len(names)} gradients are not finite"
+        return refusal("loss", detail)
+    if not bad and judged.spoilt is not None and bool(judged.spoilt.flags.any()):
+        buffer = judged.spoilt.names[judged.spoilt.flags.tolist().index(True)]
+        return refusal("buffer", f"buffer {buffer} is not finite after the forward", tensor=buffer)
+    tensor, detail = describe_norms(judged.norms, names)
+    return refusal("gradient", detail, tensor=tensor)
+
+
+def window_refusal(window: PendingWindow, names: Sequence[str], numbers: WindowNumbers) -> Refusal:
+    loss = numbers.one("loss")
+    norm = numbers.one("norm")
+    if math.isfinite(norm) and not numbers.one("spike"):
+        assert window.update is not None
+        tensor = window.update.first_bad()
+        detail = f"{tensor} was not finite after the step; the state before it was restored"
+        return Refusal("update", detail, tensor=tensor)
+    assert window.norms is not None
+    tensor, description = describe_norms(window.norms, names)
+    if not math.isfinite(norm):
+        detail = f"gradient norm of the window is {norm}: {description}"
+        return Refusal("norm", detail, tensor=tensor)
+    above = [
+        f"{name} {value:.4g} is above its limit {limit:.4g}"
+        for name, value, limit in zip(("loss", "norm"), (loss, norm), window.limits, strict=True)
+        if value > limit
+    ]
+    detail = f"{' and '.join(above)}; {tensor} has the largest gradient"
+    return Refusal("spike", detail, tensor=tensor)
 
 
 def _refusals(micro_batches: Sequence[MicroBatch]) -> list[Refusal]:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import DataError, ProcessError
-
-if TYPE_CHECKING:
-    from npt.guard.outcome import Judged, MicroBatch, PendingWindow, WindowNumbers
 
 UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which logs faults"
 
@@ -98,54 +94,6 @@ def check_alike(
             " hardware, then continue with --resume auto"
         )
         raise processes.everywhere(ProcessError(message))
-
-
-def refusal_of(
-    micro: MicroBatch, judged: Judged, loss: float, names: Sequence[str], process: int
-) -> Refusal | None:
-    """Return why this process's micro-batch with this summed loss was refused.
-
-    None if another process's micro-batch, computed together with it, is to blame. If only their sum
-    is not finite, the refusal is process 0's.
-    """
-    if judged.codes is not None:
-        code = judged.codes[process]
-        if not bool(code) and (process or bool(judged.codes.any())):
-            return None
-    refusal = partial(
-        Refusal, micro_batch=micro.index, sample_ids=micro.sample_ids, process=process
-    )
-    bad = int((~judged.norms.isfinite()).sum())
-    if not math.isfinite(loss):
-        detail = f"loss is {loss}, and {bad} of {len(names)} gradients are not finite"
-        return refusal("loss", detail)
-    if not bad and judged.spoilt is not None and bool(judged.spoilt.flags.any()):
-        buffer = judged.spoilt.names[judged.spoilt.flags.tolist().index(True)]
-        return refusal("buffer", f"buffer {buffer} is not finite after the forward", tensor=buffer)
-    tensor, detail = describe_norms(judged.norms, names)
-    return refusal("gradient", detail, tensor=tensor)
-
-
-def window_refusal(window: PendingWindow, names: Sequence[str], numbers: WindowNumbers) -> Refusal:
-    loss = numbers.one("loss")
-    norm = numbers.one("norm")
-    if math.isfinite(norm) and not numbers.one("spike"):
-        assert window.update is not None
-        tensor = window.update.first_bad()
-        detail = f"{tensor} was not finite after the step; the state before it was restored"
-        return Refusal("update", detail, tensor=tensor)
-    assert window.norms is not None
-    tensor, description = describe_norms(window.norms, names)
-    if not math.isfinite(norm):
-        detail = f"gradient norm of the window is {norm}: {description}"
-        return Refusal("norm", detail, tensor=tensor)
-    above = [
-        f"{name} {value:.4g} is above its limit {limit:.4g}"
-        for name, value, limit in zip(("loss", "norm"), (loss, norm), window.limits, strict=True)
-        if value > limit
-    ]
-    detail = f"{' and '.join(above)}; {tensor} has the largest gradient"
-    return Refusal("spike", detail, tensor=tensor)
 
 
 def describe_norms(norms: Tensor, names: Sequence[str]) -> tuple[str, str]:

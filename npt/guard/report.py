@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback
 
-from npt.guard.forensics import Finding, Forensics, Hook, StoredMicroBatch, loss_in
+from npt.guard.forensics import Finding, StoredMicroBatch, loss_in
 from npt.guard.lists import bits_of, norms_of
 from npt.guard.outcome import MicroBatch, Refusal
 from npt.guard.parameters import plain_name, whole
 from npt.guard.sharding import is_of_fsdp1, is_sharded, local
 from npt.guard.trainer_window import uncounted
+from npt.guard.watching import Forensics, Hook
 from npt.random_state import random_state
 
 if TYPE_CHECKING:

@@ -33,9 +33,11 @@ from npt.guard.lists import (
     norms_of,
     same_bits,
 )
-from npt.guard.outcome import Snapshot
 from npt.guard.sharding import is_sharded, local
 from npt.random_state import random_state, set_random_state
+
+Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]
+"""By parameter name, a copy of the parameter and of its optimizer state."""
 
 EXACT = 2**24
 """Integers below this are exact in fp32: token counts, data and state fingerprints."""

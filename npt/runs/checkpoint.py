@@ -31,8 +31,8 @@ from npt.base.identity import BaseIdentity
 from npt.data.samples import Position
 from npt.errors import CheckpointError, first_line
 from npt.files import new_folder, write_json
-from npt.guard.outcome import Snapshot
 from npt.guard.spikes import HISTORY
+from npt.guard.update import Snapshot
 from npt.guard.window import GradientWindow
 from npt.manifest import POSTMORTEM, verify_checkpoint, write_manifest
 from npt.stored import (

@@ -20,10 +20,10 @@ from npt.device import card_error
 from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError
 from npt.figures import FIGURES
 from npt.files import write_text
-from npt.guard.forensics import KEPT
 from npt.guard.guard import PlannedGuard
 from npt.guard.outcome import Outcome
 from npt.guard.refusal import Refusal
+from npt.guard.watching import KEPT
 from npt.manifest import POSTMORTEM
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint

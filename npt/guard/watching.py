@@ -1,0 +1,168 @@
+"""The micro-batches that a guard keeps: to trace one that is refused, and for a post-mortem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from npt.guard.forensics import Finding, StoredMicroBatch, autocast, traced
+from npt.guard.outcome import MicroBatch, Outcome
+from npt.guard.parameters import unsynchronised, whole
+from npt.random_state import random_state
+
+KEPT = 4
+"""The most refused, and accepted, micro-batches kept for a post-mortem. If a whole window was
+refused, all of it is kept.
+"""
+
+SHARDED = (
+    "not traced, because the layers are sharded and this process cannot compute alone; load the"
+    " model in one process and call npt.trace(model, batch)"
+)
+
+
+class Hook:
+    """Record the model's calls. A copied or unpickled hook does nothing, so that copying the model
+    does not copy the guard."""
+
+    def __init__(self, note: Callable[..., None] | None = None):
+        self._note = note
+
+    def __call__(self, _module: nn.Module, *values: object) -> None:
+        if self._note is not None:
+            self._note(*values)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+class Forensics:
+    """Record a guarded model's calls, and trace refused micro-batches.
+
+    Args:
+        model: the guarded model, perhaps in DistributedDataParallel.
+        traces: how many refusals to trace.
+        keep: whether to keep micro-batches for a post-mortem.
+        together: whether layers are sharded, so that processes compute only together.
+        again: returns whether the open window will be computed again.
+
+    Attributes:
+        left: how many refusals may still be traced.
+        refused: the last refused micro-batches; the first refusal after a step replaces them.
+        accepted: the last micro-batches that counted in a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        traces: int,
+        keep: bool = False,
+        together: bool = False,
+        again: Callable[[], bool] | None = None,
+    ):
+        self.findings: list[Finding] = []
+        self.left = traces
+        self.refused: list[StoredMicroBatch] = []
+        self._stepped = False  # since they were refused
+        self.accepted: list[StoredMicroBatch] = []
+        self._keep = keep
+        self._parallel = model
+        self._together = together
+        self._again = again
+        self._model = whole(model)
+        self._open: StoredMicroBatch | None = None
+
+    @contextmanager
+    def watching(self, micro: MicroBatch, stored: StoredMicroBatch) -> Iterator[None]:
+        """Record the model's calls in a micro-batch, if it may have to be computed again."""
+        again = self._again is not None and self._again()
+        if not self._keep and not self.left and not again:
+            yield
+            return
+        micro.stored = self._open = stored
+        hook = Hook(self._note)
+        handle = self._model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._open = None
+
+    def _note(self, arguments: tuple[object, ...], named: dict[str, object]) -> None:
+        stored = self._open
+        if stored is None or not torch.is_grad_enabled():  # a teacher's call, or a generation
+            return
+        on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        dtypes = {kind: torch.get_autocast_dtype(kind) for kind in on}
+        if not stored.calls:
+            stored.autocast = dtypes
+            if stored.run is None:
+                stored.random = random_state()
+        if stored.inputs is None or stored.given:
+            stored.given.append((*arguments, *named.values()) if arguments else named)
+            stored.inputs = stored.given[0]
+        stored.calls.append(partial(self._call, dtypes, arguments, named))
+
+    def _call(
+        self,
+        dtypes: Mapping[str, torch.dtype],
+        arguments: tuple[object, ...],
+        named: Mapping[str, object],
+    ) -> object:
+        with autocast(dtypes):
+            return self._model(*arguments, **named)
+
+    def trace(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Trace the first refused micro-batches, except those refused before any computation."""
+        for micro in micro_batches:
+            if micro.finding or not (self.left and micro.refusal and micro.stored):
+                continue
+            self.left -= 1
+            micro.stored.refusal = micro.refusal
+            if self._together:  # a pass would need all processes
+                micro.finding = Finding(micro.refusal, None, SHARDED)
+            else:
+                with unsynchronised(self._parallel):  # other processes do not join in
+                    micro.finding = traced(self._model, micro.stored)
+            self.findings.append(micro.finding)
+
+    def keep(self, outcome: Outcome) -> None:
+        """Keep some of a window's micro-batches for a post-mortem, and drop the others."""
+        whole_window = next((r for r in outcome.refused if r.micro_batch is None), None)
+        refused: list[StoredMicroBatch] = []
+        accepted: list[StoredMicroBatch] = []
+        places = set(outcome.places)
+        for micro in outcome.own:
+            stored = micro.stored
+            micro.stored = None
+            if self._keep and stored is not None:
+                stored.refusal = micro.refusal or whole_window
+                if stored.refusal:
+                    refused.append(stored)
+                elif micro.index in places:  # not refused with another process's
+                    accepted.append(stored)
+        if refused:
+            earlier = [] if self._stepped else self.refused
+            most = max(KEPT, len(refused))
+            self.refused = [*earlier, *map(_copied, refused)][-most:]
+            self._stepped = False
+        if outcome.applied:
+            self._stepped = True
+            self.accepted = [*self.accepted, *map(_copied, accepted[-KEPT:])][-KEPT:]
+
+
+def _copied(stored: StoredMicroBatch) -> StoredMicroBatch:
+    return replace(stored, inputs=_cloned(stored.inputs), run=None, calls=[], given=[])
+
+
+def _cloned(inputs: object) -> object:
+    if isinstance(inputs, Tensor):
+        return inputs.detach().clone()
+    if isinstance(inputs, Mapping):
+        return {key: _cloned(value) for key, value in inputs.items()}
+    return [*map(_cloned, inputs)] if isinstance(inputs, list | tuple) else inputs
