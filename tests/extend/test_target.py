@@ -1,33 +1,15 @@
 """A target of one's own, as docs/extend/target.md prints it: applied to a copy of the package."""
 
-import re
-import shutil
 import sys
 from pathlib import Path
 
 import torch
 from forked import Forked
+from page_changes import changed_package
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "extend" / "target.md"
-
-
-def changed_package(folder: Path) -> list[str]:
-    """Copy npt below a folder, make the page's changes in it, and return the changed files."""
-    leave = shutil.ignore_patterns("__pycache__", "*.safetensors")
-    shutil.copytree(ROOT / "npt", folder / "npt", ignore=leave)
-    files = []
-    for name, hunk in re.findall(r"```diff\n--- (\S+)\n(.*?)```", PAGE.read_text(), re.S):
-        context, *added = hunk.rstrip("\n").split("\n")
-        assert context.startswith(" ") and all(line.startswith("+") for line in added)
-        path = folder / name
-        text, found = path.read_text(encoding="utf-8"), context[1:] + "\n"
-        assert text.count(found) == 1, f"{name} has no single line {found!r}"
-        new = "".join(line[1:] + "\n" for line in added)
-        path.write_text(text.replace(found, found + new), encoding="utf-8")
-        files.append(name)
-    return files
 
 
 def train_in(folder: Path) -> None:
@@ -75,7 +57,7 @@ def train_in(folder: Path) -> None:
 
 
 def test_a_target_of_ones_own_takes_two_files_and_trains(tmp_path: Path) -> None:
-    assert changed_package(tmp_path) == ["npt/config/adapter.py", "npt/adapters/layer.py"]
+    assert changed_package(PAGE, tmp_path) == ["npt/config/adapter.py", "npt/adapters/layer.py"]
     log = tmp_path / "log"
     status = Forked(lambda: train_in(tmp_path), log).wait()
     assert status == 0, log.read_text()
