@@ -12,11 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from npt.batch import IGNORE_INDEX
 from npt.errors import DataError
 from npt.guard.sharding import sharded_modules
 from npt.tracer.token_ids import LOOKED_UP, reads_labels
-
-IGNORED = -100
 
 PADDING = (
     "; if it is padding, call model.resize_token_embeddings(len(tokenizer)) or set another"
@@ -49,7 +48,7 @@ def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Ite
     targets = _ids_in(given.get("labels")) if tokens else None
     bad_labels = _outside(targets, classes) if labels and _of_transformers(model) else None
     if bad_labels is not None:
-        bad_labels &= targets != IGNORED
+        bad_labels &= targets != IGNORE_INDEX
     suspects = [bad.any() for bad in (*bad_ids.values(), bad_labels) if bad is not None]
     if not suspects or not bool(torch.stack(suspects).any()):  # read once for both
         yield
@@ -62,7 +61,7 @@ def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Ite
         found.append(_unknown("labels", targets[bad_labels], classes))
         if not sharded:
             raise found[0]
-        held["labels"] = targets.masked_fill(bad_labels, IGNORED)
+        held["labels"] = targets.masked_fill(bad_labels, IGNORE_INDEX)
 
     def check(_: nn.Module, arguments: tuple[object, ...]) -> tuple[object, ...] | None:
         entering = _ids_in(arguments[0]) if arguments else None

@@ -83,6 +83,10 @@ def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
             f"{next(iter(sharded))} is sharded and {whole} is whole; shard all of the optimizer's"
             " parameters or none (fully_shard's ignored_params)"
         )
+    if sharded and not hasattr(sys.modules[FSDP].FSDPModule, "set_custom_reduce_scatter"):
+        raise ConfigError(
+            f"guarding sharded parameters needs torch 2.9 or later; this is {torch.__version__}"
+        )
 
 
 def is_of_fsdp1(model: nn.Module) -> bool:

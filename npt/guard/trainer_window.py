@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from npt.batch import IGNORE_INDEX
 from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard import generations
 from npt.guard.generations import Generations
 from npt.guard.guard import Guard
-from npt.guard.ids import IGNORED, refuse_bad_ids
+from npt.guard.ids import refuse_bad_ids
 from npt.guard.outcome import Outcome
 from npt.guard.parameters import share_buffers, whole
 from npt.guard.refusal import UNGUARDED, Refusal
@@ -392,4 +393,4 @@ def _blank(inputs: Batch) -> Batch:
     if not isinstance(inputs, Mapping):
         return inputs
     names = [name for name in ("labels", "shift_labels") if name in inputs]
-    return {**inputs, **{name: torch.full_like(inputs[name], IGNORED) for name in names}}
+    return {**inputs, **{name: torch.full_like(inputs[name], IGNORE_INDEX) for name in names}}

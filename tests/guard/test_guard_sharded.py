@@ -10,13 +10,20 @@ from guarded_loops import MAX_NORM, assert_equal
 from several import several, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from npt.errors import ConfigError, DataError
 from npt.guard import Guard
 
 WIDTH = 5
+
+HOOK = "set_custom_reduce_scatter"
+OF_SHARDS = pytest.mark.skipif(
+    not hasattr(FSDPModule, HOOK), reason="sharded parameters are guarded with torch 2.9 or later"
+)
+SHARDED = pytest.param(False, id="sharded", marks=OF_SHARDS)
+EITHER = pytest.mark.parametrize("whole", [pytest.param(True, id="whole"), SHARDED])
 
 
 class Layer(nn.Module):
@@ -178,7 +185,7 @@ def compared(processes: Any, whole: bool) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "sharded"])
+@EITHER
 @pytest.mark.parametrize("size", [1, 3])
 def test_of_one_or_three_processes_too(size: int, whole: bool) -> None:
     first, *others = values(several(size, compared, whole))
@@ -187,7 +194,7 @@ def test_of_one_or_three_processes_too(size: int, whole: bool) -> None:
     assert first["all"][1][0] == (0, "gradient", 0, ("3",))
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "sharded"])
+@EITHER
 def test_a_fault_on_one_process_leaves_no_trace(whole: bool) -> None:
     first, second = values(several(2, compared, whole))
     assert first == second
@@ -225,7 +232,7 @@ def rechecked(processes: Any, whole: bool, spoilt: bool) -> tuple[list[Tensor], 
     return [tensor.numpy() for tensor in run.state()["weights"]], told
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "sharded"])
+@EITHER
 def test_a_changed_activation_is_found_and_repaired_on_all_processes(whole: bool) -> None:
     clean = values(several(2, rechecked, whole, False))
     found = values(several(2, rechecked, whole, True))
@@ -312,6 +319,7 @@ def others(processes: Any) -> dict[str, Any]:
     return told
 
 
+@OF_SHARDS
 def test_what_else_becomes_of_sharded_parameters() -> None:
     first, second = values(several(2, others))
     assert first == second
@@ -345,7 +353,7 @@ def stopped(processes: Any, whole: bool, where: str) -> None:
     guard.step()
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "sharded"])
+@EITHER
 @pytest.mark.parametrize("where", ["before", "forward", "backward"])
 def test_an_error_that_others_would_wait_for_ends_all(whole: bool, where: str) -> None:
     first, second = several(2, stopped, whole, where)
@@ -353,3 +361,18 @@ def test_an_error_that_others_would_wait_for_ends_all(whole: bool, where: str) -
     assert first.error.startswith("process 1 no longer responds (")
     assert second.error.startswith("process 1 raised FloatingPointError: planted in the middle of ")
     assert "\n" not in first.error + second.error
+
+
+def unhooked(processes: Any) -> str:
+    """Return what a guard says of sharded parameters whose sums torch lets nobody see."""
+    if hasattr(FSDPModule, HOOK):
+        delattr(FSDPModule, HOOK)
+    model = model_of(processes, False)
+    with pytest.raises(ConfigError) as caught:
+        Guard(model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad))
+    return str(caught.value)
+
+
+def test_an_older_torch_does_not_let_sharded_parameters_be_guarded() -> None:
+    (told,) = values(several(1, unhooked))
+    assert told.startswith("guarding sharded parameters needs torch 2.9 or later; this is ")

@@ -293,7 +293,8 @@ def _of_bitsandbytes(state: _State, kernel: Any, args: Any, kwargs: dict[str, An
 def _rounded(name: str, args: Any) -> Any:
     """Return operands as TF32 has them, 10 bits of mantissa, where products are computed so."""
     first = PRODUCTS.get(name)
-    if first is None or torch.backends.cuda.matmul.fp32_precision != "tf32":
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")  # since torch 2.9
+    if first is None or precision != "tf32":
         return args
     if _running().capability < (8, 0) or args[first].dtype != torch.float32:
         return args

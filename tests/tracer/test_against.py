@@ -36,7 +36,7 @@ def tiny(**settings: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def bases() -> dict[str, Any]:
+def bases(load_model: Any) -> dict[str, Any]:
     """By attention implementation, and `fp32`, unquantised."""
     return {
         "sdpa": tiny(quantization="nf4"),
@@ -326,6 +326,7 @@ def test_a_file_is_written_and_compared_with(bases: dict[str, Any], tmp_path: Pa
     assert file.read_bytes() == written
 
 
+@pytest.mark.usefixtures("load_model")
 def test_an_adapters_training_step(tmp_path: Path) -> None:
     """Forward and backward of `local`; a stale adapter tensor."""
     model, tokenizer = npt.load_base("tiny", quantization="nf4")
