@@ -1,4 +1,4 @@
-"""A rule of one's own for the tracer, as docs/extend/rule.md prints it: in a copy of the package."""
+"""A rule of one's own for the tracer, as docs/extend/rule.md prints it, in a copy of npt."""
 
 import sys
 from pathlib import Path
