@@ -2,6 +2,7 @@
 it ends.
 """
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,9 +111,8 @@ def test_bad_settings_fail_the_trial_and_our_faults_the_worker(
 def test_a_worker_whose_parent_is_gone_gives_its_trial_back_and_ends(
     design, storage, tmp_path, bases
 ) -> None:
-    # this process is nobody's first child
     with pytest.raises(StoppedError):
-        work(design, storage, bases, print, parent=1)
+        work(design, storage, bases, print, parent=os.getpid())  # nobody is his own parent
     progress = storage.progress(design.by_key)
     assert (progress.waiting, progress.running) == (4, 0)
 
