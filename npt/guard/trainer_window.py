@@ -210,16 +210,19 @@ class TrainerWindow:
     def _logged_again(self, losses: list[Tensor]) -> Tensor:
         """Replace the window's losses in the Trainer's sum; return the last one, which it adds.
 
-        Without survivors, return the mean loss since the last log entry, as the Trainer does for a
-        NaN that it filters: the entry divides by all steps.
+        Without survivors, return the mean loss since the last log entry, or of the whole run if no
+        step came since: the entry divides by all steps, and the run's mean too.
         """
         trainer = self._trainer
         if not hasattr(trainer, "_tr_loss"):
             return losses[-1] if losses else torch.zeros((), device=trainer.args.device)
         trainer._tr_loss.copy_(self._logged)
         if not losses:
-            steps = trainer.state.global_step - trainer._globalstep_last_logged
-            return trainer._tr_loss / max(1, steps)
+            step = trainer.state.global_step
+            if step > trainer._globalstep_last_logged:
+                return trainer._tr_loss / (step - trainer._globalstep_last_logged)
+            earlier = max(1, step - trainer._initial_global_step)
+            return torch.full_like(trainer._tr_loss, trainer._total_loss_scalar / earlier)
         for loss in losses[:-1]:
             trainer._tr_loss += loss
         return losses[-1]
