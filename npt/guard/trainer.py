@@ -124,12 +124,14 @@ class TrainerMixin(Trainer):
             logs["refused"] = self.guard.counts.refused
         super().log(logs, *arguments, **named)
 
-    def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *arguments: Any, **named: Any) -> None:
         stats = getattr(self, "stats", None)
         if isinstance(stats, dict) and [] in stats.values():
             # all was refused since the last log entry: Online DPO would divide by no metrics
             self._globalstep_last_logged = self.state.global_step
-        super()._maybe_log_save_evaluate(*arguments, **named)
+            self._total_loss_scalar += tr_loss.item()
+            tr_loss.zero_()
+        super()._maybe_log_save_evaluate(tr_loss, *arguments, **named)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         guard = self.guard
