@@ -28,7 +28,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 ORIGIN = "npt_origin"
 """Entry of `config.json` that names the file a model was read from."""
 
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+EMBEDDING = "token_embd.weight"
+HEAD = "output.weight"
 
 _ATTENTION = ("causal", "head_count", "head_count_kv", "key_length", "value_length")
 _ROPE = ("dimension_count", "freq_base", "scaling.factor", "scaling.finetuned", "scaling.type")
@@ -65,19 +66,23 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
             f"has the unknown entry {min(unknown)}, which may change what the model computes; load"
             " a folder of the model instead"
         )
-    heads, width = _count(file, "attention.head_count"), _count(file, "embedding_length")
+    heads = _count(file, "attention.head_count")
+    width = _count(file, "embedding_length")
     head = _count(file, "attention.key_length", width // heads)
-    for key, wanted in {
+    # entries of which the families compute only one value
+    fixed = {
         "expert_count": 0,
         "attention.value_length": head,
         "rope.dimension_count": head,
         "attention.causal": True,
-    }.items():
+    }
+    for key, wanted in fixed.items():
         value = file.get(f"{name}.{key}", type(wanted), wanted)
         if value != wanted:
             raise file.refusal(f"has {key} {value}; NPT supports only {wanted}")
     if EMBEDDING not in file.tensors:
         raise file.refusal(f"lacks the tensor {EMBEDDING}; download it again")
+    # transformers would build all layers that a damaged file claims
     layers = _count(file, "block_count")
     if layers > min(len(file.tensors), MOST_LAYERS):
         raise file.refusal(
@@ -119,7 +124,8 @@ def describe_origin(config: Any) -> str | None:
     origin = getattr(config, ORIGIN, None)
     if not isinstance(origin, dict):
         return None
-    file, kind = origin.get("file"), origin.get("quantization")
+    file = origin.get("file")
+    kind = origin.get("quantization")
     if kind in PLAIN:
         return f"{file} holds {kind}"
     return f"{file} was quantised to {kind}; its weights are loaded, not the original's"
@@ -162,7 +168,9 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
     if ROPE_FACTORS in file.tensors:
         if kind != "none":
             raise file.refusal(f"scales rotary embeddings twice, by {kind} and by {ROPE_FACTORS}")
-        if (factor := float(_factors(file).max())) != 1:
+        # Llama 3 divides the slowest frequencies by its whole factor
+        factor = float(_factors(file).max())
+        if factor != 1:
             parameters |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     return parameters
 
@@ -176,9 +184,10 @@ def _factors(file: GGUFFile) -> torch.Tensor:
 
 def _check_rope(file: GGUFFile, config: PreTrainedConfig) -> None:
     """Raise ModelError if the file's frequency factors differ from those of the configuration."""
-    factors, base = _factors(file), config.rope_parameters["rope_theta"]
+    factors = _factors(file)
     dims = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
-    made = (base ** (-dims / config.head_dim) / LlamaRotaryEmbedding(config).inv_freq).float()
+    unscaled = config.rope_parameters["rope_theta"] ** (-dims / config.head_dim)
+    made = (unscaled / LlamaRotaryEmbedding(config).inv_freq).float()
     if made.shape != factors.shape or not torch.allclose(made, factors, rtol=1e-4, atol=0.0):
         raise file.refusal(
             f"scales rotary embeddings by {ROPE_FACTORS}, whose factors are not Llama 3's; load a"
