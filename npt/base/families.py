@@ -153,6 +153,7 @@ def check_entries(name: str, entries: Mapping[str, Any]) -> None:
     """
     for key, value in entries.items():
         fault = None
+        # isinstance would count True as 1
         is_size = type(value) is int and value >= 1
         follows = value is None and key in _DERIVED
         if isinstance(value, Mapping):
@@ -182,11 +183,13 @@ def check_shape(name: str, config: PreTrainedConfig, stored: int = 0) -> None:
         ModelError: they do not. transformers would allocate weights that no file holds.
     """
     heads, key_heads, width = head_sizes(config)
+    # queries share keys in equal groups; rotary embeddings turn pairs of numbers
     if heads % key_heads or width % 2:
         raise ModelError(
             f"{name} has {heads} query heads, {key_heads} key heads and heads of width {width}:"
             f" key heads must divide query heads, and the width be even; {RESTORE}"
         )
+    # q and o, k and v, and the MLP's three; the head may be tied to the embedding
     attention = 2 * (heads + key_heads) * width
     layer = (attention + 3 * config.intermediate_size) * config.hidden_size
     weights = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size

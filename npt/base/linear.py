@@ -80,6 +80,11 @@ def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
     ]
 
 
+def quant_types(model: nn.Module) -> set[str]:
+    """Return the kinds of 4 bits in a model, 'nf4' or 'fp4'."""
+    return {module.weight.quant_type for _, module in quantized_linears(model)}
+
+
 def refuse_unread(model: nn.Module) -> None:
     """Raise ModelError if layers of the base are still in their files (npt/base/layers.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -103,9 +108,9 @@ def effective_dtype(module: Any) -> str:
     state = module.weight.quant_state
     if state is None:
         return "an unknown dtype until it is quantised"
-    if getattr(state, "packing_format_for_cpu", False) or (
-        module.weight.device.type == "cpu" and module.support_avx512bf16_for_cpu
-    ):
+    repacked = getattr(state, "packing_format_for_cpu", False)
+    will_be = module.weight.device.type == "cpu" and module.support_avx512bf16_for_cpu
+    if repacked or will_be:
         return "bfloat16 (CPU repacking)"
     if not module.compute_type_is_set or module.compute_dtype is None:
         return "the dtype of its first input"

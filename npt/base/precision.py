@@ -33,6 +33,7 @@ from npt.base.linear import (
     dense_weight,
     effective_dtype,
     is_plain_linear,
+    quant_types,
     quantized_linears,
     refuse_unread,
     short_name,
@@ -127,7 +128,7 @@ def policy_dtype(model: PreTrainedModel) -> torch.dtype:
 
 def quantization_of(model: nn.Module) -> str | None:
     """Return 'nf4', 'fp4', 'mixed' for a model with both, or None."""
-    kinds = {module.weight.quant_type for _, module in quantized_linears(model)}
+    kinds = quant_types(model)
     if not kinds:
         return None
     return kinds.pop() if len(kinds) == 1 else "mixed"
