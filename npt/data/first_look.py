@@ -26,7 +26,8 @@ class Copies:
     """
 
     def __init__(self, kept: int = _KEPT):
-        self._kept, self._mask = kept, 0
+        self._kept = kept
+        self._mask = 0
         self._counts: Counter[int] = Counter()
 
     def add(self, sample: Sample) -> None:

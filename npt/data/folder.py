@@ -53,13 +53,11 @@ def look_through(folder: Path, split: str, is_data: Callable[[Path], bool]) -> F
     if len(splits) > 1 or split != "train":
         check_split(folder, split, splits)
         data = [path for path in data if split_of[path] == split]
-    read = set(data)
     passed = []
-    for path in files:
-        if path not in read:
-            name = path.relative_to(folder).as_posix()
-            other = split_of.get(path)
-            passed.append(name if other is None else f"{name} (split {other})")
+    for path in sorted(set(files) - set(data)):
+        name = path.relative_to(folder).as_posix()
+        other = split_of.get(path)
+        passed.append(name if other is None else f"{name} (split {other})")
     return Folder(data, passed)
 
 
