@@ -101,6 +101,7 @@ def read_conversation(
     tools = _tools(name, record)
     variables = _variables(name, record)
     write = partial(render, tokenizer, tools=tools, variables=variables)
+    # twice, because a template tells where a message ends, but not where an answer begins
     try:
         start = write(prompt, to_answer=True)
         whole = write([*prompt, *answer], to_answer=False)
@@ -112,6 +113,7 @@ def read_conversation(
     except Exception as error:  # of the tokenizer or the template
         message = f"the chat template refuses it: {first_line(error)[:200]}; correct the record"
         raise DataError(f"record {name}: {message}") from error
+    # so the answer is what the template adds to the prompt
     if not whole.startswith(start):
         raise DataError(
             f"record {name}: the chat template changes the prompt when an answer follows, so the"

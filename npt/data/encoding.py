@@ -168,17 +168,9 @@ class Encoder:
             check_no_null(name, record, columns)
             text = text_of(name, record, config.text_column, "--text_column")
             self._note_unused(columns, config.text_column)
-            # a piece is a part of a document, which has one start and one end
-            opened, closed = record.get(PIECE, (True, True))
-            ids = self._tokens(text) if opened else self._following(None, text)
-            if not ids:
-                raise Skipped("empty text")
-            if opened:
-                ids = [*self._opening, *ids]
-            if closed:
-                ids = self._ended(ids)
-            return self._windows(name, ids, context=context)
+            return self._windows(name, self._document(record, text), context=context)
         answer = answer_column(column, config)
+        # a conversation may be stored as JSON; a prompt that looks like JSON is a text
         messages = messages_of(name, columns.get(column), as_json=answer is None)
         if messages is not None:
             from npt.data.chat import columns_read
@@ -214,6 +206,16 @@ class Encoder:
         own = len(sample.input_ids) - len(self._opening)
         return [self._after(sample, self._opening, self._context_tokens(context), own)]
 
+    def _document(self, record: Record, text: str) -> list[int]:
+        """Return the tokens of a text, or of a piece of one: a document has one start and end."""
+        opened, closed = record.get(PIECE, (True, True))
+        ids = self._tokens(text) if opened else self._following(None, text)
+        if not ids:
+            raise Skipped("empty text")
+        if opened:
+            ids = [*self._opening, *ids]
+        return self._ended(ids) if closed else ids
+
     def _context(self, name: str, record: Record) -> str:
         """Return the context that the teacher reads; a blank one is none."""
         column = self._config.context_column
@@ -240,6 +242,7 @@ class Encoder:
         read = partial(read_conversation, name, self.tokenizer)
         prompt, completion, undated = read(record, column, answer)
         front = self._tokens(prompt)
+        # the template writes the end token
         answered = self._completion(prompt, completion)
         if not context:
             return self._fitted(name, front, answered, undated)
@@ -478,8 +481,10 @@ def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
             raise DataError(f"record {name} has {min(other)} in its {key}, expected {meaning}")
     for key in MASKS:
         if key in columns:
+            # without labels every token is its own target
             pairs = zip(labels or ids, columns[key], strict=True)
             labels = [label if trained else IGNORE_INDEX for label, trained in pairs]
+    # windows are cut from tokens alone; batches are padded anew
     mask = columns.get("attention_mask", [1] * len(ids))
     _check_one_document(name, sum(mask), columns, record, mask)
     if labels:

@@ -372,6 +372,7 @@ def prefetched(
     ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
     closed = threading.Event()
 
+    # both sides wait in short steps, so that they notice `closed` and `stop`
     def put(item: Any, error: BaseException | None = None) -> None:
         while not closed.is_set():
             with contextlib.suppress(queue.Full):

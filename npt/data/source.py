@@ -158,6 +158,7 @@ def _found(name: str, split: str) -> Folder:
                 " it"
             )
         elif path.exists():
+            # first, since a name may hold the characters of a pattern
             files = [path]
         else:
             matches = (Path(p) for p in glob.glob(str(path), recursive=True))
