@@ -53,16 +53,17 @@ def sdpa_attention(
     repeats its bits. Returns ([B, T, H, d], None).
     """
     length = query.shape[2]
+    inputs = (query, key, value)
     # torch counts a causal mask from the first key, but with a cache the queries are the last ones
     aligned = attention_mask is not None or key.shape[2] == length
     fused = aligned and length != 1 and not dropout
-    if not fused or not _on_cuda_in_fp32(query, key, value):
+    if not fused or not _on_cuda_in_fp32(*inputs):
         others |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = attention_mask is None and bool(is_causal)
-    graph = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if graph and _has_backward(query, causal):
         # None for the default: torch's shape function of the backward supports no other scale
         default = query.shape[-1] ** -0.5
@@ -153,8 +154,9 @@ def _in_fp16(
     unit = (largest(value) * 2.0**-15).clamp_min(1e-35)
     torch.div(value, unit, out=v)
     output = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
-    # 0 times the largest q and k: NaN if one of them is Inf, else the unit as it is
-    return output * torch.add(unit, torch.maximum(largest(q), largest(k)), alpha=0.0)
+    # plus 0 times the largest of q and k: NaN if that is Inf, else the unit's own bits
+    unit = torch.add(unit, torch.maximum(largest(q), largest(k)), alpha=0.0)
+    return output * unit
 
 
 _HIDDEN = -1e30
@@ -219,6 +221,7 @@ class FusedAttention(torch.autograd.Function):
             query.shape[2],
             key.shape[2],
             log_sum_exp,
+            # no dropout; the next two are its state
             0.0,
             seed,
             offset,

@@ -122,11 +122,16 @@ class IdentityReader:
         self._statistics = hashlib.sha256()
         self._seen: dict[tuple[torch.device, int], str] = {}
         self.order = sorted(range(len(model.model.layers)), key=str)
-        # hashed in the order of their names: some before the layers, the others in `result`
-        rest = {key: t for key, t in _state(model).items() if not key.startswith(_LAYERS)}
-        self._above = {key: t for key, t in rest.items() if key > _LAYERS}
         self._packed = _packed(model)
-        self._take({key: t for key, t in rest.items() if key < _LAYERS}, self._packed)
+        # tensors are hashed in the order of their names: some before the layers, some in `result`
+        below: dict[str, Tensor] = {}
+        self._above: dict[str, Tensor] = {}
+        for key, tensor in _state(model).items():
+            if key < _LAYERS:
+                below[key] = tensor
+            elif not key.startswith(_LAYERS):
+                self._above[key] = tensor
+        self._take(below, self._packed)
 
     def add(self, index: int, layer: nn.Module) -> None:
         """Add the next layer, which must be whole and may then be freed."""

@@ -81,10 +81,12 @@ class LayersLater:
         # built on the meta device, it holds no frequencies
         rotary = type(model.model.rotary_emb)
         model.model.rotary_emb = rotary(model.config).to(device)
+        # a tied head has no tensor of its own
         lacking = {key for key, p in model.named_parameters() if p.is_meta and LAYERS not in key}
         model.tie_weights(missing_keys=lacking, recompute_mapping=False)
+        dtype = policy_dtype(model)
         for part in PARTS:
-            audit_precision(model, policy_dtype(model), within=model.get_submodule(part))
+            audit_precision(model, dtype, within=model.get_submodule(part))
         self.read_layer(0, device)
 
     def read_layer(self, index: int, device: torch.device) -> nn.Module:
@@ -224,6 +226,7 @@ def shape_faults(
         shapes[name] = state.shape, wanted
         # neither bitsandbytes nor torch checks these in a damaged file
         count = state.shape.numel()
+        # two codes a byte, of which the last may be unused
         codes = 2 * weight.numel() * weight.element_size()
         shapes[f"{name}'s 4-bit codes"] = (codes,), (count + count % 2,)
         blocks = -(-count // state.blocksize)

@@ -113,6 +113,7 @@ def load_base(
     stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
     of_products = COMPUTE[compute_dtype] if packed else stored
     check_card(device, bf16=of_products == torch.bfloat16)
+    # what a 4-bit base keeps unpacked stays as the checkpoint has it; `enforce_policy` upcasts
     how: dict[str, Any] = {"dtype": "auto" if packed and dtype is None else stored}
     if quantization is not None and not stored_packed:
         how["quantization_config"] = packing_config(quantization, double_quant)
@@ -262,11 +263,8 @@ def _read_weights(
         "use_safetensors": True,
         "output_loading_info": True,
     }
-    with (
-        _quiet(),
-        _located(name) if source is None else nullcontext(source) as folder,
-        reading("weights", name),
-    ):
+    located = _located(name) if source is None else nullcontext(source)
+    with _quiet(), located as folder, reading("weights", name):
         model, report = AutoModelForCausalLM.from_pretrained(folder, **how)
     faults = [f"lacks the weight {key}" for key in sorted(report["missing_keys"])]
     shapes = {key: (stored, wanted) for key, stored, wanted in report["mismatched_keys"]}
@@ -294,6 +292,7 @@ def _find(name: str) -> Any:
         raise ModelError(f"{pipes[0]} is a pipe, not a file: {RESTORE}")
     if (path / "config.json").is_file():
         return str(path)
+    # a folder without a configuration may hold a GGUF file, as downloads do
     files = [file for file in files if is_gguf(file)]
     if len(files) > 1:
         raise ModelError(
@@ -308,6 +307,7 @@ def _find(name: str) -> Any:
         raise ModelError(
             f"{name} has no config.json: pass a folder with a saved model, or a GGUF file"
         )
+    # anything else may be a Hub id
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelError(
             f"there is no model folder {name!r}: check --model_name ('tiny' is the embedded model)"

@@ -185,12 +185,14 @@ def product_error(model: PreTrainedModel, precision: str) -> float:
     with the (dequantised) weights of layer 0 and lm_head.
     """
     errors = []
+    modules = (*model.model.layers[0].modules(), model.lm_head)
     with fp32_products(precision):
-        for module in filter(is_plain_linear, (*model.model.layers[0].modules(), model.lm_head)):
+        for module in filter(is_plain_linear, modules):
             weight = dense_weight(module).float()
             # drawn on the host, so that every device and precision multiplies the same rows
             generator = torch.Generator().manual_seed(0)
-            rows = torch.randn(ROWS, weight.shape[1], generator=generator).to(weight.device)
+            rows = torch.randn(ROWS, weight.shape[1], generator=generator)
+            rows = rows.to(weight.device)
             exact = rows.double() @ weight[:OUTPUTS].double().T
             # the whole product, since its shape selects the kernel
             product = rows @ weight.T
@@ -225,6 +227,7 @@ def audit_precision(
         if isinstance(module, nn.Linear | nn.Embedding):
             dtype = effective_dtype(module)
             computed[dtype] += 1
+            # only 4-bit products may have a dtype of their own
             declared = of_packed if id(module) in packed else wanted
             if dtype != declared:
                 wrong.append(f"{name} computes in {dtype}")

@@ -31,15 +31,30 @@ ORIGIN = "npt_origin"
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
 
-_ATTENTION = ("causal", "head_count", "head_count_kv", "key_length", "value_length")
-_ROPE = ("dimension_count", "freq_base", "scaling.factor", "scaling.finetuned", "scaling.type")
 _KNOWN = {
-    *(f"attention.{key}" for key in (*_ATTENTION, "layer_norm_rms_epsilon")),
-    *(f"rope.{key}" for key in (*_ROPE, "scaling.original_context_length")),
-    *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
-    *("expert_count", "expert_used_count", "tensor_data_layout"),
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "vocab_size",
+    "attention.causal",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "expert_count",
+    "expert_used_count",
+    "tensor_data_layout",
     "use_parallel_residual",  # in old files of Qwen2; llama.cpp ignores it
 }
+"""Entries of the metadata, after the architecture's name, that this reader or nobody needs."""
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -163,6 +178,7 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
             f"scales rotary embeddings by {shown(kind)}; NPT supports linear, yarn and Llama 3's"
         )
     if kind == "yarn":
+        # it scales by how often a frequency turns within the original context
         length = _count(file, "rope.scaling.original_context_length")
         parameters["original_max_position_embeddings"] = length
     if ROPE_FACTORS in file.tensors:

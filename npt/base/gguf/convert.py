@@ -77,12 +77,14 @@ def convert(file: GGUFFile, folder: Path) -> Conversion:
     weights = _weights(file, config)
     name = "bf16" if file.quantization == "BF16" else "fp16"
     config.dtype = dtype = STORED[name]
+    # a chat model ends a turn and a text with different tokens
     ends = end_ids(file)
     generation = GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=ends if len(ends) > 1 else config.eos_token_id,
         pad_token_id=config.pad_token_id,
     )
+    # lazily: a tensor is dequantised when it is written
     values = ((key, _value(file, *weight, dtype)) for key, weight in weights.items())
     try:
         with new_folder(folder) as temporary:
