@@ -30,8 +30,15 @@ TOOLS = "tools"
 VARIABLES = "chat_template_kwargs"
 """Columns beside a conversation: tools that the assistant may call, and variables by name."""
 
-_GIVEN = frozenset({"conversations", "chat_template", "add_generation_prompt", "documents", TOOLS})
-_GIVEN |= {"return_assistant_tokens_mask", "continue_final_message"}
+_GIVEN = {
+    "conversations",
+    "chat_template",
+    "add_generation_prompt",
+    "documents",
+    TOOLS,
+    "return_assistant_tokens_mask",
+    "continue_final_message",
+}
 """Arguments of transformers' renderer, which a record cannot set as variables."""
 
 _DATE = "_npt_date"

@@ -31,8 +31,16 @@ from npt.errors import DataError, first_line, kind_of
 TEXT_PIECE = 1 << 16
 """Characters per record of a text file. A longer file is read in pieces that form one document."""
 
-_EXCLUDED = {"test", "tests", "idle_test", "__pycache__", "_vendor", "ensurepip"}
-_EXCLUDED |= {"site-packages", "dist-packages"}
+_EXCLUDED = {
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "_vendor",
+    "ensurepip",
+    "site-packages",
+    "dist-packages",
+}
 
 csv.field_size_limit(2**31 - 1)  # the default is 128 KiB, for every reader of the process
 
@@ -188,9 +196,13 @@ def read_table(path: Path, config: DataConfig) -> Iterable[Record]:
     kind = path.suffix[1:].lower()
     # this logger repeats the error that is raised here
     logging.getLogger(f"datasets.packaged_modules.{kind}.{kind}").setLevel(logging.CRITICAL)
-    files = glob.escape(str(path))
-    options = {"data_files": files, "split": "train", "streaming": config.streaming}
-    load = partial(datasets.load_dataset, kind, **options)
+    load = partial(
+        datasets.load_dataset,
+        kind,
+        data_files=glob.escape(str(path)),
+        split="train",
+        streaming=config.streaming,
+    )
     return _loaded(load, config, partial(_damaged, path, kind.capitalize()))
 
 
@@ -221,8 +233,14 @@ def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
             f" the name and the network, or give --dataset_name a local file ({suffixes()})"
         )
 
-    options = {"name": config.dataset_config, "split": split, "streaming": config.streaming}
-    return _loaded(partial(datasets.load_dataset, name, **options), config, fault)
+    load = partial(
+        datasets.load_dataset,
+        name,
+        name=config.dataset_config,
+        split=split,
+        streaming=config.streaming,
+    )
+    return _loaded(load, config, fault)
 
 
 Fault = Callable[[Exception], DataError]
