@@ -226,7 +226,7 @@ def shape_faults(
         shapes[name] = state.shape, wanted
         # neither bitsandbytes nor torch checks these in a damaged file
         count = state.shape.numel()
-        # two codes a byte, of which the last may be unused
+        # two codes a byte; half of the last byte may be unused
         codes = 2 * weight.numel() * weight.element_size()
         shapes[f"{name}'s 4-bit codes"] = (codes,), (count + count % 2,)
         blocks = -(-count // state.blocksize)

@@ -81,7 +81,7 @@ def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
 
 
 def quant_types(model: nn.Module) -> set[str]:
-    """Return the kinds of 4 bits in a model, 'nf4' or 'fp4'."""
+    """Return the kinds of 4-bit weights in a model, of 'nf4' and 'fp4'."""
     return {module.weight.quant_type for _, module in quantized_linears(model)}
 
 

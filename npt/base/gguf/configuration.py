@@ -54,7 +54,7 @@ _KNOWN = {
     "tensor_data_layout",
     "use_parallel_residual",  # in old files of Qwen2; llama.cpp ignores it
 }
-"""Entries of the metadata, after the architecture's name, that this reader or nobody needs."""
+"""Entries, after the architecture's name, that this reader reads or that change nothing."""
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -84,7 +84,7 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
     heads = _count(file, "attention.head_count")
     width = _count(file, "embedding_length")
     head = _count(file, "attention.key_length", width // heads)
-    # entries of which the families compute only one value
+    # the families support a single value of these
     fixed = {
         "expert_count": 0,
         "attention.value_length": head,
