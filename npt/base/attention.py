@@ -58,8 +58,15 @@ def sdpa_attention(
     aligned = attention_mask is not None or key.shape[2] == length
     fused = aligned and length != 1 and not dropout
     if not fused or not _on_cuda_in_fp32(*inputs):
-        others |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
+        return sdpa_attention_forward(
+            module,
+            *inputs,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **others,
+        )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = attention_mask is None and bool(is_causal)

@@ -206,13 +206,15 @@ def _last_answer(messages: list[Any]) -> int:
         if isinstance(message, Mapping) and message.get("role", "user") not in NO_ANSWER
     ]
     trained = [number for number in answers if messages[number].get(WEIGHT) != 0]
-    return (trained or answers or [len(messages) - 1])[-1]
+    best = trained or answers
+    return best[-1] if best else len(messages) - 1
 
 
 def _is_message(entry: Any) -> bool:
     """Return whether an entry is a message. One with tool calls may lack a content."""
-    written = isinstance(entry, Mapping) and ("content" in entry or bool(entry.get("tool_calls")))
-    return written and "role" in entry
+    if not isinstance(entry, Mapping) or "role" not in entry:
+        return False
+    return "content" in entry or bool(entry.get("tool_calls"))
 
 
 def _check_answer(prompt: list[Any], answer: list[Any]) -> None:

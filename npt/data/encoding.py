@@ -294,7 +294,8 @@ class Encoder:
             if column in used or column in ("id", PIECE, self._config.context_column):
                 continue
             empty = isinstance(value, str | list | tuple | dict) and not value
-            if not empty and (column in unused or len(unused) < _KNOWN_UNUSED):
+            counted = column in unused or len(unused) < _KNOWN_UNUSED
+            if counted and not empty:
                 unused[str(column)] += 1
 
     def _completion(self, prompt: str, completion: str) -> list[int]:
@@ -375,7 +376,8 @@ class Encoder:
 def filled(record: Record) -> Record:
     """Return a record without the nulls of merged tables, unless only its id would be left."""
     columns = {column: value for column, value in record.items() if value is not None}
-    return columns if columns.keys() - {"id", PIECE} else record
+    others = columns.keys() - {"id", PIECE}
+    return columns if others else record
 
 
 def prompt_column(record: Record, config: DataConfig) -> str | None:
@@ -439,8 +441,8 @@ def text_of(name: str, record: Record, column: str, flags: str) -> str:
             f"record {name}{_line(name)} has null as {column!r}; fill it in, or remove the record"
         )
     if not isinstance(text, str):
-        # readers add `id`
-        have = ", ".join(sorted(map(str, record.keys() - {"id", PIECE}))) or "nothing"
+        own = record.keys() - {"id", PIECE}  # readers add `id`
+        have = ", ".join(sorted(map(str, own))) or "nothing"
         what = "has no column" if column not in record else f"has {kind_of(text)} as"
         raise DataError(f"record {name} {what} {column!r} (columns: {have}); set {flags}")
     check_characters(name, repr(column), text)
@@ -450,8 +452,8 @@ def text_of(name: str, record: Record, column: str, flags: str) -> str:
 def _line(name: str) -> str:
     """Return the line of a record, in brackets, if its reader named it by file and line."""
     file, _, number = name.rpartition(":")
-    by_line = {".jsonl", ".ndjson", ".csv", ".tsv"} & set(Path(file.lower()).suffixes)
-    return f" (line {number})" if by_line and number.isdigit() else ""
+    others = {".jsonl", ".ndjson", ".csv", ".tsv"}.isdisjoint(Path(file.lower()).suffixes)
+    return "" if others or not number.isdigit() else f" (line {number})"
 
 
 def check_characters(name: str, what: str, text: str) -> None:

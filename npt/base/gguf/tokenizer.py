@@ -81,7 +81,8 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
     tokens = file.get("tokenizer.ggml.tokens", list)
     types = file.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    if not len(vocabulary) == len(tokens) <= file.tensors["token_embd.weight"].shape[-1]:
+    repeated = len(vocabulary) < len(tokens)
+    if repeated or len(tokens) > file.tensors["token_embd.weight"].shape[-1]:
         raise file.refusal("has duplicate tokens or more tokens than embeddings; download it again")
     try:
         if kind == "gpt2":
