@@ -53,12 +53,14 @@ def check_card(device: torch.device, *, bf16: bool = False, tf32: bool = False) 
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return
-    if (device.index or 0) >= (count := torch.cuda.device_count()):
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
         raise ConfigError(f"there is no device {device} (torch sees {count} GPUs): pass another")
     major, minor = torch.cuda.get_device_capability(device)
     card = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
     compiled = " ".join(torch.cuda.get_arch_list())
     codes = re.findall(r"(sm|compute)_(\d+)(\d)", compiled)
+    # compiled code runs within a major version, portable code (PTX) on any later GPU
     runs = [(int(a), int(b)) for kind, a, b in codes if kind == "compute" or int(a) == major]
     if codes and not any(code <= (major, minor) for code in runs):
         raise ConfigError(

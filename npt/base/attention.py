@@ -29,7 +29,8 @@ from transformers.masking_utils import sdpa_mask
 
 from npt.base.precision import policy_dtype, tf32_allowed
 
-SDPA, EXACT = "npt_sdpa", "npt_sdpa_exact"
+SDPA = "npt_sdpa"
+EXACT = "npt_sdpa_exact"
 """Transformers' names of `sdpa_attention` and its exact form, never written to a configuration."""
 
 
@@ -52,24 +53,37 @@ def sdpa_attention(
     repeats its bits. Returns ([B, T, H, d], None).
     """
     length = query.shape[2]
-    square = attention_mask is not None or key.shape[2] == length
-    if dropout or length == 1 or not square or not _on_cuda_in_fp32(query, key, value):
-        others |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
-    causal = attention_mask is None and bool(
-        getattr(module, "is_causal", True) if is_causal is None else is_causal
-    )
-    graph = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    inputs = (query, key, value)
+    # torch counts a causal mask from the first key, but with a cache the queries are the last ones
+    aligned = attention_mask is not None or key.shape[2] == length
+    fused = aligned and length != 1 and not dropout
+    if not fused or not _on_cuda_in_fp32(*inputs):
+        return sdpa_attention_forward(
+            module,
+            *inputs,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **others,
+        )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = attention_mask is None and bool(is_causal)
+    graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if graph and _has_backward(query, causal):
         # None for the default: torch's shape function of the backward supports no other scale
-        usual = scaling is None or math.isclose(scaling, query.shape[-1] ** -0.5, rel_tol=1e-12)
-        scale = None if usual else scaling
-        output = FusedAttention.apply(query, key, value, attention_mask, causal, scale, exact)
+        default = query.shape[-1] ** -0.5
+        if scaling is not None and math.isclose(scaling, default, rel_tol=1e-12):
+            scaling = None
+        output = FusedAttention.apply(query, key, value, attention_mask, causal, scaling, exact)
     elif not graph and attention_mask is None and _takes_fp16(query, key, causal):
         output = _in_fp16(query, key, value, causal, scaling)
     else:
+        # for grouped queries torch has only the math kernel
         groups = query.shape[1] // key.shape[1]
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        key = repeat_kv(key, groups)
+        value = repeat_kv(value, groups)
         output = scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling
         )
@@ -141,11 +155,15 @@ def _in_fp16(
         # keep dimensions: in type promotion a scalar tensor would not count
         return torch.linalg.vector_norm(x, torch.inf, dim=(1, 2, 3), keepdim=True)
 
-    q, k, v = query.half(), key.half(), torch.empty_like(value, dtype=torch.float16)
+    q = query.half()
+    k = key.half()
+    v = torch.empty_like(value, dtype=torch.float16)
     unit = (largest(value) * 2.0**-15).clamp_min(1e-35)
     torch.div(value, unit, out=v)
     output = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
-    return output * torch.add(unit, torch.maximum(largest(q), largest(k)), alpha=0.0)
+    # plus 0 times the largest of q and k: NaN if that is Inf, else the unit's own bits
+    unit = torch.add(unit, torch.maximum(largest(q), largest(k)), alpha=0.0)
+    return output * unit
 
 
 _HIDDEN = -1e30
@@ -182,28 +200,35 @@ class FusedAttention(torch.autograd.Function):
             scale=scale,
         )
         ctx.save_for_backward(query, key, value, mask, output, log_sum_exp, seed, offset)
-        ctx.causal, ctx.scale, ctx.splits = causal, scale, 1 if exact else None
+        ctx.causal = causal
+        ctx.scale = scale
+        ctx.splits = 1 if exact else None
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # this kernel takes and returns [B, T, H, d]
+        def by_token(x: Tensor) -> Tensor:
+            return x.transpose(1, 2)
+
         query, key, value, mask, output, log_sum_exp, seed, offset = ctx.saved_tensors
+        # repeated again, since keeping the copies would take the memory of all heads
         heads = query.shape[1] // key.shape[1]
-        by_token = [
-            x.transpose(1, 2)
-            for x in (gradient, query, repeat_kv(key, heads), repeat_kv(value, heads), output)
-        ]
         scaling = {} if ctx.scale is None else {"scale": ctx.scale}
         of_query, of_key, of_value, _ = torch.ops.aten._efficient_attention_backward(
-            *by_token[:4],
+            by_token(gradient),
+            by_token(query),
+            by_token(repeat_kv(key, heads)),
+            by_token(repeat_kv(value, heads)),
             _bias(mask, query, key),
-            by_token[4],
+            by_token(output),
             None,
             None,
             query.shape[2],
             key.shape[2],
             log_sum_exp,
+            # no dropout; the next two are its state
             0.0,
             seed,
             offset,
@@ -212,8 +237,9 @@ class FusedAttention(torch.autograd.Function):
             num_splits_key=ctx.splits,
             **scaling,
         )
-        grads = of_query.transpose(1, 2), _summed(of_key, heads), _summed(of_value, heads)
-        return *grads, None, None, None, None
+        of_key = _summed(of_key, heads)
+        of_value = _summed(of_value, heads)
+        return by_token(of_query), of_key, of_value, None, None, None, None
 
 
 def _summed(gradient: Tensor, heads: int) -> Tensor:

@@ -152,22 +152,28 @@ def check_entries(name: str, entries: Mapping[str, Any]) -> None:
             number is not finite or not above 0.
     """
     for key, value in entries.items():
-        fault = None
-        is_size = type(value) is int and value >= 1
-        follows = value is None and key in _DERIVED
         if isinstance(value, Mapping):
             check_entries(name, value)
-        elif isinstance(value, float) and not math.isfinite(value):
-            fault = "expected a finite number"
-        elif key in _POSITIVE and not (isinstance(value, int | float) and value > 0):
-            fault = "expected a number above 0"
-        elif key in _SIZES and not is_size and not follows:
-            fault = "expected a whole number from 1 up"
-        many = key.endswith(("layers", "experts")) and isinstance(value, int | float)
-        if many and value > MOST_LAYERS:
-            fault = f"NPT supports at most {MOST_LAYERS:,}"
+            continue
+        fault = _fault_of(key, value)
         if fault is not None:
             raise ModelError(f"{name} has {key} {shown(value)}: {fault}; {RESTORE}")
+
+
+def _fault_of(key: str, value: Any) -> str | None:
+    is_number = isinstance(value, int | float)
+    if is_number and key.endswith(("layers", "experts")) and value > MOST_LAYERS:
+        return f"NPT supports at most {MOST_LAYERS:,}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "expected a finite number"
+    if key in _POSITIVE and not (is_number and value > 0):
+        return "expected a number above 0"
+    if key not in _SIZES or (value is None and key in _DERIVED):
+        return None
+    # isinstance would count True as 1
+    if type(value) is int and value >= 1:
+        return None
+    return "expected a whole number from 1 up"
 
 
 def check_shape(name: str, config: PreTrainedConfig, stored: int = 0) -> None:
@@ -182,11 +188,13 @@ def check_shape(name: str, config: PreTrainedConfig, stored: int = 0) -> None:
         ModelError: they do not. transformers would allocate weights that no file holds.
     """
     heads, key_heads, width = head_sizes(config)
+    # queries share keys in equal groups; rotary embeddings turn pairs of numbers
     if heads % key_heads or width % 2:
         raise ModelError(
             f"{name} has {heads} query heads, {key_heads} key heads and heads of width {width}:"
             f" key heads must divide query heads, and the width be even; {RESTORE}"
         )
+    # q and o, k and v, and the MLP's three; the head may be tied to the embedding
     attention = 2 * (heads + key_heads) * width
     layer = (attention + 3 * config.intermediate_size) * config.hidden_size
     weights = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size

@@ -113,29 +113,37 @@ class IdentityReader:
     def __init__(self, model: PreTrainedModel):
         settings = model.config.to_dict()
         computing = {key: settings.get(key) for key in (*_SIZES, *_OTHERS, *_ROPE)}
-        computing |= {k: settings[k] for k in _IN_SOME_FAMILIES if settings.get(k) is not None}
-        written, config = (
-            json.dumps(entries, sort_keys=True, default=str).encode()
-            for entries in (computing, _canonical(computing))
-        )
-        self._config, self._strict = hashlib.sha256(config), hashlib.sha256(written)
-        self._codes, self._dense, self._statistics = (hashlib.sha256() for _ in range(3))
+        for key in _IN_SOME_FAMILIES:
+            if settings.get(key) is not None:
+                computing[key] = settings[key]
+        self._config = _hash_of(_canonical(computing))
+        self._strict = _hash_of(computing)
+        self._codes = hashlib.sha256()
+        self._dense = hashlib.sha256()
+        self._statistics = hashlib.sha256()
         self._seen: dict[tuple[torch.device, int], str] = {}
         self.order = sorted(range(len(model.model.layers)), key=str)
-        packed = _packed(model)
-        rest = {key: t for key, t in _state(model).items() if not key.startswith(_LAYERS)}
-        self._take({key: t for key, t in rest.items() if key < _LAYERS}, packed)
-        self._above = {key: t for key, t in rest.items() if key > _LAYERS}, packed
+        self._packed = _packed(model)
+        # tensors are hashed in the order of their names: some before the layers, some in `result`
+        below: dict[str, Tensor] = {}
+        self._above: dict[str, Tensor] = {}
+        for key, tensor in _state(model).items():
+            if key < _LAYERS:
+                below[key] = tensor
+            elif not key.startswith(_LAYERS):
+                self._above[key] = tensor
+        self._take(below, self._packed)
 
     def add(self, index: int, layer: nn.Module) -> None:
         """Add the next layer, which must be whole and may then be freed."""
-        prefix, seen = f"{_LAYERS}{index}.", dict(self._seen)
+        prefix = f"{_LAYERS}{index}."
+        seen = dict(self._seen)
         self._take(_state(layer, prefix), _packed(layer, prefix))
         self._seen = seen  # the next layer may reuse its memory
 
     def result(self) -> BaseIdentity:
         """Return the identity; call it once every layer is added."""
-        self._take(*self._above)
+        self._take(self._above, self._packed)
         return BaseIdentity(
             config=self._config.hexdigest(),
             codes=self._codes.hexdigest(),
@@ -149,17 +157,21 @@ class IdentityReader:
             for key, tensor in sorted(state.items()):
                 if ".npt." in key:
                     continue
-                part, form = self._dense, f"{tensor.dtype} {tuple(tensor.shape)}"
+                part = self._dense
+                form = f"{tensor.dtype} {tuple(tensor.shape)}"
                 form_of_part = form
                 if key in packed:
-                    part, form_of_part = self._codes, _form_of_codes(packed[key])
+                    part = self._codes
+                    form_of_part = _form_of_codes(packed[key])
                 elif key.partition(".weight.")[0] + ".weight" in packed:
                     # bitsandbytes names statistics as children of the weight
                     part = self._statistics
+                # a tied weight is hashed once; empty tensors all have the address 0
                 memory = (tensor.device, tensor.data_ptr())
                 if memory in self._seen and tensor.numel() > 0:
-                    for digest in (self._strict, part):
-                        digest.update(f"{key} is {self._seen[memory]};".encode())
+                    tied = f"{key} is {self._seen[memory]};".encode()
+                    self._strict.update(tied)
+                    part.update(tied)
                     continue
                 self._seen[memory] = key
                 self._strict.update(f"{key} {form};".encode())
@@ -168,6 +180,10 @@ class IdentityReader:
                     hashed = second.submit(self._strict.update, chunk)
                     part.update(chunk)
                     hashed.result()
+
+
+def _hash_of(settings: Any) -> Any:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
 
 
 def _canonical(value: Any, key: str = "") -> Any:
@@ -197,17 +213,22 @@ def _packed(module: nn.Module, prefix: str = "") -> dict[str, Any]:
 
 def _state(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Return the state dict with fp32 as the compute dtype of 4-bit weights, which it contains."""
-    linears = [(n, m) for n, m in quantized_linears(module) if m.weight.quant_state is not None]
-    dtypes = [linear.weight.quant_state.dtype for _, linear in linears]
+    linears = {n: m for n, m in quantized_linears(module) if m.weight.quant_state is not None}
+    states = [linear.weight.quant_state for linear in linears.values()]
+    dtypes = [state.dtype for state in states]
     try:
-        for _, linear in linears:
-            linear.weight.quant_state.dtype = torch.float32
-        state = dict(module.state_dict(prefix=prefix))
+        for state in states:
+            state.dtype = torch.float32
+        tensors = dict(module.state_dict(prefix=prefix))
     finally:
-        for (_, linear), dtype in zip(linears, dtypes, strict=True):
-            linear.weight.quant_state.dtype = dtype
-    biases = [f"{prefix}{name}.bias" for name, linear in linears if linear.bias is not None]
-    return state | {key: state[key].float() for key in biases}
+        for state, dtype in zip(states, dtypes, strict=True):
+            state.dtype = dtype
+    # the policy casts the biases of 4-bit layers to their compute dtype
+    for name, linear in linears.items():
+        if linear.bias is not None:
+            key = f"{prefix}{name}.bias"
+            tensors[key] = tensors[key].float()
+    return tensors
 
 
 def keep_identity(model: PreTrainedModel, identity: BaseIdentity) -> None:
@@ -217,10 +238,8 @@ def keep_identity(model: PreTrainedModel, identity: BaseIdentity) -> None:
 
 def _form_of_codes(state: Any) -> str:
     """Return the settings needed to decode a 4-bit weight's bytes, without statistics."""
-    return (
-        f"{state.quant_type} {state.blocksize} {state.state2.blocksize if state.nested else None}"
-        f" {tuple(state.shape)}"
-    )
+    nested = state.state2.blocksize if state.nested else None
+    return f"{state.quant_type} {state.blocksize} {nested} {tuple(state.shape)}"
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:

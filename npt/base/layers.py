@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from npt.base.identity import IdentityReader, base_identity, keep_identity
+from npt.base.linear import quant_types
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype, settle_policy
 from npt.errors import ModelError, first_line
 from npt.packed import quantized_linears
@@ -52,7 +53,9 @@ class LayersLater:
     """
 
     def __init__(self, model: PreTrainedModel, name: str, source: str, scratch: ExitStack):
-        self._model, self._name, self.scratch = model, name, scratch
+        self._model = model
+        self._name = name
+        self.scratch = scratch
         with reading("weights", name):
             folder = Path(source)
             if not folder.is_dir():
@@ -77,21 +80,27 @@ class LayersLater:
         for part in PARTS:
             self._read(part, device)
         # built on the meta device, it holds no frequencies
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+        rotary = type(model.model.rotary_emb)
+        model.model.rotary_emb = rotary(model.config).to(device)
+        # a tied head has no tensor of its own
         lacking = {key for key, p in model.named_parameters() if p.is_meta and LAYERS not in key}
         model.tie_weights(missing_keys=lacking, recompute_mapping=False)
+        dtype = policy_dtype(model)
         for part in PARTS:
-            audit_precision(model, policy_dtype(model), within=model.get_submodule(part))
+            audit_precision(model, dtype, within=model.get_submodule(part))
         self.read_layer(0, device)
 
     def read_layer(self, index: int, device: torch.device) -> nn.Module:
         """Return a layer; read it first if it is still on the meta device."""
-        name, layer = f"{LAYERS}.{index}", self._model.model.layers[index]
-        kinds = {module.weight.quant_type for _, module in quantized_linears(layer)}
+        name = f"{LAYERS}.{index}"
+        layer = self._model.model.layers[index]
+        kinds = quant_types(layer)
         self._read(name, device)
         faults = [f"lacks the weight {name}.{n}" for n, p in layer.named_parameters() if p.is_meta]
-        refuse_faults(self._name, faults + shape_faults(layer, {}, f"{name}."))
-        if kinds != (read := {module.weight.quant_type for _, module in quantized_linears(layer)}):
+        faults += shape_faults(layer, {}, f"{name}.")
+        refuse_faults(self._name, faults)
+        read = quant_types(layer)
+        if kinds != read:
             raise ModelError(
                 f"{self._name} is stored as {'/'.join(sorted(read))} in layer {index}, but"
                 f" {'/'.join(sorted(kinds))} by its configuration; restore it from the original"
@@ -110,17 +119,15 @@ class LayersLater:
                 key = f"{part}.{name}"
                 if key not in self._files:  # a checkpoint without the head has shorter names
                     key = key.removeprefix("model.")
-                if empty.is_meta and key in self._files:
-                    statistics = [k for k in self._files if k.startswith(f"{key}.")]
-                    owner, _, leaf = name.rpartition(".")
-                    made = _made(
-                        module.get_submodule(owner),
-                        empty,
-                        self._tensor(key),
-                        {k: self._tensor(k).to(device) for k in statistics},
-                        device,
-                    )
-                    setattr(module.get_submodule(owner), leaf, made)
+                if not empty.is_meta or key not in self._files:
+                    continue
+                of_weight = [k for k in self._files if k.startswith(f"{key}.")]
+                statistics = {k: self._tensor(k).to(device) for k in of_weight}
+                parent, _, leaf = name.rpartition(".")
+                owner = module.get_submodule(parent)
+                # no name for the stored tensor, which would keep its file open
+                made = _made(owner, empty, self._tensor(key), statistics, device)
+                setattr(owner, leaf, made)
 
     def _tensor(self, key: str) -> Tensor:
         """Return a stored tensor. Its file stays open only while the tensor exists."""
@@ -162,10 +169,11 @@ def _read_in_turn(
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
-    paths = {folder / SAFE_WEIGHTS_NAME}
-    if not (folder / SAFE_WEIGHTS_NAME).is_file():
-        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
-        paths = {folder / file for file in index["weight_map"].values()}
+    whole = folder / SAFE_WEIGHTS_NAME
+    paths = {whole}
+    if not whole.is_file():
+        index = (folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8")
+        paths = {folder / file for file in json.loads(index)["weight_map"].values()}
     files: dict[str, Path] = {}
     for path in sorted(paths):
         with safe_open(path, framework="pt") as opened:
@@ -186,11 +194,18 @@ def _made(
     if statistics:
         return Params4bit.from_prequantized(value, statistics, device=device, module=owner)
     value = value.to(device, empty.dtype)
-    if isinstance(empty, Params4bit):
-        names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
-        settings = {name: getattr(empty, name) for name in names}
-        return Params4bit(value, requires_grad=False, module=owner, **settings).to(device)
-    return nn.Parameter(value, requires_grad=False)
+    if not isinstance(empty, Params4bit):
+        return nn.Parameter(value, requires_grad=False)
+    unpacked = Params4bit(
+        value,
+        requires_grad=False,
+        blocksize=empty.blocksize,
+        compress_statistics=empty.compress_statistics,
+        quant_type=empty.quant_type,
+        quant_storage=empty.quant_storage,
+        module=owner,
+    )
+    return unpacked.to(device)  # quantises it
 
 
 def shape_faults(
@@ -201,16 +216,22 @@ def shape_faults(
     """
     shapes = dict(shapes)
     for key, module in quantized_linears(model):
-        state = getattr(module.weight, "quant_state", None)
-        stored = module.weight.shape if state is None else state.shape
-        if state is not None or isinstance(module.weight, Params4bit):
-            shapes[f"{prefix}{key}.weight"] = stored, (module.out_features, module.in_features)
-        if state is not None:  # neither bitsandbytes nor torch checks these in a damaged file
-            count = state.shape.numel()
-            here = 2 * module.weight.numel() * module.weight.element_size()
-            shapes[f"{prefix}{key}.weight's 4-bit codes"] = (here,), (count + count % 2,)
-            blocks = -(-count // state.blocksize)
-            shapes[f"{prefix}{key}.weight.absmax"] = (state.absmax.numel(),), (blocks,)
+        weight = module.weight
+        name = f"{prefix}{key}.weight"
+        wanted = (module.out_features, module.in_features)
+        state = getattr(weight, "quant_state", None)
+        if state is None:
+            if isinstance(weight, Params4bit):
+                shapes[name] = weight.shape, wanted
+            continue
+        shapes[name] = state.shape, wanted
+        # neither bitsandbytes nor torch checks these in a damaged file
+        count = state.shape.numel()
+        # two codes a byte; half of the last byte may be unused
+        codes = 2 * weight.numel() * weight.element_size()
+        shapes[f"{name}'s 4-bit codes"] = (codes,), (count + count % 2,)
+        blocks = -(-count // state.blocksize)
+        shapes[f"{name}.absmax"] = (state.absmax.numel(),), (blocks,)
     return [
         f"has the weight {key} in shape {tuple(stored)}, not {tuple(wanted)}"
         for key, (stored, wanted) in sorted(shapes.items())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from npt.errors import ModelError
+from npt.packed import quantized_linears
 
 C = TypeVar("C", bound=type[nn.Module])
 
@@ -71,6 +72,11 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module) in _KINDS
 
 
+def quant_types(model: nn.Module) -> set[str]:
+    """Return the kinds of 4-bit weights in a model, of 'nf4' and 'fp4'."""
+    return {module.weight.quant_type for _, module in quantized_linears(model)}
+
+
 def refuse_unread(model: nn.Module) -> None:
     """Raise ModelError if layers of the base are still in their files (npt/base/layers.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -94,9 +100,9 @@ def effective_dtype(module: Any) -> str:
     state = module.weight.quant_state
     if state is None:
         return "an unknown dtype until it is quantised"
-    if getattr(state, "packing_format_for_cpu", False) or (
-        module.weight.device.type == "cpu" and module.support_avx512bf16_for_cpu
-    ):
+    repacked = getattr(state, "packing_format_for_cpu", False)
+    will_be = module.weight.device.type == "cpu" and module.support_avx512bf16_for_cpu
+    if repacked or will_be:
         return "bfloat16 (CPU repacking)"
     if not module.compute_type_is_set or module.compute_dtype is None:
         return "the dtype of its first input"

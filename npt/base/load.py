@@ -95,7 +95,8 @@ def load_base(
     if use_fp16 and dtype not in (None, "fp16"):
         raise ConfigError(f"use_fp16 contradicts dtype {dtype!r}: remove one of the two")
     device = torch.device(device or default_device())
-    config, tokenizer = read_config(name), load_tokenizer(name)
+    config = read_config(name)
+    tokenizer = load_tokenizer(name)
     stored_packed = getattr(config, "quantization_config", None) is not None
     packed = quantization is not None or stored_packed
     if compute_dtype != "fp32" and not packed:
@@ -110,7 +111,9 @@ def load_base(
             stacklevel=2,
         )
     stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
-    check_card(device, bf16=(COMPUTE[compute_dtype] if packed else stored) == torch.bfloat16)
+    of_products = COMPUTE[compute_dtype] if packed else stored
+    check_card(device, bf16=of_products == torch.bfloat16)
+    # what a 4-bit base keeps unpacked stays as the checkpoint has it; `enforce_policy` upcasts
     how: dict[str, Any] = {"dtype": "auto" if packed and dtype is None else stored}
     if quantization is not None and not stored_packed:
         how["quantization_config"] = packing_config(quantization, double_quant)
@@ -123,10 +126,12 @@ def load_base(
             model = _read_weights(
                 name, torch.device("meta"), attn_implementation, source=source, **how
             )
+            # the temporary folder of a GGUF file must last until the last layer is read
             later = LayersLater(model, name, source, scratch.pop_all())
         else:
             model = _read_weights(name, device, attn_implementation, **how)
     if packed:
+        # a checkpoint may be quantised by another library, or to 8 bits
         linears = [module for _, module in quantized_linears(model)]
         if not linears or not all(isinstance(linear.weight, Params4bit) for linear in linears):
             raise ModelError(
@@ -145,7 +150,7 @@ def load_base(
     model.config._name_or_path = name
     if later is None:
         return frozen(model, torch.float32 if packed else stored), tokenizer
-    later.read_parts(device)
+    later.read_parts(device)  # audits each part, since the whole has empty layers
     return model.requires_grad_(False).eval(), tokenizer
 
 
@@ -258,15 +263,13 @@ def _read_weights(
         "use_safetensors": True,
         "output_loading_info": True,
     }
-    with (
-        _quiet(),
-        _located(name) if source is None else nullcontext(source) as folder,
-        reading("weights", name),
-    ):
+    located = _located(name) if source is None else nullcontext(source)
+    with _quiet(), located as folder, reading("weights", name):
         model, report = AutoModelForCausalLM.from_pretrained(folder, **how)
     faults = [f"lacks the weight {key}" for key in sorted(report["missing_keys"])]
     shapes = {key: (stored, wanted) for key, stored, wanted in report["mismatched_keys"]}
-    refuse_faults(name, faults + shape_faults(model, shapes))
+    faults += shape_faults(model, shapes)
+    refuse_faults(name, faults)
     refuse_extra(name, report["unexpected_keys"])
     return model
 
@@ -289,6 +292,7 @@ def _find(name: str) -> Any:
         raise ModelError(f"{pipes[0]} is a pipe, not a file: {RESTORE}")
     if (path / "config.json").is_file():
         return str(path)
+    # a folder without a configuration may hold a GGUF file, as downloads do
     files = [file for file in files if is_gguf(file)]
     if len(files) > 1:
         raise ModelError(
@@ -303,6 +307,7 @@ def _find(name: str) -> Any:
         raise ModelError(
             f"{name} has no config.json: pass a folder with a saved model, or a GGUF file"
         )
+    # anything else may be a Hub id
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelError(
             f"there is no model folder {name!r}: check --model_name ('tiny' is the embedded model)"

@@ -32,6 +32,7 @@ from npt.base.linear import (
     dense_weight,
     effective_dtype,
     is_plain_linear,
+    quant_types,
     refuse_unread,
     short_name,
 )
@@ -47,7 +48,8 @@ _UPCAST: dict[type[nn.Module], type[nn.Module]] = {
 _HALF = (torch.float16, torch.bfloat16)
 _DECLARED = "_npt_compute_dtype"
 
-ROWS, OUTPUTS = 64, 256
+ROWS = 64
+OUTPUTS = 256
 """Rows to multiply and outputs to compare: enough for two digits of the error."""
 
 LARGEST_ERROR = 1e-3
@@ -126,8 +128,10 @@ def policy_dtype(model: PreTrainedModel) -> torch.dtype:
 
 def quantization_of(model: nn.Module) -> str | None:
     """Return 'nf4', 'fp4', 'mixed' for a model with both, or None."""
-    kinds = {module.weight.quant_type for _, module in quantized_linears(model)}
-    return None if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
+    kinds = quant_types(model)
+    if not kinds:
+        return None
+    return kinds.pop() if len(kinds) == 1 else "mixed"
 
 
 def matmul_precision() -> str:
@@ -161,14 +165,17 @@ def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
     `auto` selects `high` for a base that computes in fp32 on GPUs, if `high` changes products and
     their error stays within LARGEST_ERROR; else `highest`.
     """
-    if setting == "auto":
-        on_gpu = all(parameter.is_cuda or parameter.is_meta for parameter in model.parameters())
-        setting = "highest"
-        if on_gpu and policy_dtype(model) == torch.float32:
-            exact, fast = (product_error(model, each) for each in ("highest", "high"))
-            setting = "high" if exact < fast <= LARGEST_ERROR else "highest"
-    elif setting == "high":
+    if setting == "high":
         check_card(next(model.parameters()).device, tf32=True)
+    elif setting == "auto":
+        setting = "highest"
+        on_gpu = all(parameter.is_cuda or parameter.is_meta for parameter in model.parameters())
+        if on_gpu and policy_dtype(model) == torch.float32:
+            exact = product_error(model, "highest")
+            rounded = product_error(model, "high")
+            # equal errors: this GPU has no TF32
+            if exact < rounded <= LARGEST_ERROR:
+                setting = "high"
     torch.set_float32_matmul_precision(setting)
 
 
@@ -178,13 +185,18 @@ def product_error(model: PreTrainedModel, precision: str) -> float:
     with the (dequantised) weights of layer 0 and lm_head.
     """
     errors = []
+    modules = (*model.model.layers[0].modules(), model.lm_head)
     with fp32_products(precision):
-        for module in filter(is_plain_linear, (*model.model.layers[0].modules(), model.lm_head)):
+        for module in filter(is_plain_linear, modules):
             weight = dense_weight(module).float()
-            x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
-            x = x.to(weight.device)
-            exact = x.double() @ weight[:OUTPUTS].double().T
-            difference = torch.linalg.vector_norm((x @ weight.T)[:, :OUTPUTS] - exact)
+            # drawn on the host, so that every device and precision multiplies the same rows
+            generator = torch.Generator().manual_seed(0)
+            rows = torch.randn(ROWS, weight.shape[1], generator=generator)
+            rows = rows.to(weight.device)
+            exact = rows.double() @ weight[:OUTPUTS].double().T
+            # the whole product, since its shape selects the kernel
+            product = rows @ weight.T
+            difference = torch.linalg.vector_norm(product[:, :OUTPUTS] - exact)
             errors.append(float(difference / torch.linalg.vector_norm(exact)))
     return float(torch.tensor(errors).max())  # NaN if any error is
 
@@ -202,9 +214,12 @@ def audit_precision(
         PrecisionError: autocast is on, or a module would not compute in the dtype declared at load
             time (4-bit weights), in fp32 (adapters) or in `expected` (all others).
     """
-    computed, stored, adapters = Counter[str](), Counter[str](), Counter[str]()
+    computed = Counter[str]()
+    stored = Counter[str]()
+    adapters = Counter[str]()
     wrong: list[str] = []
-    wanted, of_packed = short_name(expected), short_name(getattr(model, _DECLARED, expected))
+    wanted = short_name(expected)
+    of_packed = short_name(getattr(model, _DECLARED, expected))
     part = model if within is None else within
     refuse_unread(part)
     packed = {id(module) for _, module in quantized_linears(part)}
@@ -212,13 +227,19 @@ def audit_precision(
         if isinstance(module, nn.Linear | nn.Embedding):
             dtype = effective_dtype(module)
             computed[dtype] += 1
-            if dtype != (of_packed if id(module) in packed else wanted):
+            # only 4-bit products may have a dtype of their own
+            declared = of_packed if id(module) in packed else wanted
+            if dtype != declared:
                 wrong.append(f"{name} computes in {dtype}")
     for name, parameter in part.named_parameters():
         dtype = short_name(parameter.dtype)
-        (adapters if ".npt." in name else stored)[dtype] += 1
-        if ".npt." in name and parameter.dtype != torch.float32:
+        if ".npt." not in name:
+            stored[dtype] += 1
+            continue
+        adapters[dtype] += 1
+        if parameter.dtype != torch.float32:
             wrong.append(f"adapter {name} is {dtype}")
+    # autocast overrides what the modules say of themselves
     for device in {p.device.type for p in part.parameters()}:
         if torch.is_autocast_enabled(device):
             dtype = short_name(torch.get_autocast_dtype(device))
@@ -231,5 +252,10 @@ def audit_precision(
             f"expected {policy}, but {wrong[0]}{more}: load the model with npt.load_base and"
             " disable autocast"
         )
-    counts = dict(computed), dict(stored), dict(adapters)
-    return PrecisionReport(quantization_of(part), *counts, matmul_precision())
+    return PrecisionReport(
+        quantization=quantization_of(part),
+        compute_dtype=dict(computed),
+        stored_dtype=dict(stored),
+        adapter_dtype=dict(adapters),
+        matmul_precision=matmul_precision(),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -54,19 +54,21 @@ class Recipe:
         packed = quantization_of(model)
         if packed is None:
             name = names.get(policy_dtype(model))
-            if name is None or getattr(model.config, "quantization_config", None) is not None:
+            foreign = getattr(model.config, "quantization_config", None) is not None
+            if name is None or foreign:
                 return None
             return cls(use_fp16=name == "fp16", dtype="bf16" if name == "bf16" else None)
         if packed not in QUANT_TYPES:
             return None
         linears = [module for _, module in quantized_linears(model)]
         states = [module.weight.quant_state for module in linears]
-        in_bf16 = {module.compute_dtype for module in linears} == {torch.bfloat16}
+        in_bf16 = all(module.compute_dtype == torch.bfloat16 for module in linears)
+        unpacked = names.get(model.get_input_embeddings().weight.dtype)
         return cls(
             packed,
             double_quant=any(state is not None and state.nested for state in states),
             compute_dtype="bf16" if in_bf16 else "fp32",
-            dtype=getattr(model, _DTYPE, names.get(model.get_input_embeddings().weight.dtype)),
+            dtype=getattr(model, _DTYPE, unpacked),
         )
 
     @classmethod
@@ -76,11 +78,13 @@ class Recipe:
         if not isinstance(entries, Mapping):
             return None
         entries = {"dtype": None, **entries}  # missing in files of earlier versions
-        sound = set(entries) == {f.name for f in fields(cls)} and all(
-            any(type(entries[name]) is type(value) and entries[name] == value for value in values)
-            for name, values in _VALUES.items()
-        )
-        return cls(**entries) if sound else None
+        if entries.keys() != _VALUES.keys():
+            return None
+        for name, values in _VALUES.items():
+            # by type too, since 1 == True
+            if (type(entries[name]), entries[name]) not in [(type(v), v) for v in values]:
+                return None
+        return cls(**entries)
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -101,7 +105,9 @@ class Recipe:
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of `load_base` that differ from its defaults."""
-        mine, usual = ({**asdict(recipe), **recipe.storage} for recipe in (self, Recipe()))
+        default = Recipe()
+        usual = asdict(default) | default.storage
+        mine = asdict(self) | self.storage
         return {name: value for name, value in mine.items() if value != usual[name]}
 
 

@@ -31,13 +31,17 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> tuple[i
             flush()
             size = 0
         held[name] = tensor.detach().to("cpu").contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
+        size += tensor.nbytes
+        total += tensor.nbytes
     flush()
+    # a name holds the number of files, which is known only now
     files = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
     if len(parts) == 1:
         files = [SAFE_WEIGHTS_NAME]
     else:
-        where = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        where: dict[str, str] = {}
+        for file, names in zip(files, parts, strict=True):
+            where |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": total}, "weight_map": where}
         write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
     for number, file in enumerate(files):

@@ -31,8 +31,8 @@ for suffix, name in _TEXT.items():
         # pyarrow, which comes with datasets, reads what Python's own library cannot
         own = compression in (".gz", ".bz2", ".xz")
         register_reader(suffix + compression, _late(name), needs=None if own else "datasets")
-register_reader(".parquet", _late("read_table"), needs="datasets")
-register_reader(".arrow", _late("read_table"), needs="datasets")
+for suffix in (".parquet", ".arrow"):
+    register_reader(suffix, _late("read_table"), needs="datasets")
 register_reader(source.SAVED, _late("read_saved"), needs="datasets")
 register_reader(source.BUILTIN, _late("read_builtin"))
 register_reader(source.PROSE, _late("read_prose", "npt.data.prose"))

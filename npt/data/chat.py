@@ -26,11 +26,19 @@ WEIGHT = "weight"  # key of a message; 0 excludes it from training
 NO_ANSWER = frozenset({"system", "developer", "user", "tool"})
 """Roles whose messages are not answers."""
 
-TOOLS, VARIABLES = "tools", "chat_template_kwargs"
+TOOLS = "tools"
+VARIABLES = "chat_template_kwargs"
 """Columns beside a conversation: tools that the assistant may call, and variables by name."""
 
-_GIVEN = frozenset({"conversations", "chat_template", "add_generation_prompt", "documents", TOOLS})
-_GIVEN |= {"return_assistant_tokens_mask", "continue_final_message"}
+_GIVEN = {
+    "conversations",
+    "chat_template",
+    "add_generation_prompt",
+    "documents",
+    TOOLS,
+    "return_assistant_tokens_mask",
+    "continue_final_message",
+}
 """Arguments of transformers' renderer, which a record cannot set as variables."""
 
 _DATE = "_npt_date"
@@ -54,8 +62,9 @@ def render(
     at = datetime.fromisoformat(date_of(tokenizer))
     template = tokenizer.get_chat_template(tools=tools)
     dated = _CLOCK.sub(lambda call: repr(at.strftime(call[2])), template)
-    # as transformers' apply_chat_template does
-    filled = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    filled = []
+    for message in messages:  # as transformers' apply_chat_template does
+        filled.append({key: value for key, value in message.items() if value is not None})
     return render_template(
         dated,
         **{**tokenizer.special_tokens_map, **(variables or {})},
@@ -87,29 +96,19 @@ def read_conversation(
         Skipped: there is nothing to train.
         DataError: a message is malformed, or the template is missing or refuses the messages.
     """
-    prompt: list[Any] = list(record[column])
-    answer = None
-    if answer_column is None:
-        last = _last_answer(prompt)
-        prompt, answer = prompt[:last], prompt[last : last + 1]
-    elif isinstance(record.get(answer_column), str):
-        answer = [{"role": "assistant", "content": record[answer_column]}]
-    else:
-        answer = messages_of(name, record.get(answer_column))
-    for where, messages in ((column, prompt), (answer_column or column, answer)):
-        if messages is None or not all(map(_is_message, messages)):
-            wanted = '{"role": "user", "content": ...}'
-            raise DataError(f"record {name}: {where!r} is not a list of messages like {wanted}")
-    assert answer is not None
+    prompt, answer = _prompt_and_answer(name, record, column, answer_column)
     _check_answer(prompt, answer)
     if not has_template(tokenizer):
         raise DataError(
             f"record {name} is a conversation, but the tokenizer has no chat template; choose the"
             " --model_name of a chat model, or use prompt and completion texts"
         )
-    prompt, answer = ([_without_nulls(m) for m in messages] for messages in (prompt, answer))
-    tools, variables = _tools(name, record), _variables(name, record)
+    prompt = list(map(_without_nulls, prompt))
+    answer = list(map(_without_nulls, answer))
+    tools = _tools(name, record)
+    variables = _variables(name, record)
     write = partial(render, tokenizer, tools=tools, variables=variables)
+    # twice, because a template tells where a message ends, but not where an answer begins
     try:
         start = write(prompt, to_answer=True)
         whole = write([*prompt, *answer], to_answer=False)
@@ -121,6 +120,7 @@ def read_conversation(
     except Exception as error:  # of the tokenizer or the template
         message = f"the chat template refuses it: {first_line(error)[:200]}; correct the record"
         raise DataError(f"record {name}: {message}") from error
+    # so the answer is what the template adds to the prompt
     if not whole.startswith(start):
         raise DataError(
             f"record {name}: the chat template changes the prompt when an answer follows, so the"
@@ -130,11 +130,36 @@ def read_conversation(
     return start, whole[len(start) :], json.dumps([prompt, answer], sort_keys=True, default=str)
 
 
+def _prompt_and_answer(
+    name: str, record: Record, column: str, answer_column: str | None
+) -> tuple[list[Any], list[Any]]:
+    """Return the messages before the answer to train, and the answer's, as the record has them."""
+    prompt = list(record[column])
+    answer: list[Any] | None
+    if answer_column is None:
+        last = _last_answer(prompt)
+        answer = prompt[last : last + 1]
+        prompt = prompt[:last]
+    elif isinstance(record.get(answer_column), str):
+        answer = [{"role": "assistant", "content": record[answer_column]}]
+    else:
+        answer = messages_of(name, record.get(answer_column))
+    for where, messages in ((column, prompt), (answer_column or column, answer)):
+        if messages is None or not all(map(_is_message, messages)):
+            wanted = '{"role": "user", "content": ...}'
+            raise DataError(f"record {name}: {where!r} is not a list of messages like {wanted}")
+    assert answer is not None
+    return prompt, answer
+
+
 def columns_read(tokenizer: Any, record: Record) -> list[str]:
     """Return the columns beside a conversation that the template reads, by the names in it."""
     template = tokenizer.get_chat_template(tools=record.get(TOOLS))
-    read = {TOOLS: [TOOLS], VARIABLES: from_json(record.get(VARIABLES) or {})}
-    return [column for column, names in read.items() if any(name in template for name in names)]
+    read = [TOOLS] if TOOLS in template else []
+    variables = from_json(record.get(VARIABLES) or {})
+    if any(name in template for name in variables):
+        read.append(VARIABLES)
+    return read
 
 
 def _tools(name: str, record: Record) -> list[Any] | None:
@@ -158,8 +183,9 @@ def _variables(name: str, record: Record) -> dict[str, Any]:
             f'record {name}: {VARIABLES!r} is not an object like {{"enable_thinking": false}};'
             " correct it or remove the column"
         )
-    if fixed := sorted(_GIVEN & variables.keys()):
-        raise DataError(f"record {name}: {VARIABLES!r} cannot set {fixed[0]!r}; remove it there")
+    fixed = _GIVEN & variables.keys()
+    if fixed:
+        raise DataError(f"record {name}: {VARIABLES!r} cannot set {min(fixed)!r}; remove it there")
     return variables
 
 
@@ -180,20 +206,25 @@ def _last_answer(messages: list[Any]) -> int:
         if isinstance(message, Mapping) and message.get("role", "user") not in NO_ANSWER
     ]
     trained = [number for number in answers if messages[number].get(WEIGHT) != 0]
-    return (trained or answers or [len(messages) - 1])[-1]
+    best = trained or answers
+    return best[-1] if best else len(messages) - 1
 
 
 def _is_message(entry: Any) -> bool:
     """Return whether an entry is a message. One with tool calls may lack a content."""
-    written = isinstance(entry, Mapping) and ("content" in entry or bool(entry.get("tool_calls")))
-    return written and "role" in entry
+    if not isinstance(entry, Mapping) or "role" not in entry:
+        return False
+    return "content" in entry or bool(entry.get("tool_calls"))
 
 
 def _check_answer(prompt: list[Any], answer: list[Any]) -> None:
-    last = answer[-1] if answer else {"role": "user"}
+    if not answer:
+        raise Skipped("empty completion")
+    last = answer[-1]
     if last.get(WEIGHT) == 0:
         raise Skipped("answer of weight 0")
-    silent = not str(last.get("content") or "").strip() and not last.get("tool_calls")
+    text = str(last.get("content") or "")
+    silent = not text.strip() and not last.get("tool_calls")
     if last["role"] in NO_ANSWER or silent:
         raise Skipped("empty completion")
     if not prompt:

@@ -7,7 +7,6 @@ needs far more memory for a text than its tokens do.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -30,9 +29,14 @@ def continuation_tokens(tokenizer: Any, before: str | None, text: str) -> list[i
     If a token of both texts together ends where `before` ends, return the tokens after it. Else use
     a mark in place of `before`.
     """
-    front = None if before is None else before[-TEXT_AT_ONCE:]
-    fronts = itertools.chain([front], itertools.repeat(None))
-    return _joined(map(_continued, itertools.repeat(tokenizer), fronts, _pieces(text)))
+
+    def parts() -> Iterator[list[int]]:
+        front = None if before is None else before[-TEXT_AT_ONCE:]
+        for piece in _pieces(text):
+            yield _continued(tokenizer, front, piece)
+            front = None  # a later piece is cut where any text may precede it
+
+    return _joined(parts())
 
 
 def _continued(tokenizer: Any, before: str | None, text: str) -> list[int]:
@@ -53,7 +57,8 @@ def begins_with_space(tokenizer: Any) -> bool:
 
 def opening_tokens(tokenizer: Any) -> list[int]:
     """Return the special tokens that the tokenizer puts before a text."""
-    (whole,), (bare,) = _tokens(tokenizer, _PROBE, special=True), _tokens(tokenizer, _PROBE)
+    whole = _tokens(tokenizer, _PROBE, special=True)[0]
+    bare = _tokens(tokenizer, _PROBE)[0]
     starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     return whole[: next(starts, 0)]
 
@@ -66,7 +71,10 @@ def bare_tokens(tokenizer: Any, text: str) -> list[int]:
     def parts() -> Iterator[list[int]]:
         yield _tokens(tokenizer, first)[0]
         for piece in others:
-            yield _continued(tokenizer, None, piece) if with_space else _tokens(tokenizer, piece)[0]
+            if with_space:
+                yield _continued(tokenizer, None, piece)
+            else:
+                yield _tokens(tokenizer, piece)[0]
 
     return _joined(parts())
 
@@ -78,9 +86,14 @@ def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
 
 def continuation_text(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text of tokens that follow others, without special tokens."""
-    parts = (list(before), [*before, *ids], list(ids))
-    front, whole, alone = (tokenizer.decode(part, skip_special_tokens=True) for part in parts)
-    return str(whole[len(front) :] if whole.startswith(front) else alone)
+
+    def decoded(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    front = decoded(list(before))
+    whole = decoded([*before, *ids])
+    # bytes of one character may lie on both sides, and then `front` ends otherwise
+    return whole[len(front) :] if whole.startswith(front) else decoded(list(ids))
 
 
 def _pieces(text: str) -> Iterator[str]:

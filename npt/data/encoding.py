@@ -44,9 +44,13 @@ from npt.data.continuation import (
 from npt.data.source import PIECE, Record
 from npt.errors import DataError, kind_of
 
-PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
+PROMPT = "prompt"
+COMPLETION = "completion"
+MESSAGES = "messages"
 CONVERSATIONS = "conversations"
-INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
+INSTRUCTION = "instruction"
+INPUT = "input"
+OUTPUT = "output"
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns that are 1 on tokens to train on, and 0 on others."""
 IDS = ("input_ids", "labels", "attention_mask", "position_ids", *MASKS)
@@ -130,7 +134,8 @@ class Encoder:
     """Turns records into samples, with one tokenizer and one set of columns, and counts both."""
 
     def __init__(self, tokenizer: Any, config: DataConfig, counts: RecordCounts | None = None):
-        self.tokenizer, self._config = tokenizer, config
+        self.tokenizer = tokenizer
+        self._config = config
         self.counts = RecordCounts() if counts is None else counts
 
     def samples(self, number: int, record: Record) -> list[Sample]:
@@ -163,14 +168,11 @@ class Encoder:
             check_no_null(name, record, columns)
             text = text_of(name, record, config.text_column, "--text_column")
             self._note_unused(columns, config.text_column)
-            opened, closed = record.get(PIECE, (True, True))
-            ids = self._tokens(text) if opened else self._following(None, text)
-            if not ids:
-                raise Skipped("empty text")
-            ids = [*self._opening, *ids] if opened else ids
-            return self._windows(name, self._ended(ids) if closed else ids, context=context)
+            return self._windows(name, self._document(record, text), context=context)
         answer = answer_column(column, config)
-        if (messages := messages_of(name, columns.get(column), as_json=answer is None)) is not None:
+        # a conversation may be stored as JSON; a prompt that looks like JSON is a text
+        messages = messages_of(name, columns.get(column), as_json=answer is None)
+        if messages is not None:
             from npt.data.chat import columns_read
             from npt.data.sharegpt import SYSTEM, with_system
 
@@ -194,13 +196,25 @@ class Encoder:
         used = [column, answer]
         if column == INSTRUCTION and INPUT in columns:
             further = text_of(name, record, INPUT, "--prompt_column")
-            prompt = f"{prompt}\n\n{further}" if further.strip() else prompt
             used.append(INPUT)
+            if further.strip():
+                prompt = f"{prompt}\n\n{further}"
         self._note_unused(columns, *used)
         front = [*self._opening, *self._tokens(prompt)]
-        sample = self._fitted(name, front, self._ended(self._completion(prompt, completion)))
+        answered = self._ended(self._completion(prompt, completion))
+        sample = self._fitted(name, front, answered)
         own = len(sample.input_ids) - len(self._opening)
         return [self._after(sample, self._opening, self._context_tokens(context), own)]
+
+    def _document(self, record: Record, text: str) -> list[int]:
+        """Return the tokens of a text, or of a piece of one: a document has one start and end."""
+        opened, closed = record.get(PIECE, (True, True))
+        ids = self._tokens(text) if opened else self._following(None, text)
+        if not ids:
+            raise Skipped("empty text")
+        if opened:
+            ids = [*self._opening, *ids]
+        return self._ended(ids) if closed else ids
 
     def _context(self, name: str, record: Record) -> str:
         """Return the context that the teacher reads; a blank one is none."""
@@ -228,6 +242,7 @@ class Encoder:
         read = partial(read_conversation, name, self.tokenizer)
         prompt, completion, undated = read(record, column, answer)
         front = self._tokens(prompt)
+        # the template writes the end token
         answered = self._completion(prompt, completion)
         if not context:
             return self._fitted(name, front, answered, undated)
@@ -245,6 +260,7 @@ class Encoder:
             )
         sample = self._fitted(name, front, answered, undated)
         told_front = self._tokens(told)
+        # templates write the system message first, so the prompts end alike
         pairs = zip(reversed(front), reversed(told_front), strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         shared = min(common + len(answered), len(sample.input_ids))
@@ -261,8 +277,9 @@ class Encoder:
             raise Skipped("no room for the context")
         self.counts.cut_contexts += len(context) > room
         before = (*front, *context[-room:])
+        targets = sample.labels or sample.input_ids
         # the student's first token is not predicted, so the teacher's is no target either
-        labels = (IGNORE_INDEX, *(sample.labels or sample.input_ids)[1:])
+        labels = (IGNORE_INDEX, *targets[1:])
         taught = Sample(
             f"{sample.id} after its context",
             (*before, *sample.input_ids[-shared:]),
@@ -277,7 +294,8 @@ class Encoder:
             if column in used or column in ("id", PIECE, self._config.context_column):
                 continue
             empty = isinstance(value, str | list | tuple | dict) and not value
-            if not empty and (column in unused or len(unused) < _KNOWN_UNUSED):
+            counted = column in unused or len(unused) < _KNOWN_UNUSED
+            if counted and not empty:
                 unused[str(column)] += 1
 
     def _completion(self, prompt: str, completion: str) -> list[int]:
@@ -316,20 +334,23 @@ class Encoder:
         """Cut the ids of a text into windows that do not overlap. Each follows the context."""
         samples: list[Sample] = []
         length = self._config.max_length
-        front = self._opening if context else []
+        front: list[int] = []
         before = self._context_tokens(context)
         if context:
+            front = self._opening
             length = max(length - len(front) - len(before), length // 2)
+        # a single token left over predicts nothing
         for start in range(0, max(1, len(ids) - 1), length):
-            window = slice(start, start + length)
-            targets = None if labels is None else tuple(labels[window])
-            if len(ids[window]) < 2:
+            window = tuple(ids[start : start + length])
+            targets = None if labels is None else tuple(labels[start : start + length])
+            if len(window) < 2:
                 self.counts.skipped["fewer than two tokens"] += 1
             elif targets is not None and set(targets[1:]) == {IGNORE_INDEX}:
                 self.counts.skipped["no target"] += 1
             else:
-                sample = Sample(f"{name}@{start}", tuple(ids[window]), targets)
-                own = len(sample.input_ids) - (0 if start else len(front))
+                sample = Sample(f"{name}@{start}", window, targets)
+                # the first window has the start tokens, which the teacher reads before the context
+                own = len(window) if start else len(window) - len(front)
                 samples.append(self._after(sample, front, before, own))
         return samples
 
@@ -338,21 +359,25 @@ class Encoder:
     ) -> Sample:
         """Keep the completion, if it fits after one token of prompt, and then the prompt's end."""
         length = self._config.max_length
-        answer = completion[: length - min(len(prompt), 1)]  # nothing predicts a row's first token
+        # nothing predicts a row's first token
+        most = length - min(len(prompt), 1)
+        answer = completion[:most]
         start = max(0, len(prompt) + len(answer) - length)
-        self.counts.cut_completions += len(answer) < len(completion)
+        self.counts.cut_completions += len(completion) > most
         self.counts.cut_prompts += start > 0
-        ids = (*prompt[start:], *answer)
+        kept = prompt[start:]
+        ids = (*kept, *answer)
         if len(ids) < 2:
             raise Skipped("no target")
-        labels = (*[IGNORE_INDEX] * (len(ids) - len(answer)), *answer)
+        labels = (*[IGNORE_INDEX] * len(kept), *answer)
         return Sample(f"{name}@{start}", ids, labels, undated=undated)
 
 
 def filled(record: Record) -> Record:
     """Return a record without the nulls of merged tables, unless only its id would be left."""
     columns = {column: value for column, value in record.items() if value is not None}
-    return columns if columns.keys() - {"id", PIECE} else record
+    others = columns.keys() - {"id", PIECE}
+    return columns if others else record
 
 
 def prompt_column(record: Record, config: DataConfig) -> str | None:
@@ -416,8 +441,8 @@ def text_of(name: str, record: Record, column: str, flags: str) -> str:
             f"record {name}{_line(name)} has null as {column!r}; fill it in, or remove the record"
         )
     if not isinstance(text, str):
-        # readers add `id`
-        have = ", ".join(sorted(map(str, record.keys() - {"id", PIECE}))) or "nothing"
+        own = record.keys() - {"id", PIECE}  # readers add `id`
+        have = ", ".join(sorted(map(str, own))) or "nothing"
         what = "has no column" if column not in record else f"has {kind_of(text)} as"
         raise DataError(f"record {name} {what} {column!r} (columns: {have}); set {flags}")
     check_characters(name, repr(column), text)
@@ -427,8 +452,8 @@ def text_of(name: str, record: Record, column: str, flags: str) -> str:
 def _line(name: str) -> str:
     """Return the line of a record, in brackets, if its reader named it by file and line."""
     file, _, number = name.rpartition(":")
-    by_line = {".jsonl", ".ndjson", ".csv", ".tsv"} & set(Path(file.lower()).suffixes)
-    return f" (line {number})" if by_line and number.isdigit() else ""
+    others = {".jsonl", ".ndjson", ".csv", ".tsv"}.isdisjoint(Path(file.lower()).suffixes)
+    return "" if others or not number.isdigit() else f" (line {number})"
 
 
 def check_characters(name: str, what: str, text: str) -> None:
@@ -444,7 +469,8 @@ def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
     """Return a record's token ids, and its labels if it has any, without padding. Where one of
     MASKS is 0, there is no label."""
     columns = {key: _integers(name, key, record[key]) for key in IDS if key in record}
-    ids, labels = columns["input_ids"], columns.get("labels")
+    ids = columns["input_ids"]
+    labels = columns.get("labels")
     for key, values in columns.items():
         if len(values) != len(ids):
             raise DataError(
@@ -452,15 +478,20 @@ def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
                 " must be equally long"
             )
     for key, meaning in _MEANINGS.items():
-        if other := set(columns.get(key, ())) - {0, 1}:
+        other = set(columns.get(key, ())) - {0, 1}
+        if other:
             raise DataError(f"record {name} has {min(other)} in its {key}, expected {meaning}")
     for key in MASKS:
         if key in columns:
+            # without labels every token is its own target
             pairs = zip(labels or ids, columns[key], strict=True)
             labels = [label if trained else IGNORE_INDEX for label, trained in pairs]
+    # windows are cut from tokens alone; batches are padded anew
     mask = columns.get("attention_mask", [1] * len(ids))
     _check_one_document(name, sum(mask), columns, record, mask)
-    return list(compress(ids, mask)), labels and list(compress(labels, mask))
+    if labels:
+        labels = list(compress(labels, mask))
+    return list(compress(ids, mask)), labels
 
 
 _MEANINGS = {

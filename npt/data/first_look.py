@@ -26,13 +26,15 @@ class Copies:
     """
 
     def __init__(self, kept: int = _KEPT):
-        self._kept, self._mask = kept, 0
+        self._kept = kept
+        self._mask = 0
         self._counts: Counter[int] = Counter()
 
     def add(self, sample: Sample) -> None:
         """Count a sample. Ids with other labels, or after another context, are another sample."""
         sample = sample.taught or sample
-        ids = array("q", (*sample.input_ids, *(sample.labels or ())))
+        ids = array("q", sample.input_ids)
+        ids.extend(sample.labels or ())
         digest = hashlib.blake2b(ids.tobytes(), digest_size=8).digest()
         key = int.from_bytes(digest, "big")
         if key & self._mask:

@@ -16,14 +16,12 @@ _NOT_DATA = frozenset(
 )
 """Files about a dataset, which `datasets` ignores too."""
 
-_SPLIT_WORDS = {
+_SPLITS = {
     "train": "train|training",
     "validation": "validation|valid|dev|val",
     "test": "test|testing|eval|evaluation",
 }
-_SPLITS = {
-    split: re.compile(rf"(?<![a-z])(?:{words})(?![a-z])") for split, words in _SPLIT_WORDS.items()
-}
+"""Words in the names of files and folders that tell a split."""
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}.*")
 """A file that the Hub calls by its split: data/train_sft-00000-of-00002.parquet."""
 
@@ -44,7 +42,8 @@ def look_through(folder: Path, split: str, is_data: Callable[[Path], bool]) -> F
     """
     files = []
     for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        parts = path.relative_to(folder).parts
+        hidden = any(part.startswith(".") for part in parts)
         if not hidden and path.is_file():
             files.append(path)
     data = [path for path in files if is_data(path) and path.name not in _NOT_DATA]
@@ -53,13 +52,11 @@ def look_through(folder: Path, split: str, is_data: Callable[[Path], bool]) -> F
     if len(splits) > 1 or split != "train":
         check_split(folder, split, splits)
         data = [path for path in data if split_of[path] == split]
-    read = set(data)
     passed = []
-    for path in files:
-        if path not in read:
-            name = path.relative_to(folder).as_posix()
-            other = split_of.get(path)
-            passed.append(name if other is None else f"{name} (split {other})")
+    for path in sorted(set(files) - set(data)):
+        name = path.relative_to(folder).as_posix()
+        other = split_of.get(path)
+        passed.append(name if other is None else f"{name} (split {other})")
     return Folder(data, passed)
 
 
@@ -71,7 +68,8 @@ def _split_of(path: Path, folder: Path) -> str | None:
         return shard[1]
     for part in reversed(path.relative_to(folder).parts):
         for split, words in _SPLITS.items():
-            if words.search(part.lower()):
+            # as a whole word, since 'latest' is no test split
+            if re.search(rf"(?<![a-z])(?:{words})(?![a-z])", part.lower()):
                 return split
     return None
 

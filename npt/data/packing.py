@@ -22,21 +22,21 @@ def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:
         size = len(sample.input_ids)
         fitting = bisect.bisect_left(room, (size, 0))
         if fitting == len(room):
-            rows.append([sample])
-            bisect.insort(room, (max_length - size, len(rows) - 1))
+            free = max_length
+            row = len(rows)
+            rows.append([])
         else:
             free, row = room.pop(fitting)
-            rows[row].append(sample)
-            bisect.insort(room, (free - size, row))
+        rows[row].append(sample)
+        bisect.insort(room, (free - size, row))
     return [_joined(row) for row in rows]
 
 
 def _joined(row: Sequence[Sample]) -> Sample:
-    labels = [
-        label
-        for s in row
-        for label in (IGNORE_INDEX, *(s.labels if s.labels is not None else s.input_ids)[1:])
-    ]
+    labels: list[int] = []
+    for sample in row:
+        targets = sample.input_ids if sample.labels is None else sample.labels
+        labels += (IGNORE_INDEX, *targets[1:])
     return Sample(
         id="+".join(s.id for s in row),
         input_ids=tuple(i for s in row for i in s.input_ids),

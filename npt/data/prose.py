@@ -22,9 +22,12 @@ from npt.errors import DataError
 
 TOPICS = "pydoc_data/topics.py"
 HELDOUT_ONE_IN = 10
-LONG, LEAST, REPEATED = 200, 500, 80
-"""Fewest characters of a docstring (a module's own is always used), of a document, and of a
-paragraph that may occur in only one topic."""
+LONG = 200
+"""Fewest characters of a docstring; a module's own is always used."""
+LEAST = 500
+"""Fewest characters of a document."""
+REPEATED = 80
+"""Fewest characters of a paragraph that may occur in only one topic."""
 
 _LISTING = re.compile(r"^\s*(?:>>> |\+[-=]{3}|\|)", re.MULTILINE)
 _Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -42,10 +45,14 @@ def prose(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
         return is_heldout(name, HELDOUT_ONE_IN) == (split == "heldout")
 
     for topic, text in sorted(_topics(root / TOPICS).items()):
-        if chosen(f"topic {topic}") and len(text) >= LEAST:
-            yield f"topic {topic}", text
+        name = f"topic {topic}"
+        if chosen(name) and len(text) >= LEAST:
+            yield name, text
     for path, source in source_files(root, chosen):
-        if path != TOPICS and len(text := _docstrings(source)) >= LEAST:
+        if path == TOPICS:
+            continue
+        text = _docstrings(source)
+        if len(text) >= LEAST:
             yield path, text
 
 
@@ -60,7 +67,8 @@ def _topics(path: Path) -> dict[str, str]:
             f"builtin-prose needs the topics of Python's help(), but {path} is missing or damaged;"
             " pass --dataset_name FILE"
         ) from error
-    shortened, seen = dict[str, str](), set[str]()
+    shortened: dict[str, str] = {}
+    seen: set[str] = set()
     for name in sorted(topics, key=lambda name: (len(topics[name]), name)):
         new = [p for p in _paragraphs(topics[name]) if p not in seen]
         seen.update(p for p in new if len(p) >= REPEATED)
@@ -76,9 +84,12 @@ def _docstrings(source: str) -> str:
         return ""
     inside = [node for node in ast.walk(tree) if isinstance(node, _Documented)]
     inside.sort(key=lambda node: node.lineno)
-    texts = ["\n\n".join(_paragraphs(ast.get_docstring(node) or "")) for node in (tree, *inside)]
-    long = (text for text in texts[1:] if len(text) >= LONG)
-    return "\n\n".join(dict.fromkeys(text for text in (texts[0], *long) if text))
+    texts: dict[str, None] = {}  # a set in order; some classes have the same docstring
+    for node in (tree, *inside):
+        text = "\n\n".join(_paragraphs(ast.get_docstring(node) or ""))
+        if text and (node is tree or len(text) >= LONG):
+            texts[text] = None
+    return "\n\n".join(texts)
 
 
 def _paragraphs(text: str) -> list[str]:

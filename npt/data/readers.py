@@ -31,8 +31,16 @@ from npt.errors import DataError, first_line, kind_of
 TEXT_PIECE = 1 << 16
 """Characters per record of a text file. A longer file is read in pieces that form one document."""
 
-_EXCLUDED = {"test", "tests", "idle_test", "__pycache__", "_vendor", "ensurepip"}
-_EXCLUDED |= {"site-packages", "dist-packages"}
+_EXCLUDED = {
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "_vendor",
+    "ensurepip",
+    "site-packages",
+    "dist-packages",
+}
 
 csv.field_size_limit(2**31 - 1)  # the default is 128 KiB, for every reader of the process
 
@@ -56,21 +64,24 @@ def _opened(path: Path, encoding: str | None = None, newline: str | None = None)
         raise
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         why = getattr(error, "strerror", None)
-        problem = f" is damaged: {first_line(error)}; restore it from the original"
-        raise FileError(path, problem if why is None else f" cannot be read: {why}") from error
+        problem = f" cannot be read: {why}"
+        if why is None:  # not from the system
+            problem = f" is damaged: {first_line(error)}; restore it from the original"
+        raise FileError(path, problem) from error
 
 
 def _bytes_of(path: Path) -> Any:
     """Open a file as bytes, unpacked if its suffix is that of a compression."""
     suffix = path.suffix.lower()
-    if suffix in (".gz", ".bz2", ".xz"):
-        module = import_module({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}[suffix])
-        return module.open(path, "rb")
-    if suffix in (".zst", ".lz4"):
+    modules = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}
+    if suffix in modules:
+        return import_module(modules[suffix]).open(path, "rb")
+    codecs = {".zst": "zstd", ".lz4": "lz4"}
+    if suffix in codecs:
         import pyarrow
 
-        codec = {".zst": "zstd", ".lz4": "lz4"}[suffix]
-        return io.BufferedReader(pyarrow.input_stream(str(path), compression=codec))
+        stream = pyarrow.input_stream(str(path), compression=codecs[suffix])
+        return io.BufferedReader(stream)
     return path.open("rb")
 
 
@@ -109,11 +120,12 @@ def read_csv(path: Path, config: DataConfig) -> Entries:
     """Yield the rows of a CSV file (RFC 4180), or of one with tabs instead of commas, all fields as
     text; short rows lack last columns."""
     tabs = ".tsv" in map(str.lower, path.suffixes[-2:])
-    kind, separators = ("TSV", "tabs") if tabs else ("CSV", "commas")
+    kind = "TSV" if tabs else "CSV"
+    separators = "tabs" if tabs else "commas"
     with _opened(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True, delimiter="\t" if tabs else ",")
         names: list[str] = []
-        line = 1
+        line = 1  # of a row's first line; fields may span lines
         try:
             for row in rows:
                 if not names:
@@ -140,7 +152,8 @@ def read_text(path: Path, config: DataConfig) -> Entries:
         return text + file.readline() if text else ""
 
     with _opened(path, encoding="utf-8-sig") as file:
-        number, piece = 0, next_piece()
+        number = 0
+        piece = next_piece()
         while piece:
             after = next_piece()
             if number == 0 and not after:
@@ -148,7 +161,8 @@ def read_text(path: Path, config: DataConfig) -> Entries:
             else:
                 ends = {PIECE: (number == 0, not after)}
                 yield {"text": piece, "id": f"{path.name}#{number}", **ends}
-            number, piece = number + 1, after
+            number += 1
+            piece = after
 
 
 def read_json(path: Path, config: DataConfig) -> Entries:
@@ -163,8 +177,9 @@ def read_json(path: Path, config: DataConfig) -> Entries:
         if what == "Extra data" and text.lstrip().startswith("{"):
             yield from read_json_lines(path, config)
             return
-        where = (getattr(error, key, None) for key in ("lineno", "colno"))
-        raise FileError(path, f": not JSON ({what}); correct the file", *where) from error
+        line = getattr(error, "lineno", None)
+        column = getattr(error, "colno", None)
+        raise FileError(path, f": not JSON ({what}); correct the file", line, column) from error
     if not isinstance(entries, list):
         raise FileError(path, f" holds {kind_of(entries)}; it must be a list of objects {example}")
     for number, entry in enumerate(entries):
@@ -181,9 +196,13 @@ def read_table(path: Path, config: DataConfig) -> Iterable[Record]:
     kind = path.suffix[1:].lower()
     # this logger repeats the error that is raised here
     logging.getLogger(f"datasets.packaged_modules.{kind}.{kind}").setLevel(logging.CRITICAL)
-    files = glob.escape(str(path))
-    options = {"data_files": files, "split": "train", "streaming": config.streaming}
-    load = partial(datasets.load_dataset, kind, **options)
+    load = partial(
+        datasets.load_dataset,
+        kind,
+        data_files=glob.escape(str(path)),
+        split="train",
+        streaming=config.streaming,
+    )
     return _loaded(load, config, partial(_damaged, path, kind.capitalize()))
 
 
@@ -214,8 +233,14 @@ def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
             f" the name and the network, or give --dataset_name a local file ({suffixes()})"
         )
 
-    options = {"name": config.dataset_config, "split": split, "streaming": config.streaming}
-    return _loaded(partial(datasets.load_dataset, name, **options), config, fault)
+    load = partial(
+        datasets.load_dataset,
+        name,
+        name=config.dataset_config,
+        split=split,
+        streaming=config.streaming,
+    )
+    return _loaded(load, config, fault)
 
 
 Fault = Callable[[Exception], DataError]
@@ -234,7 +259,8 @@ class _Streamed:
     """A stream of `datasets` whose errors become DataErrors."""
 
     def __init__(self, records: Any, fault: Fault):
-        self._records, self._fault = records, fault
+        self._records = records
+        self._fault = fault
 
     def __iter__(self) -> Iterator[Record]:
         try:

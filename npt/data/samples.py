@@ -69,9 +69,11 @@ def permutation(n: int, key: str, start: int = 0) -> Iterator[int]:
     keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "big") for i in range(_ROUNDS)]
     for value in range(start, n):
         while True:
-            left, right = value >> half, value & mask
+            left = value >> half
+            right = value & mask
             for each in keys:
-                left, right = right, left ^ (_mixed(right ^ each) & mask)
+                left ^= _mixed(right ^ each) & mask
+                left, right = right, left
             value = left << half | right
             if value < n:
                 break
@@ -131,12 +133,16 @@ class Samples:
         seed: int,
         hold_out: bool = True,
     ):
-        self._records, self._config, self._seed, self._hold_out = records, config, seed, hold_out
+        self._records = records
+        self._config = config
+        self._seed = seed
+        self._hold_out = hold_out
         self._encoder = Encoder(tokenizer, config)
         self._counted: int | None = None
         self.sized = is_sequence(records)
         if self.sized:  # refuse faulty first records before the run
-            begun = list(self._cut(itertools.islice(self._numbered(), _RECORDS_AT_ONCE)))
+            first = itertools.islice(self._numbered(), _RECORDS_AT_ONCE)
+            begun = list(self._cut(first))
             self.count_anew()
             if not begun and next(self._cut(self._numbered()), None) is None:
                 raise no_sample(self.counts)
@@ -153,9 +159,10 @@ class Samples:
     def count(self) -> int | None:
         """Return the number of samples of an epoch, None for a stream; tokenises the records."""
         if self._counted is None and self.sized:
-            samples: Iterator[Any] = self._cut(self._numbered())
-            samples = itertools.islice(samples, self._config.num_samples)
-            self._counted = sum(1 for _ in (self.walk() if self._config.packing else samples))
+            rows: Iterator[Any] = self.walk()
+            if not self._config.packing:  # then their number does not depend on their order
+                rows = itertools.islice(self._cut(self._numbered()), self._config.num_samples)
+            self._counted = sum(1 for _ in rows)
             self.count_anew()
         return self._counted
 
@@ -183,9 +190,11 @@ class Samples:
     def _rest_of_epoch(self, start: SourcePlace) -> Iterator[tuple[Sample, SourcePlace]]:
         most = sys.maxsize if self._config.num_samples is None else self._config.num_samples
         epoch, record, before, taken = start
-        records, more = self._numbered(record), True
+        records = self._numbered(record)
+        more = True
         while more and before < most:
-            first, block = record, list[Sample]()
+            first = record  # a position names its block by the first record
+            block: list[Sample] = []
             while more and len(block) < min(SHUFFLE_BLOCK, most - before):
                 chunk = list(itertools.islice(records, _RECORDS_AT_ONCE))
                 more = len(chunk) > 0
@@ -196,7 +205,8 @@ class Samples:
             for number in permutation(len(rows), f"{self._seed}/{epoch}/{first}", taken):
                 taken += 1
                 yield rows[number], SourcePlace(epoch, first, before, taken)
-            before, taken = before + len(block), 0
+            before += len(block)
+            taken = 0
 
     def _cut(self, records: Iterable[tuple[int, Record]]) -> Iterator[Sample]:
         """Yield the samples of numbered records, without held-out ones if `hold_out` is set."""
@@ -233,10 +243,13 @@ class Position:
     begun: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        (epoch, *place), (replay_epoch, *replay) = self.place, self.replay
+        epoch, *place = self.place
+        replay_epoch, *replay = self.replay
         values = {"epoch": epoch, "place": place, "drawn": self.drawn}
         values |= {"replay_epoch": replay_epoch, "replay_place": replay}
-        return values | ({"begun": self.begun} if self.begun else {})
+        if self.begun:
+            values["begun"] = self.begun
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
@@ -264,9 +277,13 @@ class Loader:
         share: float = 0.0,
         seed: int = 0,
     ):
-        self.samples, self.replay, self.pin = samples, replay, False
-        self._batch_size, self._epochs = batch_size, epochs
-        self._share, self._seed = share, seed
+        self.samples = samples
+        self.replay = replay
+        self.pin = False
+        self._batch_size = batch_size
+        self._epochs = epochs
+        self._share = share
+        self._seed = seed
 
     def count(self, limit: int = sys.maxsize, begun: int = 0) -> int | None:
         """Return the number of batches without the first `begun` samples, at most `limit`; None for
@@ -276,10 +293,12 @@ class Loader:
             return None
         total = drawn = epoch = 0
         while epoch < self._epochs and total < limit:
-            first, left = drawn, size if epoch else size - begun
+            first = drawn
+            left = size if epoch else size - begun
             if self.replay is None:
-                drawn, left = drawn + left, 0
-            while left:
+                drawn += left
+                left = 0
+            while left:  # replayed samples come on top of an epoch's own
                 left -= not self._is_replayed(drawn)
                 drawn += 1
             total += math.ceil((drawn - first) / self._batch_size)
@@ -353,6 +372,7 @@ def prefetched(
     ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
     closed = threading.Event()
 
+    # both sides wait in short steps, so that they notice `closed` and `stop`
     def put(item: Any, error: BaseException | None = None) -> None:
         while not closed.is_set():
             with contextlib.suppress(queue.Full):
@@ -366,6 +386,7 @@ def prefetched(
         except BaseException as error:  # StopIteration too; raised in turn by the consumer
             put(None, error)
 
+    # a daemon: a source that hangs must not keep the process
     thread = threading.Thread(target=work, name="npt-data", daemon=True)
     thread.start()
     try:

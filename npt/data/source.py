@@ -16,7 +16,9 @@ from npt.data.folder import Folder, is_saved, look_through, saved_split
 from npt.errors import DataError, first_line, kind_of
 from npt.extras import require
 
-BUILTIN, PROSE, HUB = "builtin", "builtin-prose", "the hub"
+BUILTIN = "builtin"
+PROSE = "builtin-prose"
+HUB = "the hub"
 SAVED = "saved"
 """Kind of a folder that `save_to_disk` of `datasets` wrote."""
 
@@ -156,6 +158,7 @@ def _found(name: str, split: str) -> Folder:
                 " it"
             )
         elif path.exists():
+            # first, since a name may hold the characters of a pattern
             files = [path]
         else:
             matches = (Path(p) for p in glob.glob(str(path), recursive=True))
@@ -181,15 +184,17 @@ def _found(name: str, split: str) -> Folder:
 def check_source(config: DataConfig) -> None:
     """Check files, split and configuration before a large base is loaded. Raise DataError, or
     ConfigError if a package is not installed."""
-    name, split, part = config.dataset_name, config.dataset_split, config.dataset_config
+    name = config.dataset_name
+    split = config.dataset_split
     local = is_local(name)
     for one in local_files(name, split) if local else (name,):
         needs = reader_of(one).needs
         if needs is not None:
             require(needs, str(one) if local else f"the dataset {name!r} of the Hub")
-    if (local or name in READERS) and part is not None:
+    if (local or name in READERS) and config.dataset_config is not None:
         raise DataError(
-            f"--dataset_config {part} has no effect on {name}, which is not on the Hub; remove it"
+            f"--dataset_config {config.dataset_config} has no effect on {name}, which is not on the"
+            " Hub; remove it"
         )
     if name in OWN_HELDOUT and split not in ("train", "heldout"):
         raise DataError(f"the built-in text has no split {split!r}; choose from train, heldout")

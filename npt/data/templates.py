@@ -99,7 +99,8 @@ class _Renderer:
             raise
 
     def _stop(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             with contextlib.suppress(OSError):  # a request that it has not read

@@ -28,17 +28,33 @@ ROPE_FACTORS = "rope_freqs.weight"
 ORIGIN = "npt_origin"
 """Entry of `config.json` that names the file a model was read from."""
 
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+EMBEDDING = "token_embd.weight"
+HEAD = "output.weight"
 
-_ATTENTION = ("causal", "head_count", "head_count_kv", "key_length", "value_length")
-_ROPE = ("dimension_count", "freq_base", "scaling.factor", "scaling.finetuned", "scaling.type")
 _KNOWN = {
-    *(f"attention.{key}" for key in (*_ATTENTION, "layer_norm_rms_epsilon")),
-    *(f"rope.{key}" for key in (*_ROPE, "scaling.original_context_length")),
-    *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
-    *("expert_count", "expert_used_count", "tensor_data_layout"),
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "vocab_size",
+    "attention.causal",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "expert_count",
+    "expert_used_count",
+    "tensor_data_layout",
     "use_parallel_residual",  # in old files of Qwen2; llama.cpp ignores it
 }
+"""Entries, after the architecture's name, that this reader reads or that change nothing."""
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -65,19 +81,23 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
             f"has the unknown entry {min(unknown)}, which may change what the model computes; load"
             " a folder of the model instead"
         )
-    heads, width = _count(file, "attention.head_count"), _count(file, "embedding_length")
+    heads = _count(file, "attention.head_count")
+    width = _count(file, "embedding_length")
     head = _count(file, "attention.key_length", width // heads)
-    for key, wanted in {
+    # the families support a single value of these
+    fixed = {
         "expert_count": 0,
         "attention.value_length": head,
         "rope.dimension_count": head,
         "attention.causal": True,
-    }.items():
+    }
+    for key, wanted in fixed.items():
         value = file.get(f"{name}.{key}", type(wanted), wanted)
         if value != wanted:
             raise file.refusal(f"has {key} {value}; NPT supports only {wanted}")
     if EMBEDDING not in file.tensors:
         raise file.refusal(f"lacks the tensor {EMBEDDING}; download it again")
+    # transformers would build all layers that a damaged file claims
     layers = _count(file, "block_count")
     if layers > min(len(file.tensors), MOST_LAYERS):
         raise file.refusal(
@@ -119,7 +139,8 @@ def describe_origin(config: Any) -> str | None:
     origin = getattr(config, ORIGIN, None)
     if not isinstance(origin, dict):
         return None
-    file, kind = origin.get("file"), origin.get("quantization")
+    file = origin.get("file")
+    kind = origin.get("quantization")
     if kind in PLAIN:
         return f"{file} holds {kind}"
     return f"{file} was quantised to {kind}; its weights are loaded, not the original's"
@@ -157,12 +178,15 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
             f"scales rotary embeddings by {shown(kind)}; NPT supports linear, yarn and Llama 3's"
         )
     if kind == "yarn":
+        # it scales by how often a frequency turns within the original context
         length = _count(file, "rope.scaling.original_context_length")
         parameters["original_max_position_embeddings"] = length
     if ROPE_FACTORS in file.tensors:
         if kind != "none":
             raise file.refusal(f"scales rotary embeddings twice, by {kind} and by {ROPE_FACTORS}")
-        if (factor := float(_factors(file).max())) != 1:
+        # Llama 3 divides the slowest frequencies by its whole factor
+        factor = float(_factors(file).max())
+        if factor != 1:
             parameters |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     return parameters
 
@@ -176,9 +200,10 @@ def _factors(file: GGUFFile) -> torch.Tensor:
 
 def _check_rope(file: GGUFFile, config: PreTrainedConfig) -> None:
     """Raise ModelError if the file's frequency factors differ from those of the configuration."""
-    factors, base = _factors(file), config.rope_parameters["rope_theta"]
+    factors = _factors(file)
     dims = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
-    made = (base ** (-dims / config.head_dim) / LlamaRotaryEmbedding(config).inv_freq).float()
+    unscaled = config.rope_parameters["rope_theta"] ** (-dims / config.head_dim)
+    made = (unscaled / LlamaRotaryEmbedding(config).inv_freq).float()
     if made.shape != factors.shape or not torch.allclose(made, factors, rtol=1e-4, atol=0.0):
         raise file.refusal(
             f"scales rotary embeddings by {ROPE_FACTORS}, whose factors are not Llama 3's; load a"

@@ -72,16 +72,19 @@ def import_base(path: str | Path, folder: str | Path) -> Conversion:
 
 def convert(file: GGUFFile, folder: Path) -> Conversion:
     """Write the model in a file to `folder`, all or nothing. Raises ModelError."""
-    config, tokenizer = configuration_of(file), tokenizer_of(file)
+    config = configuration_of(file)
+    tokenizer = tokenizer_of(file)
     weights = _weights(file, config)
     name = "bf16" if file.quantization == "BF16" else "fp16"
     config.dtype = dtype = STORED[name]
+    # a chat model ends a turn and a text with different tokens
     ends = end_ids(file)
     generation = GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=ends if len(ends) > 1 else config.eos_token_id,
         pad_token_id=config.pad_token_id,
     )
+    # lazily: a tensor is dequantised when it is written
     values = ((key, _value(file, *weight, dtype)) for key, weight in weights.items())
     try:
         with new_folder(folder) as temporary:
@@ -102,6 +105,7 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, t
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
+    # gguf maps the names of several libraries to its own, by architecture
     kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
     names = get_tensor_name_map(kind, config.num_hidden_layers)
     with torch.device("meta"):
@@ -114,13 +118,14 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, t
         if theirs is None or theirs not in left:
             raise file.refusal(f"lacks the tensor {theirs or name}; download it again")
         stored = left.pop(theirs)
-        shape = tuple(reversed(stored.shape.tolist()))
+        shape = tuple(reversed(stored.shape.tolist()))  # a GGUF file names the last axis first
         if shape != tuple(parameter.shape):
             raise file.refusal(
                 f"has {theirs} of shape {list(shape)}, but its metadata say"
                 f" {list(parameter.shape)}; download it again"
             )
-        rotated = heads.get(name.split(".")[-2], 0) if file.architecture in _ROTATED else 0
+        module = name.split(".")[-2]
+        rotated = heads.get(module, 0) if file.architecture in _ROTATED else 0
         weights[name] = stored, parameter.shape, rotated
     extra = sorted(left.keys() - {ROPE_FACTORS})
     if extra:

@@ -43,7 +43,9 @@ class GGUFFile:
                 f" ({first_line(error)[:80]}); download it again or upgrade gguf"
             ) from error
         self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in self._reader.tensors}
-        kind, parts = self.get("general.type", str, "model"), self.get("split.count", int, 1)
+        # a LoRA, a projector of images and a vocabulary alone are GGUF files too
+        kind = self.get("general.type", str, "model")
+        parts = self.get("split.count", int, 1)
         if kind != "model" or not self.tensors or self._reader.byte_order != "I":
             raise self.refusal("is not a little-endian model with weights; pass another file")
         if parts > 1:

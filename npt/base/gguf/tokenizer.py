@@ -35,7 +35,8 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASES = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -80,20 +81,26 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
     tokens = file.get("tokenizer.ggml.tokens", list)
     types = file.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    if not len(vocabulary) == len(tokens) <= file.tensors["token_embd.weight"].shape[-1]:
+    repeated = len(vocabulary) < len(tokens)
+    if repeated or len(tokens) > file.tensors["token_embd.weight"].shape[-1]:
         raise file.refusal("has duplicate tokens or more tokens than embeddings; download it again")
     try:
-        make = _byte_level if kind == "gpt2" else _sentencepiece
-        backend, bos = make(file, vocabulary, types)
-        backend.add_tokens(
-            [
-                AddedToken(token, normalized=False, special=_SPELT[type_])
-                for token, type_ in zip(tokens, types, strict=True)
-                if type_ in _SPELT
-            ]
-        )
-        ids = {name: file.token_id(name) for name in ("bos", "eos", "unk", "pad")}
-        special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
+        if kind == "gpt2":
+            backend, bos = _byte_level(file, vocabulary)
+        else:
+            backend = _sentencepiece(file, vocabulary, types)
+            bos = True
+        # a text may spell these tokens, so they are found before it is split
+        spelt = []
+        for token, type_ in zip(tokens, types, strict=True):
+            if type_ in _SPELT:
+                spelt.append(AddedToken(token, normalized=False, special=_SPELT[type_]))
+        backend.add_tokens(spelt)
+        special = {}
+        for name in ("bos", "eos", "unk", "pad"):
+            index = file.token_id(name)
+            if index is not None:
+                special[f"{name}_token"] = tokens[index]
         backend.post_processor = _ends(file, special, vocabulary, bos)
     except ModelError:
         raise
@@ -115,7 +122,7 @@ def end_ids(file: GGUFFile) -> list[int]:
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
-def _byte_level(file: GGUFFile, vocabulary: dict[str, int], _: list[int]) -> tuple[Tokenizer, bool]:
+def _byte_level(file: GGUFFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
     """Return a byte-level tokenizer, and whether its texts begin with BOS by default."""
     name = file.get("tokenizer.ggml.pre", str, "default")
     if name not in _SPLITTINGS:
@@ -133,10 +140,8 @@ def _byte_level(file: GGUFFile, vocabulary: dict[str, int], _: list[int]) -> tup
     return backend, "bos" in ways
 
 
-def _sentencepiece(
-    file: GGUFFile, vocabulary: dict[str, int], types: list[int]
-) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer like transformers' for SentencePiece models, and True for BOS."""
+def _sentencepiece(file: GGUFFile, vocabulary: dict[str, int], types: list[int]) -> Tokenizer:
+    """Return a tokenizer like transformers' for SentencePiece models."""
     scores = file.get("tokenizer.ggml.scores", list)
     pieces = {
         piece: score
@@ -145,15 +150,16 @@ def _sentencepiece(
     }
     merges = generate_merges(vocabulary, pieces)
     unknown = list(vocabulary)[file.get("tokenizer.ggml.unknown_token_id", int)]
-    settings = {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown}
-    backend = Tokenizer(models.BPE(vocabulary, merges, **settings))
+    model = models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    backend = Tokenizer(model)
     normal: list[Any] = [normalizers.Replace(" ", "▁")]
     decode: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.get("tokenizer.ggml.add_space_prefix", bool, True):
         normal.insert(0, normalizers.Prepend("▁"))
         decode.append(decoders.Strip(" ", 1, 0))
-    backend.normalizer, backend.decoder = normalizers.Sequence(normal), decoders.Sequence(decode)
-    return backend, True
+    backend.normalizer = normalizers.Sequence(normal)
+    backend.decoder = decoders.Sequence(decode)
+    return backend
 
 
 def _ends(
@@ -161,12 +167,15 @@ def _ends(
 ) -> processors.TemplateProcessing:
     def added(name: str, default: bool) -> list[str]:
         add = file.get(f"tokenizer.ggml.add_{name}_token", bool, default)
-        return [special[f"{name}_token"]] if add and f"{name}_token" in special else []
+        token = special.get(f"{name}_token")
+        return [token] if add and token is not None else []
 
-    start, end = added("bos", bos), added("eos", False)
-    first, second = ([*start, f"${letter}", *end] for letter in "AB")
+    start = added("bos", bos)
+    end = added("eos", False)
+    first = [f"{part}:0" for part in (*start, "$A", *end)]
+    second = [f"{part}:1" for part in (*start, "$B", *end)]
     return processors.TemplateProcessing(
-        single=[f"{part}:0" for part in first],
-        pair=[f"{part}:0" for part in first] + [f"{part}:1" for part in second],
+        single=first,
+        pair=first + second,
         special_tokens=[(token, vocabulary[token]) for token in {*start, *end}],
     )
