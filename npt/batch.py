@@ -163,23 +163,32 @@ def collate(
     width = length or max(len(s.input_ids) for s in samples)
     ids = torch.full((len(samples), width), pad_id)
     labels = torch.full_like(ids, IGNORE_INDEX)
-    mask, positions, documents = (torch.zeros_like(ids) for _ in range(3))
+    mask = torch.zeros_like(ids)
+    positions = torch.zeros_like(ids)
+    documents = torch.zeros_like(ids)
     for row, sample in enumerate(samples):
         size = len(sample.input_ids)
-        cells = (row, slice(0, size) if side == "right" else slice(width - size, width))
+        start = 0 if side == "right" else width - size
+        cells = (row, slice(start, start + size))
         mask[cells] = 1
         ids[cells] = torch.tensor(sample.input_ids)
         labels[cells] = torch.tensor(sample.labels or sample.input_ids)
+        # each document's positions start at 0 again
         lengths = sample.lengths or (size,)
         positions[cells] = torch.cat([torch.arange(each) for each in lengths])
         documents[cells] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    packed = any(len(s.lengths or ()) > 1 for s in samples)
-    names = tuple(s.id for s in samples)
+    packed = any(len(sample.lengths or ()) > 1 for sample in samples)
     teacher = None
-    if any(s.taught is not None for s in samples):
-        teacher = collate([s.taught or s for s in samples], pad_id, side=side)
+    if any(sample.taught is not None for sample in samples):
+        teacher = collate([sample.taught or sample for sample in samples], pad_id, side=side)
     return Batch(
-        ids, mask, positions, labels, names, documents if packed else None, teacher=teacher
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        labels=labels,
+        sample_ids=tuple(sample.id for sample in samples),
+        documents=documents if packed else None,
+        teacher=teacher,
     )
 
 
@@ -221,22 +230,26 @@ def find_fault(batch: Batch, vocab_size: int) -> str | None:
     """Return the first fault of a batch on the host, with its location, or None: an id or label
     outside [0, V), a mask value other than 0 and 1, or a row without a valid token.
     """
-    ids, mask = batch.input_ids, batch.attention_mask
+    ids = batch.input_ids
+    mask = batch.attention_mask
     if ids.ndim != 2 or ids.shape != mask.shape or ids.numel() == 0:
         shapes = f"shapes {tuple(ids.shape)} of ids and {tuple(mask.shape)} of mask"
         return f"{shapes}, expected [B, T] twice"
     labels = torch.where(batch.labels == IGNORE_INDEX, 0, batch.labels)
     for name, values in (("token id", ids), ("label", labels)):
-        for row, column in ((values < 0) | (values >= vocab_size)).nonzero().tolist():
+        outside = (values < 0) | (values >= vocab_size)
+        for row, column in outside.nonzero().tolist():
             return (
                 f"{name} {int(values[row, column])} outside the vocabulary [0, {vocab_size}) at row"
                 f" {row}, position {column} of sample {batch.sample_ids[row]}"
             )
-    for row, column in ((mask != 0) & (mask != 1)).nonzero().tolist():
+    odd = (mask != 0) & (mask != 1)
+    for row, column in odd.nonzero().tolist():
         return (
             f"attention mask {mask[row, column].item()} at row {row}, position {column} of sample"
             f" {batch.sample_ids[row]}, expected 0 or 1"
         )
-    for row in (mask.sum(dim=-1) == 0).nonzero().flatten().tolist():
+    empty = mask.sum(dim=-1) == 0
+    for row in empty.nonzero().flatten().tolist():
         return f"no valid token in row {row}, sample {batch.sample_ids[row]}"
     return None if batch.teacher is None else find_fault(batch.teacher, vocab_size)
