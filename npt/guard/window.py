@@ -519,19 +519,26 @@ class GradientWindow:
         return [place for place in range(every) if place not in found]
 
     def _clip(self, window: PendingWindow) -> Tensor:
-        gradients = self.gradients
-        if not gradients.track:
+        """Clip the window's gradient; return its norm before."""
+        norm = self._norm_to_clip_by(window)
+        whole = full(norm)
+        # torch divides by the norm plus 1e-6, and multiplies by 1 where that gives 1 or more
+        within = self.update.reads and bool(self.max_grad_norm / (whole + 1e-6) >= 1)
+        if not within:
+            clip_grads_with_norm_(self._clipped, self.max_grad_norm, norm)
+        return whole.to(self._home, torch.float32)
+
+    def _norm_to_clip_by(self, window: PendingWindow) -> Tensor:
+        if not self.gradients.track:
             window.norms = self._norms()
-            norm = torch.linalg.vector_norm(window.norms)
-        else:
-            # torch's own arithmetic, in the gradients' dtype, as in an unguarded loop
-            norm = self._norm_of_one(window)
-            if norm is None:
-                norm = get_total_norm([p.grad for p in self._clipped if p.grad is not None])
-            if self.spikes is not None or not bool(torch.isfinite(full(norm))):
-                window.norms = self._norms()
-        clip_grads_with_norm_(self._clipped, self.max_grad_norm, norm)
-        return full(norm).to(self._home, torch.float32)
+            return torch.linalg.vector_norm(window.norms)
+        # torch's own arithmetic, in the gradients' dtype, as in an unguarded loop
+        norm = self._norm_of_one(window)
+        if norm is None:
+            norm = get_total_norm([p.grad for p in self._clipped if p.grad is not None])
+        if self.spikes is not None or not bool(torch.isfinite(full(norm))):
+            window.norms = self._norms()
+        return norm
 
     def _norm_of_one(self, window: PendingWindow) -> Tensor | None:
         """Return the norm of the window's only micro-batch if its gradient is the window's: the
