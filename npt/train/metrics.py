@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import add
 from typing import Any
 
 import torch
@@ -80,24 +81,24 @@ class StepMetrics:
         """Return reports summed over micro-batches and processes: `REPORTED` by name, the NMSE of
         each layer, [layers] in fp32, and for each layer the tokens measured and their `MODULATION`.
         """
-        count = len(self._layers)
         named = len(REPORTED)
-        plain = named + count
-        sums: list[float] = []
+        plain = named + len(self._layers)
+        width = 1 + len(MODULATION)
+        plain_sums: list[float] = []
         for i in range(named):
-            sums.append(sum(report[i] for report in reports))
-        # by rows of `count`, so that without a report the sums are zeros
-        of_layers = [report[named:plain] for report in reports]
-        sums += torch.tensor(of_layers, dtype=torch.float32).view(-1, count).sum(dim=0).tolist()
-        measured = torch.zeros(count, 1 + len(MODULATION), dtype=torch.float64)
+            plain_sums.append(sum(report[i] for report in reports))
+        # a row per report, so that without one the sums are zeros
+        rows = torch.tensor([report[named:plain] for report in reports], dtype=torch.float32)
+        nmses = rows.view(-1, len(self._layers)).sum(dim=0)
+        measured = [0.0] * (width * len(self._layers))
         for report in reports:
             if len(report) > plain:  # of a step that was expected to be logged
-                measured += torch.tensor(report[plain:], dtype=torch.float64).view_as(measured)
+                measured = list(map(add, measured, report[plain:]))
         # one exchange for all
-        sums = self._setup.processes.sums([*sums, *measured.flatten().tolist()])
-        modulation = torch.tensor(sums[plain:], dtype=torch.float64).view_as(measured)
+        sums = self._setup.processes.sums([*plain_sums, *nmses.tolist(), *measured])
         total = dict(zip(REPORTED, sums, strict=False))
-        return total, torch.tensor(sums[named:plain]), modulation.tolist()
+        modulation = [sums[start : start + width] for start in range(plain, len(sums), width)]
+        return total, torch.tensor(sums[named:plain]), modulation
 
     def progress(self, metrics: Mapping[str, Any]) -> str:
         """Return a logged step as a progress line, with the time left."""

@@ -16,7 +16,7 @@ from npt.base.device import card_error
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.data.batch import Batch
-from npt.data.encoding import lost, unused_columns
+from npt.data.encoding import RecordCounts, lost, unused_columns
 from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError
 from npt.figures import FIGURES
 from npt.files import write_text
@@ -29,7 +29,7 @@ from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.run_folder import EVENTS, METRICS, REPORT, RUN, RunFolder, writable
 from npt.stored import read_json
-from npt.train.data import FIRST, RunData
+from npt.train.data import FIRST, RunData, Source
 from npt.train.setup import RunSetup
 
 if TYPE_CHECKING:
@@ -402,28 +402,29 @@ class Run:
         """Report at the end of a run which records were cut, left out or not used, and in which
         epochs micro-batches were refused.
         """
-        data = self.data
         position = loop.position
         if position.place.epoch and loop.refused_by_epoch:
             by_epoch = sorted(loop.refused_by_epoch.items())
             epochs = ", ".join(f"{n} in epoch {epoch}" for epoch, n in by_epoch)
             self.setup.say(f"refused: {epochs} (the first is 0)")
-        read = [(data.loader.samples, position.place.epoch)]
-        if data.loader.replay is not None:
-            read.append((data.loader.replay, position.replay.epoch))
-        for source, (samples, begun_again) in zip(data.sources, read, strict=True):
-            counts = samples.counts
-            label = source.label
-            told = {"source": label, "share": source.share, "begun_again": begun_again}
-            self.folder.event("data", **told, **counts.as_dict())
-            left_out = lost(counts)
-            if left_out:
-                self.warn(f"{label}: of {counts.records:,} records read, {left_out}")
-            told_before = data.look.counts.unused if label == FIRST else {}
-            if counts.unused.keys() - told_before:
-                self.setup.say(f"{label}: columns not used: {unused_columns(counts)}")
-            if begun_again and self.setup.config.max_steps is not None:
-                self.setup.say(f"{label}: read again from the start (restarts: {begun_again})")
+        sources = self.data.sources
+        loader = self.data.loader
+        self._report_source(sources[0], loader.samples.counts, position.place.epoch)
+        if loader.replay is not None:
+            self._report_source(sources[1], loader.replay.counts, position.replay.epoch)
+
+    def _report_source(self, source: Source, counts: RecordCounts, begun_again: int) -> None:
+        label = source.label
+        told = {"source": label, "share": source.share, "begun_again": begun_again}
+        self.folder.event("data", **told, **counts.as_dict())
+        left_out = lost(counts)
+        if left_out:
+            self.warn(f"{label}: of {counts.records:,} records read, {left_out}")
+        told_before = self.data.look.counts.unused if label == FIRST else {}
+        if counts.unused.keys() - told_before:
+            self.setup.say(f"{label}: columns not used: {unused_columns(counts)}")
+        if begun_again and self.setup.config.max_steps is not None:
+            self.setup.say(f"{label}: read again from the start (restarts: {begun_again})")
 
     @contextlib.contextmanager
     def reported(self, report: bool) -> Iterator[None]:

@@ -122,11 +122,15 @@ class _Start:
         tokens: int,
         processes: ProcessGroup,
     ):
-        self.parameters, self.weights, self.compute = parameters, weights, compute
-        self.loss, self.processes = loss, processes
-        self.gradient = {
-            name: None if p.grad is None else p.grad / tokens for name, p in parameters.items()
-        }
+        self.parameters = parameters
+        self.weights = weights
+        self.compute = compute
+        self.loss = loss
+        self.processes = processes
+        self.gradient: dict[str, Tensor | None] = dict.fromkeys(parameters)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                self.gradient[name] = parameter.grad / tokens
         self.norm = math.sqrt(self._times_gradient(self.gradient))
 
     def descend(self, rate: float) -> str:
@@ -134,8 +138,9 @@ class _Start:
         after = self._after_steps(rate)
         falls = self._everywhere(after < self.loss)
         steps = f"{after:.4g} after {STEPS} steps on the same batch"
+        least = LEAST_RATIO * STEPS * rate * self._size()
         # along a wrong gradient the loss may fall too, by chance and by little
-        if self._everywhere(self.loss - after > LEAST_RATIO * STEPS * rate * self._size()):
+        if self._everywhere(self.loss - after > least):
             return steps
         resolved = self._everywhere(self._resolved())
         if falls:
@@ -146,6 +151,7 @@ class _Start:
                 f" is below the loss's resolution ({after:.4g} after {STEPS} steps at the run's"
                 f" {rate:.2g})"
             )
+        # the gradient is right, so only the rate can be too high
         lower = rate
         for _ in range(SMALLER_RATES):
             lower /= 10
@@ -191,21 +197,26 @@ class _Start:
         """
         if not self._everywhere(self.loss != 0):  # no share of 0 is a distance
             return False
-        right, wrong = False, list[float]()
+        right = False
+        wrong = 0
         for share in SHARES:
             distance = share * abs(self.loss) / self.norm
             above, slope_above = self._at(distance)
             below, slope_below = self._at(-distance)
-            steady = abs((slope_above + slope_below) / 2 - self.norm) < STEADY * self.norm
+            # curvature cancels in the mean; what remains is a gradient that jumps
+            mean_slope = (slope_above + slope_below) / 2
+            steady = abs(mean_slope - self.norm) < STEADY * self.norm
             ratio = (above - below) / (2 * distance * self.norm)
             right = right or (steady and ratio > LEAST_RATIO)
+            # a process for which it is right goes on with the others until it is for all
             if self._everywhere(right):
                 return True
-            wrong = [*wrong, ratio] if steady and ratio <= LEAST_RATIO else []
-            if len(wrong) == 2 and not right:
+            # one distance alone may be too large, or too small to resolve
+            wrong = wrong + 1 if steady and ratio <= LEAST_RATIO else 0
+            if wrong == 2 and not right:
                 raise _failure(
                     f"the gradient does not match the loss of the first batch ({self.loss:.6g}):"
-                    f" along the gradient the loss changes by {wrong[-1]:.2g} times what the"
+                    f" along the gradient the loss changes by {ratio:.2g} times what the"
                     " gradient predicts; check the losses, strategies and targets that you added"
                 )
         return False
@@ -277,16 +288,25 @@ def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
         ) from error
 
 
-def _check_gradients(model: PreTrainedModel) -> None:
-    # by the chain rule, an A whose B and M are all zero gets no gradient yet, nor does an L_in; a
-    # threshold that all numbers pass needs none
-    silent = {f"model.layers.{npt_layers(model)[0][0]}.npt.log_tau"}
-    for index, layer in npt_layers(model):
+def _silent(model: PreTrainedModel) -> set[str]:
+    """Return the names of tensors that get no gradient yet. By the chain rule, an A whose B and M
+    are all zero gets none, nor does an L_in whose L_out is; a threshold that all numbers pass needs
+    none.
+    """
+    layers = npt_layers(model)
+    silent = {f"model.layers.{layers[0][0]}.npt.log_tau"}
+    for index, layer in layers:
         adapter = layer.npt
-        if not any(bool(p.any()) for p in [*adapter.B.values(), *adapter.M.values()]):
+        reads_code = [*adapter.B.values(), *adapter.M.values()]
+        if not any(bool(p.any()) for p in reads_code):
             silent.add(f"model.layers.{index}.npt.A")
         if adapter.config.token_rank and not bool(adapter.L_out.any()):
             silent.add(f"model.layers.{index}.npt.L_in")
+    return silent
+
+
+def _check_gradients(model: PreTrainedModel) -> None:
+    silent = _silent(model)
     adapters = adapter_parameters(model)
     for name, parameter in adapters.items():
         if parameter.grad is None or not bool(parameter.grad.any()):

@@ -48,7 +48,9 @@ def fitting(
 
 def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
     """Compute the closed-form start; None if the adapters were loaded or calibrated before."""
-    config, model, processes = setup.config, setup.model, setup.processes
+    config = setup.config
+    model = setup.model
+    processes = setup.processes
     if not makes_start(model):
         return None
 
@@ -56,7 +58,8 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
     from npt.calibration.report import print_calibration
 
     # The graph spans the whole teacher, so an OOM here says nothing about a training micro-batch.
-    size = min(processes.gather(min(config.batch_size, setup.splitter.samples)))
+    own = min(config.batch_size, setup.splitter.samples)
+    size = min(processes.gather(own))
     splitter = MicroBatchSplitter(size, partial(setup.say_lack, "the calibration"))
 
     def solve() -> Calibration:
@@ -84,7 +87,8 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
 
 def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
     """Return a function that evaluates the student, with no more samples at once than training."""
-    report, samples = partial(setup.say_lack, "an evaluation"), data.eval_samples
+    samples = data.eval_samples
+    report = partial(setup.say_lack, "an evaluation")
     splitter = MicroBatchSplitter(setup.config.batch_size, report)
     reference: list[Reference] = []  # a separate teacher's outputs
 
