@@ -112,13 +112,12 @@ def check_entries(
         error: the type to raise.
         exact: refuse other entries too.
     """
-    extra = sorted(set(entries) - set(wanted)) if exact else []
-    odd = sorted(set(wanted) - set(entries)) or extra
-    if odd:
-        kind = "missing" if odd[0] in wanted else "unknown"
-        raise error(
-            f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} in all); {RESTORE}"
-        )
+    missing = sorted(wanted.keys() - entries.keys())
+    unknown = sorted(entries.keys() - wanted.keys()) if exact else []
+    for kind, odd in (("missing", missing), ("unknown", unknown)):
+        if odd:
+            entry = f"{prefix}{shown(odd[0])}"
+            raise error(f"{path}: the entry {entry} is {kind} ({len(odd)} in all); {RESTORE}")
     for key, kinds in wanted.items():
         value = entries[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -130,7 +129,8 @@ def check_names(
     path: Path, names: Iterable[str], wanted: Iterable[str], error: type[NPTError]
 ) -> None:
     """Check that a file holds exactly the wanted tensors; the error names the first difference."""
-    have, need = set(names), set(wanted)
+    have = set(names)
+    need = set(wanted)
     for kind, odd in (("lacks the", need - have), ("has the extra", have - need)):
         if odd:
             raise error(f"{path} {kind} tensor {shown(min(odd))} ({len(odd)} in all); {RESTORE}")
