@@ -201,8 +201,7 @@ class OneLineParser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def _flags(self) -> list[str]:
-        names = self._option_string_actions
-        return [name.removeprefix("--") for name in names if name.startswith("--")]
+        return [name[2:] for name in self._option_string_actions if name.startswith("--")]
 
     def _spelled(self, argument: str) -> str:
         """Return an argument, with a flag's other name replaced by its own."""

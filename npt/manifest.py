@@ -50,7 +50,7 @@ def verify_checkpoint(folder: Path) -> None:
 
 def _files(folder: Path) -> dict[str, Path]:
     """Return the files below a folder by relative path; CheckpointError for links and devices."""
-    files: dict[str, Path] = {}
+    files = {}
     for parent, folders, names in os.walk(folder):
         for name in (*folders, *names):
             path = Path(parent, name)

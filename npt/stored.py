@@ -114,10 +114,12 @@ def check_entries(
     """
     missing = sorted(wanted.keys() - entries.keys())
     unknown = sorted(entries.keys() - wanted.keys()) if exact else []
-    for kind, odd in (("missing", missing), ("unknown", unknown)):
-        if odd:
-            entry = f"{prefix}{shown(odd[0])}"
-            raise error(f"{path}: the entry {entry} is {kind} ({len(odd)} in all); {RESTORE}")
+    odd = missing or unknown
+    if odd:
+        kind = "missing" if missing else "unknown"
+        raise error(
+            f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} in all); {RESTORE}"
+        )
     for key, kinds in wanted.items():
         value = entries[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):

@@ -92,7 +92,7 @@ def local(
     count = len(converted)
     above_last = converted[-1][0] + 1
     may_share = teacher is None and not own_stream
-    sums: list[LayerSums] = []
+    sums = []
     # the streams carry no graph: only the student's part of a converted layer records one
     with torch.no_grad(), adapters_disabled(model):
         stream, guide, first = begin(model, teacher, batch)
@@ -265,9 +265,8 @@ def batch_sums(
     config: TrainConfig, batch: Batch, layers: list[LayerSums], logit: Tensor | None = None
 ) -> BatchSums:
     """Return the sums of a micro-batch from those of its layers and the loss on the logits."""
-    loss = torch.stack([part.loss.detach() for part in layers]).sum()
-    nmses = torch.stack([part.nmse for part in layers])
-    regs = torch.stack([part.reg for part in layers])
+    losses, nmses, regs = map(torch.stack, zip(*layers, strict=True))
+    loss = losses.detach().sum()
     scored = 0
     if logit is None:
         logit = torch.zeros_like(loss)

@@ -152,7 +152,7 @@ class _ChunkedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return None if grad is None else grad_sum.to(grad.dtype) * grad, None, None, None
+        return grad_sum.to(grad.dtype) * grad, None, None, None
 
 
 def row_loss(config: TrainConfig) -> RowLoss:

@@ -110,9 +110,9 @@ def parameter_groups(model: PreTrainedModel, config: TrainConfig) -> list[dict[s
         share = PRODUCT_RATE
     if form.token_part:
         share *= NATS
-    stream: list[nn.Parameter] = []
-    products: list[nn.Parameter] = []
-    threshold: list[nn.Parameter] = []
+    stream = []
+    products = []
+    threshold = []
     for name, parameter in adapter_parameters(model).items():
         leaf = name.rpartition(".")[2]
         if leaf == "log_tau":

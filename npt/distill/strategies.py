@@ -22,7 +22,7 @@ from npt.config import STRATEGIES as STRATEGY_NAMES
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import READS_INPUT
-from npt.distill.local import BatchSums, LayerSums, batch_sums, begin, layer_loss, local, propagated
+from npt.distill.local import BatchSums, batch_sums, begin, layer_loss, local, propagated
 from npt.distill.logit_losses import row_loss, through_head
 
 Strategy = Callable[[PreTrainedModel, Batch, TrainConfig], BatchSums]
@@ -53,8 +53,8 @@ def end_to_end(
     taught_depth = above_last if config.hidden_weight else 0
     if _teacher_has_logits(config):
         taught_depth = depth
-    inputs: dict[int, Tensor] = {}
-    targets: dict[int, Tensor] = {}
+    inputs = {}
+    targets = {}
     # of the teacher's states, [B, T, D] each, keep only those that the loss reads
     with torch.no_grad(), adapters_disabled(model):
         stream, guide, first = begin(model, teacher, batch)
@@ -66,7 +66,7 @@ def end_to_end(
             if is_converted and config.hidden_weight:
                 targets[index] = guide.hidden
     hidden = stream.hidden
-    sums: list[LayerSums] = []
+    sums = []
     compute: Callable[..., Any] = recomputed if config.gradient_checkpointing else call
     with adapter_mode(model, "student"):
         for index, layer in enumerate(layers[first:depth], first):

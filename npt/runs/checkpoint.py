@@ -145,11 +145,11 @@ class Checkpoint:
         """
         path = self.folder / TENSORS
         _, adapters = read_adapter(model, self.folder / ADAPTER, base=base)
-        parameters = adapter_parameters(model)
-        trained = {name: value for name, value in adapters.items() if name in parameters}
-        fixed = {name: value for name, value in adapters.items() if name not in parameters}
+        fixed = {}
+        for name in adapters.keys() - adapter_parameters(model):
+            fixed[name] = adapters.pop(name)
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, value in trained.items():
+        for name, value in adapters.items():
             for key in OPTIMIZER_TENSORS:
                 # a step is a scalar, a moment has its parameter's shape
                 shapes[f"optimizer.{name}.{key}"] = () if key == "step" else tuple(value.shape)
@@ -158,7 +158,7 @@ class Checkpoint:
         check_tensors(path, headers, shapes, CheckpointError)
         tensors = _read(path, shapes)
         snapshot: Snapshot = {}
-        for name, value in trained.items():
+        for name, value in adapters.items():
             moments = {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS}
             snapshot[name] = (value, moments)
         return State(self.step, snapshot, fixed, self._spikes(), self._random_states())

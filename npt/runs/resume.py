@@ -91,7 +91,7 @@ def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGr
     """
     looked: list[RunOrigin] = []
 
-    def look() -> tuple[str, str | None, bool]:
+    def look() -> tuple[Path, Path | None, bool]:
         if resume is None:
             folder = Path(output_dir) if output_dir else default_folder()
             check_free(folder)
@@ -99,8 +99,8 @@ def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGr
         else:
             origin = _resumed(resume, None if output_dir is None else Path(output_dir))
         looked.append(origin)
-        path = None if origin.checkpoint is None else str(origin.checkpoint.folder)
-        return str(origin.folder), path, origin.goes_on
+        path = None if origin.checkpoint is None else origin.checkpoint.folder
+        return origin.folder, path, origin.goes_on
 
     try:
         folder, path, goes_on = processes.first(look)
@@ -111,7 +111,9 @@ def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGr
         ) from error
     if looked:
         return looked[0]
-    return RunOrigin(Path(folder), None if path is None else read_checkpoint(Path(path)), goes_on)
+    # every process reads the checkpoint itself
+    checkpoint = None if path is None else read_checkpoint(path)
+    return RunOrigin(folder, checkpoint, goes_on)
 
 
 def _resumed(resume: str, to: Path | None) -> RunOrigin:

@@ -244,9 +244,9 @@ class RunData:
 
     def _check_stream(self, eval_data: Iterable[Record] | None) -> None:
         records = self.sources[0].records
-        epochs = self._setup.config.num_epochs
+        setup = self._setup
         # to hold samples out, or to fit the start, costs a pass of its own
-        rereads = epochs > 1 or eval_data is None or makes_start(self._setup.model)
+        rereads = eval_data is None or setup.config.num_epochs > 1 or makes_start(setup.model)
         if rereads and iter(records) is records:
             raise ConfigError(
                 "a streamed generator can be read only once; pass a list, or pass eval_data and use"
@@ -275,7 +275,7 @@ class RunData:
         """Return the loader of all sources, each in its own order."""
         setup = self._setup
         config = setup.config
-        every: list[Samples] = []
+        every = []
         for number, (source, hold_out) in enumerate(zip(self.sources, leave_out, strict=True)):
             try:
                 samples = Samples(
@@ -303,7 +303,7 @@ class RunData:
 
     def _first_samples(self) -> tuple[list[Sample], Position]:
         """Return the training samples to fit the start to, and the position after them."""
-        first: list[Sample] = []
+        first = []
         position = Position()
         left = self._setup.config.calibration_tokens
         vocabulary = self._setup.model.config.vocab_size

@@ -84,9 +84,9 @@ class StepMetrics:
         named = len(REPORTED)
         plain = named + len(self._layers)
         width = 1 + len(MODULATION)
-        plain_sums: list[float] = []
+        totals = []
         for i in range(named):
-            plain_sums.append(sum(report[i] for report in reports))
+            totals.append(sum(report[i] for report in reports))
         # a row per report, so that without one the sums are zeros
         rows = torch.tensor([report[named:plain] for report in reports], dtype=torch.float32)
         nmses = rows.view(-1, len(self._layers)).sum(dim=0)
@@ -95,7 +95,7 @@ class StepMetrics:
             if len(report) > plain:  # of a step that was expected to be logged
                 measured = list(map(add, measured, report[plain:]))
         # one exchange for all
-        sums = self._setup.processes.sums([*plain_sums, *nmses.tolist(), *measured])
+        sums = self._setup.processes.sums([*totals, *nmses.tolist(), *measured])
         total = dict(zip(REPORTED, sums, strict=False))
         modulation = [sums[start : start + width] for start in range(plain, len(sums), width)]
         return total, torch.tensor(sums[named:plain]), modulation

@@ -85,10 +85,10 @@ class RunSettings:
     adapter: NPTConfig
     data: DataConfig
     training: TrainConfig
-    start: StoredAdapter | None = None
-    any_base: bool = False
-    started_from: str | None = None
-    recipe: Recipe | None = None
+    start: StoredAdapter | None
+    any_base: bool
+    started_from: str | None
+    recipe: Recipe | None
     notes: tuple[str, ...] = ()
 
     @property
@@ -195,9 +195,9 @@ def _objective_of(record: Mapping[str, Any], flags: Mapping[str, Any]) -> TrainC
     recorded = recorded_flags(record, TrainConfig)
     whole = END_TO_END_DEFAULTS["strategy"]
     strategy = flags.get("strategy") or recorded.get("strategy") or whole
-    if strategy == recorded.get("strategy"):
-        return build(TrainConfig, recorded)
-    return build(TrainConfig, END_TO_END_DEFAULTS if strategy == whole else {"strategy": strategy})
+    if strategy != recorded.get("strategy"):
+        recorded = END_TO_END_DEFAULTS if strategy == whole else {"strategy": strategy}
+    return build(TrainConfig, recorded)
 
 
 def _unread(record: Mapping[str, Any], data: DataConfig) -> bool:
@@ -217,16 +217,17 @@ def _data_to_look_at(
     """Return the data that flags name, else those of the adapter's run, and lines about them."""
     recorded = recorded_flags(record, DataConfig)
     notes: tuple[str, ...] = ()
-    sources = record.get("sources") or [{}]
-    if recorded and sources[0].get("dataset", "") is None:
+    first = (record.get("sources") or [{}])[0]
+    if "dataset_name" in flags:
+        # columns and splits are those of the run's own data
+        recorded = {name: value for name, value in recorded.items() if name == "max_length"}
+    elif recorded and first.get("dataset", "") is None:
         note = (
             f"{stored} was trained on records passed in Python; measuring on {BUILTIN}: pass"
             " --dataset_name for other text"
         )
-        notes = () if "dataset_name" in flags else (note,)
+        notes = (note,)
         recorded["dataset_name"] = BUILTIN
-    if "dataset_name" in flags:
-        recorded = {name: value for name, value in recorded.items() if name == "max_length"}
     return build(DataConfig, {**recorded, **flags}), notes
 
 

@@ -415,8 +415,9 @@ class Run:
 
     def _report_source(self, source: Source, counts: RecordCounts, begun_again: int) -> None:
         label = source.label
-        told = {"source": label, "share": source.share, "begun_again": begun_again}
-        self.folder.event("data", **told, **counts.as_dict())
+        self.folder.event(
+            "data", source=label, share=source.share, begun_again=begun_again, **counts.as_dict()
+        )
         left_out = lost(counts)
         if left_out:
             self.warn(f"{label}: of {counts.records:,} records read, {left_out}")

@@ -50,10 +50,10 @@ class RunSetup:
     processes: ProcessGroup
     console: Console
     origin: RunOrigin
+    splitter: MicroBatchSplitter
     settings: Mapping[str, Any] = field(default_factory=dict)
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     date: str | None = None
-    splitter: MicroBatchSplitter = field(default_factory=lambda: MicroBatchSplitter(1))
     stop: StopOnSignal = field(default_factory=StopOnSignal)
 
     @property
@@ -167,10 +167,10 @@ def make_setup(
         processes=processes,
         console=console,
         origin=origin,
+        splitter=MicroBatchSplitter(config.batch_size),
         settings=settings,
         changed=changed,
         date=date,
-        splitter=MicroBatchSplitter(config.batch_size),
     )
 
 

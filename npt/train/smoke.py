@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -82,7 +83,7 @@ def smoke_test(
     moved = {name: p for name, p in parameters.items() if name not in threshold}
     # Every call draws the same random numbers: dropout must not change the loss between steps.
     compute = partial(forward_backward, model, strategy, batch, config, splitter)
-    weights = _copy(parameters)
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
         # the loss jumps where a number becomes active, so let all of them be
         _restore(threshold, {name: torch.full_like(p, -100.0) for name, p in threshold.items()})
@@ -105,6 +106,7 @@ def smoke_test(
     )
 
 
+@dataclass(eq=False)
 class _Start:
     """The adapters before training, and their loss per token of one batch around them.
 
@@ -113,24 +115,18 @@ class _Start:
         norm: the gradient's norm.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        weights: Mapping[str, Tensor],
-        compute: Callable[[], BatchSums],
-        loss: float,
-        tokens: int,
-        processes: ProcessGroup,
-    ):
-        self.parameters = parameters
-        self.weights = weights
-        self.compute = compute
-        self.loss = loss
-        self.processes = processes
-        self.gradient: dict[str, Tensor | None] = dict.fromkeys(parameters)
-        for name, parameter in parameters.items():
+    parameters: Mapping[str, nn.Parameter]
+    weights: Mapping[str, Tensor]
+    compute: Callable[[], BatchSums]
+    loss: float
+    tokens: int
+    processes: ProcessGroup
+
+    def __post_init__(self) -> None:
+        self.gradient = dict.fromkeys(self.parameters)
+        for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                self.gradient[name] = parameter.grad / tokens
+                self.gradient[name] = parameter.grad / self.tokens
         self.norm = math.sqrt(self._times_gradient(self.gradient))
 
     def descend(self, rate: float) -> str:
@@ -250,10 +246,6 @@ class _Start:
     def _everywhere(self, holds: bool) -> bool:
         """Return whether something holds in every process, so that all go on alike."""
         return all(self.processes.gather(holds))
-
-
-def _copy(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 @torch.no_grad()
