@@ -30,6 +30,7 @@ def verify_checkpoint(folder: Path) -> None:
     manifest = read_json(path, CheckpointError)
     files = manifest.get("files")
     try:
+        # first its own sum, which vouches for the others
         if not isinstance(files, dict) or path.read_bytes() != _text(files).encode():
             raise CheckpointError(f"{path} is damaged (wrong sha256); restore it from the original")
         present = _files(folder)

@@ -97,6 +97,7 @@ class SettingsGroup:
             fault = _fault(f, value, kinds_of(cls)[f.name])
             if fault is not None:
                 raise ConfigError(f"--{flag_of(f)} is {fault}")
+        # only now: a need may look at any of them
         for f in fields(cls):
             value = getattr(self, f.name)
             need = f.metadata["need"]
@@ -117,6 +118,7 @@ def _fault(f: Field[Any], value: Any, kinds: tuple[type, ...]) -> str | None:
     """Return what is wrong with a value, and what would be right; None if it is valid."""
     choices = f.metadata["choices"]
     bound = f.metadata["bound"]
+    # a bool is an int, but no number here
     if isinstance(value, bool):
         fits = bool in kinds
     else:

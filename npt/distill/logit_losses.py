@@ -113,6 +113,7 @@ def through_head(
         chunks = zip(student.split(rows), teacher.detach().split(rows), strict=True)
         sums = [checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.stack(sums).sum()
+    # the gradient is known at the end of forward, so the casts need not outlive it
     with cast_once(head, guide):
         return _ChunkedSum.apply(student, teacher.detach(), chunk_sum, rows)
 

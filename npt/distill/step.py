@@ -125,6 +125,7 @@ def parameter_groups(model: PreTrainedModel, config: TrainConfig) -> list[dict[s
     if products:
         groups.append({"params": products, RATE_SCALE: share})
     if threshold:
+        # decay would pull the logarithm to 0, and so the threshold to 1
         groups.append({"params": threshold, RATE_SCALE: THRESHOLD_RATE, "weight_decay": 0.0})
     return groups
 

@@ -34,6 +34,7 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return ProcessGroup()
     device = _own_device()
+    # gloo even on GPUs, for what the hosts exchange
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
@@ -44,6 +45,7 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
             " them with torchrun or accelerate launch"
         ) from error
     processes = ProcessGroup(dist.get_rank(), dist.get_world_size(), device, owned=True)
+    # by uuid, since a process may be shown its GPU alone, as number 0
     own = None
     if device.type == "cuda":
         own = str(torch.cuda.get_device_properties(device).uuid)

@@ -66,6 +66,7 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
     device = processes.device
     mesh = init_device_mesh(device.type, (processes.size,))
     layers = real_layers(model, device)
+    # one short row, to compare each layer's output before and after
     tokens = tuple(range(min(16, model.config.vocab_size)))
     probe = collate([Sample("probe", tokens)])
     stream = open_stream(model, probe.to(device))

@@ -266,6 +266,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             " with the npt that wrote it"
         )
     _check_counts(path, record)
+    # no tensors yet: what they must be depends on the model
     checkpoint = Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
     try:
         _check_figures(checkpoint)

@@ -124,6 +124,7 @@ def _resumed(resume: str, to: Path | None) -> RunOrigin:
             raise ConfigError(
                 "--resume auto looks for checkpoints in --output_dir; add --output_dir RUN_FOLDER"
             )
+        # nothing has run here yet: one command starts a run and resumes it
         if not to.is_dir() or not any(to.iterdir()):
             check_free(to)
             return RunOrigin(to, goes_on=True)
@@ -136,6 +137,7 @@ def _resumed(resume: str, to: Path | None) -> RunOrigin:
         run = path
     elif path.is_dir() and ((path / MANIFEST).exists() or path.name.startswith("step-")):
         is_checkpoint = True
+        # a checkpoint may have been copied out of its run
         above = path.resolve().parent
         run = above.parent if above.name == CHECKPOINTS else None
     else:

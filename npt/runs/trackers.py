@@ -62,6 +62,7 @@ def _check_environment() -> None:
     for name, value in os.environ.items():
         if not name.startswith("WANDB_"):
             continue
+        # one by one, to name the one at fault
         try:
             wandb.Settings().update_from_env_vars({name: value})
         except Exception as error:  # pydantic's ends in a link to its documentation

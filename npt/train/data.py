@@ -181,6 +181,7 @@ class RunData:
             if self._leaves_enough(after):
                 self.start = after
         self.total_steps = self.count_steps(self.start.begun)
+        # the passes above looked ahead: count what training reads
         self.loader.samples.count_anew()
         self._coming = self.loader.batches(self.start)
 
@@ -298,6 +299,7 @@ class RunData:
             share=self.sources[-1].share,
             seed=config.seed,
         )
+        # pinned, so that the copy to the GPU does not block
         loader.pin = setup.device.type == "cuda"
         return loader
 

@@ -131,6 +131,7 @@ class Loop:
                             micro.report = torch.cat([sums.report, self.meter.take()])
                 if self.sharded:
                     model.model.reset_iter_state()  # or FSDP remembers every pass
+            # the outcomes known by now: reading this window's would wait for the device
             self._account(guard.step(self._fingerprint(window)))
             # Saving and evaluating must see the state of exactly this step.
             if self._is_boundary(self.steps + guard.window.in_flight):
@@ -248,6 +249,7 @@ class Loop:
                 self._report_refused(window, outcome)
                 if self.run.recording is not None:
                     self.run.recording.refused = self.refused.total()
+                # without the snapshot, which holds every adapter and its moments
                 self._last_refused = window, replace(outcome, snapshot=None, update=None)
             if (reason := self._excess(outcome.longest)) is not None:
                 self._give_up(window, outcome, reason)

@@ -140,6 +140,7 @@ def resolve(
         recipe=recipe,
     )
     run.data.check_objective(run.training)
+    # with_safe_mode has put one for the other
     asked = {"modulation" if name == "safe_mode" else name for name in flags if not of_study}
     notes += _without_effect(given, asked, run)
     return replace(run, notes=tuple(notes))

@@ -322,6 +322,7 @@ class Run:
             stated = read_json(bundle / POSTMORTEM, BundleError)["reason"]
             return {"postmortem": str(bundle.relative_to(path.absolute())), "reason": stated}
 
+        # a lost process would never answer
         bundle = write() if setup.processes.broken else setup.processes.first(write)
         reason = bundle.pop("reason", reason)
         self.folder.event("stopped", step=steps, reason=reason, **refused, **bundle)
@@ -374,6 +375,7 @@ class Run:
         folder = self.folder
         config = self.setup.config
         figures = fidelity.as_dict()
+        # each write by itself: one that fails must not cost the next
         with self._written("fidelity.json", "to measure again, run npt evaluate"):
             folder.write("fidelity.json", {**figures, "heldout": self.data.heldout})
         with self._written("the final adapter", f"its weights are in {CHECKPOINTS}"):

@@ -221,6 +221,7 @@ def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> d
     """Return the teacher's entries of `run.json`; refuse a teacher that does not fit the model."""
     if teacher is None:
         return {"teacher_precision": None, "teacher_attention": None, "teacher": None}
+    # states are compared layer by layer, logits entry by entry
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         one = getattr(teacher.config, name)
         other = getattr(model.config, name)

@@ -96,6 +96,7 @@ def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
         from npt.evaluation.evaluate import evaluate, reference_outputs
 
         size = splitter.samples
+        # it never changes, so it is computed once for all evaluations
         if setup.teacher is not None and not reference:
             reference.append(reference_outputs(setup.teacher, samples, batch_size=size))
         return evaluate(
@@ -108,6 +109,7 @@ def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
         )
 
     def evaluated() -> Fidelity:
+        # training may have had to halve them since
         splitter.samples = min(splitter.samples, setup.splitter.samples)
         largest = next(batches(samples, splitter.samples))
         return fitting(setup.model, measure, splitter, largest)

@@ -125,6 +125,7 @@ class Trainer:
             data_config = replace(data_config, dataset_name=os.fspath(data))
             data = None
         processes = processes or join_processes()
+        # an error from here on must not leave the other processes waiting
         with processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
