@@ -96,17 +96,21 @@ def _shard(layer: Any, mesh: DeviceMesh, stream: Stream) -> list[str]:
     for _, module in quantized_linears(layer):
         packed.append((module, module.weight.quant_state, module.weight.quant_type))
     of_adapter = set(layer.npt.parameters()) if isinstance(layer, NPTLayer) else set()
-    before = {name: _bytes(p).clone() for name, p in _of_base(layer)}
-    after = layer.forward(stream.hidden, **stream.context_of(layer))
+    context = stream.context_of(layer)
+    bytes_before = {name: _bytes(p).clone() for name, p in _of_base(layer)}
+    output_before = layer.forward(stream.hidden, **context)
     fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=of_adapter)
     # FSDP replaces a packed weight by two plain parameters, its shard and the whole.
     _keep_statistics(packed)
     layer.unshard()  # compare what a forward will see
     _keep_statistics(packed)
-    changed = [name for name, p in _of_base(layer) if not torch.equal(_bytes(p), before[name])]
-    again = layer.forward(stream.hidden, **stream.context_of(layer))
+    changed = []
+    for name, parameter in _of_base(layer):
+        if not torch.equal(_bytes(parameter), bytes_before[name]):
+            changed.append(name)
+    output = layer.forward(stream.hidden, **context)
     layer.reshard()
-    if not torch.equal(_bytes(again), _bytes(after)):
+    if not torch.equal(_bytes(output), _bytes(output_before)):
         changed.append("the output")
     return changed
 

@@ -329,7 +329,11 @@ class Loop:
     def _log(self, outcome: Outcome) -> None:
         """Log the last applied step, whose outcome this is."""
         metrics = self.metrics.line(outcome, self.steps, self.tokens, self._refusal_counts)
-        self._write(metrics)
+        self._unlogged = None
+        self._refusals_logged = self.refused.total()
+        with self._stopping_together():
+            self.run.folder.metrics(metrics)
+            self.run.trackers.log(metrics, self.steps)
         self.setup.say(self.metrics.progress(metrics))
 
     def _log_rest(self) -> None:
@@ -343,13 +347,6 @@ class Loop:
         elif self.refused.total() != self._refusals_logged:
             with self._stopping_together():
                 self.run.trackers.log(self._refusal_counts, self.steps)
-
-    def _write(self, metrics: dict[str, Any]) -> None:
-        self._unlogged = None
-        self._refusals_logged = self.refused.total()
-        with self._stopping_together():
-            self.run.folder.metrics(metrics)
-            self.run.trackers.log(metrics, self.steps)
 
     @property
     def _refusal_counts(self) -> dict[str, int]:
