@@ -74,9 +74,10 @@ def end_to_end(
                 hidden = compute(partial(stream.after, layer), hidden)
                 continue
             of_converted = partial(layer_loss, layer, stream, config, len(converted))
-            # popped, so that only the graph keeps them from here on
-            taught = targets.pop(index, None), inputs.pop(index, None)
-            hidden, of_layer = compute(of_converted, hidden, *taught)
+            # popped, so that only the graph keeps the teacher's states from here on
+            hidden, of_layer = compute(
+                of_converted, hidden, targets.pop(index, None), inputs.pop(index, None)
+            )
             sums.append(of_layer)
         # one backward through the whole graph: a layer's error reaches all adapters below it
         loss = torch.stack([part.loss for part in sums]).sum()

@@ -291,15 +291,18 @@ def _check_counts(path: Path, record: Mapping[str, Any]) -> None:
         n is None or (_is_count(n) and n) for n in at_once
     )
     if not by_process:
-        expected = "expected a count or null for each process"
-        raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
+        raise CheckpointError(
+            f"{path}: samples_at_once is {shown(at_once)}, expected a count or null for each"
+            " process"
+        )
     refused = record.get("refused_by_epoch", {})  # missing in earlier versions
     by_epoch = isinstance(refused, dict) and all(
         epoch.isdecimal() and _is_count(n) for epoch, n in refused.items()
     )
     if not by_epoch:
-        expected = "expected counts by epoch"
-        raise CheckpointError(f"{path}: refused_by_epoch is {shown(refused)}, {expected}")
+        raise CheckpointError(
+            f"{path}: refused_by_epoch is {shown(refused)}, expected counts by epoch"
+        )
 
 
 def _check_figures(checkpoint: Checkpoint) -> None:

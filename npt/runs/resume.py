@@ -145,6 +145,20 @@ def _resumed(resume: str, to: Path | None) -> RunOrigin:
             f"--resume {resume} is neither a checkpoint nor a run folder with checkpoints; pass"
             " one, or auto"
         )
+    folder, goes_on = _ready(resume, run, to)
+    if run is None or is_checkpoint:
+        return RunOrigin(folder, read_checkpoint(path), goes_on)
+    chosen, broken = newest_good(run / CHECKPOINTS)
+    if chosen is None and (broken or resume != AUTO):
+        faults = "; ".join(broken.values()) or "there is none"
+        raise CheckpointError(
+            f"no checkpoint in {run} can be resumed: {faults}; start again in another folder"
+        )
+    return RunOrigin(folder, chosen, goes_on, broken)
+
+
+def _ready(resume: str, run: Path | None, to: Path | None) -> tuple[Path, bool]:
+    """Return the folder to continue a run in, free or tidied, and whether it is the run's own."""
     folder = run if to is None else to
     if folder is None:
         raise ConfigError(
@@ -156,15 +170,7 @@ def _resumed(resume: str, to: Path | None) -> RunOrigin:
         tidy(folder)
     else:
         check_free(folder)
-    if run is None or is_checkpoint:
-        return RunOrigin(folder, read_checkpoint(path), goes_on)
-    chosen, broken = newest_good(run / CHECKPOINTS)
-    if chosen is None and (broken or resume != AUTO):
-        faults = "; ".join(broken.values()) or "there is none"
-        raise CheckpointError(
-            f"no checkpoint in {run} can be resumed: {faults}; start again in another folder"
-        )
-    return RunOrigin(folder, chosen, goes_on, broken)
+    return folder, goes_on
 
 
 def changed_settings(
@@ -182,9 +188,9 @@ def changed_settings(
         # what an unknown setting has switched off cannot be missed
         off: tuple[Any, ...] = (None, False, "", [], {}, _AS_NOW.get(name))
         if name not in known and value not in off:
-            unknown.append(name)
+            unknown.append(f"{shown(name)} {shown(value)}")
     if unknown:
-        listed = ", ".join(f"{shown(name)} {shown(recorded[name])}" for name in unknown[:5])
+        listed = ", ".join(unknown[:5])
         raise CheckpointError(
             f"the checkpoint was trained with settings that this version does not know: {listed};"
             " resume with the version of npt that wrote it, or start a new run"

@@ -89,8 +89,8 @@ def sources_of(config: DataConfig) -> tuple[Source, ...]:
     second = replace(
         plain, dataset_name=other, dataset_config=None, dataset_split=split, num_samples=None
     )
-    share = config.replay_share
-    return Source(FIRST, 1 - share, plain), Source(REPLAY, share, second)
+    first = Source(FIRST, 1 - config.replay_share, plain)
+    return first, Source(REPLAY, config.replay_share, second)
 
 
 def check_sources(config: DataConfig) -> None:

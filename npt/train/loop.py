@@ -92,7 +92,6 @@ class Loop:
         config = self.config
         model = self.setup.model
         splitter = self.setup.splitter
-        vocab_size = model.config.vocab_size
         placeholder = partial(forward_backward, model, strategy, PLACEHOLDER, config)
         most = math.inf if config.max_steps is None else config.max_steps
         model.eval()
@@ -113,7 +112,7 @@ class Loop:
                         with guard.aside():
                             placeholder()
                         continue
-                    if fault := find_fault(batch, vocab_size):
+                    if fault := find_fault(batch, model.config.vocab_size):
                         guard.refuse(fault, batch.sample_ids, placeholder)
                         continue
                     # for the tracer, so that its OOM does not shrink the parts of the run

@@ -106,8 +106,7 @@ class Run:
             processes=setup.processes.size,
         )
         if origin.checkpoint is None and record["calibration"] is not None:
-            passed_over = self.data.start.begun
-            folder.event("calibration", **record["calibration"], passed_over=passed_over)
+            folder.event("calibration", **record["calibration"], passed_over=self.data.start.begun)
         if setup.config.resume is not None:
             self._report_resumed()
         self._warn_of_settings()
@@ -299,14 +298,12 @@ class Run:
         setup = self.setup
         path = self.folder.path
         seed = setup.config.seed
-        base_hash = self.record["base_hash"]
         # a window's snapshot is from before its step
         at = steps if outcome.snapshot is None else outcome.steps - outcome.applied
 
         def write() -> dict[str, Any]:
             try:
                 settings = {**self.record["settings"], **asdict(setup.config)}
-                samples = setup.splitter.samples
                 bundle = write_postmortem(
                     path / "postmortem",
                     guard,
@@ -315,7 +312,9 @@ class Run:
                     at,
                     refused=stored_batches(batches, seed, outcome.refused),
                     accepted=stored_batches(accepted[:KEPT], seed),
-                    student=student_entry(setup.model, settings, base_hash, samples),
+                    student=student_entry(
+                        setup.model, settings, self.record["base_hash"], setup.splitter.samples
+                    ),
                 )
             except Exception as error:  # the run must report why it stopped either way
                 return {"postmortem": None, "error": str(error)}

@@ -134,9 +134,8 @@ class _Start:
         after = self._after_steps(rate)
         falls = self._everywhere(after < self.loss)
         steps = f"{after:.4g} after {STEPS} steps on the same batch"
-        least = LEAST_RATIO * STEPS * rate * self._size()
         # along a wrong gradient the loss may fall too, by chance and by little
-        if self._everywhere(self.loss - after > least):
+        if self._everywhere(self.loss - after > LEAST_RATIO * STEPS * rate * self._size()):
             return steps
         resolved = self._everywhere(self._resolved())
         if falls:

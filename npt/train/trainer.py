@@ -131,14 +131,7 @@ class Trainer:
             check_trainable(attached_config(model), named, teacher is not None)
             console = (console or make_console()) if processes.main else silent_console()
             self.setup = make_setup(
-                model,
-                tokenizer,
-                teacher,
-                config,
-                data_config,
-                processes,
-                console,
-                further=settings or {},
+                model, tokenizer, teacher, config, data_config, processes, console, settings or {}
             )
             self.data = RunData(self.setup, data, eval_data)
         self.strategy: Strategy = STRATEGIES[config.strategy]
