@@ -36,14 +36,15 @@ class Figure:
     def write(self, value: float, error: float = math.nan) -> str:
         if not math.isfinite(value):
             return "not finite"
-        scale, unit = (100.0, "%") if self.percent else (1.0, "")
+        scale = 100.0 if self.percent else 1.0
+        digits = self.digits_to_tell(value)
         tail = ""
         if math.isfinite(error) and error >= NO_ERROR:
             digits = error_digits(scale * error, self.digits)
             tail = f" ± {scale * error:.{digits}f}"
-        else:
-            digits = self.digits_to_tell(value)
-        return f"{scale * value:z.{digits}f}{tail}{unit}".replace("-", "−")
+        if self.percent:
+            tail += "%"
+        return f"{scale * value:z.{digits}f}{tail}".replace("-", "−")
 
     def digits_to_tell(self, value: float) -> int:
         """Return the digits with which a value without an error does not read as the teacher's."""
@@ -100,9 +101,12 @@ def nan_for_null(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def unpaired(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Change:
     """Return how a figure changed, with the error of two independent measurements."""
-    first, last = before[name], after[name]
-    errors = before[f"{name}_se"], after[f"{name}_se"]
-    return Change(name, first, errors[0], last, errors[1], last - first, math.hypot(*errors))
+    first = before[name]
+    first_se = before[f"{name}_se"]
+    last = after[name]
+    last_se = after[f"{name}_se"]
+    error = math.hypot(first_se, last_se)
+    return Change(name, first, first_se, last, last_se, last - first, error)
 
 
 NOISE = 2.0
@@ -122,10 +126,13 @@ def verdict(change: float, error: float) -> Verdict:
 
 def change_line(change: Change, text: str) -> str:
     """Return what training changed, in a sentence; `text` describes the text measured on."""
-    name, unit = f"the perplexity of {text}", ""
+    name = f"the perplexity of {text}"
+    unit = ""
     if change.figure == "kl":
-        name, unit = f"the KL to the teacher on {text}", " nats"
-    kind, figure = verdict(change.change, change.change_se), FIGURES[change.figure]
+        name = f"the KL to the teacher on {text}"
+        unit = " nats"
+    figure = FIGURES[change.figure]
+    kind = verdict(change.change, change.change_se)
     if kind == "not finite":
         return f"After training, {name} is not finite."
 
@@ -133,6 +140,7 @@ def change_line(change: Change, text: str) -> str:
         known = NO_ERROR / 100 < error < math.inf
         return error_digits(error, figure.digits) if known else figure.digits_to_tell(value)
 
+    # before and after get at least the digits of the change
     shown = digits(change.change, change.change_se)
     before = f"{change.before:.{max(shown, digits(change.before, change.before_se))}f}"
     after = f"{change.after:.{max(shown, digits(change.after, change.after_se))}f}"
@@ -142,14 +150,20 @@ def change_line(change: Change, text: str) -> str:
     moved = f"from {before} to {after}{unit} ({moved})"
     if kind == "noise":
         return f"Training did not change {name} beyond noise: {moved}."
-    share = ""
-    if change.before > 0:
-        ratio = change.after / change.before
-        percent = 100 * abs(ratio - 1)
-        share = f" by {percent:.2g}%" if percent < 99 else f" by {min(percent, 99.99):.4g}%"
-        if ratio >= 2:
-            share = f" {ratio:,.0f}-fold" if ratio >= 100 else f" {ratio:.3g}-fold"
-    return f"Training {'lowered' if kind == 'lower' else 'raised'} {name}{share}, {moved}."
+    did = "lowered" if kind == "lower" else "raised"
+    share = "" if change.before <= 0 else _share(change.after / change.before)
+    return f"Training {did} {name}{share}, {moved}."
+
+
+def _share(ratio: float) -> str:
+    """Return by how much, or how often, a figure grew or fell."""
+    if ratio >= 100:
+        return f" {ratio:,.0f}-fold"
+    if ratio >= 2:
+        return f" {ratio:.3g}-fold"
+    percent = 100 * abs(ratio - 1)
+    # 100% would read as a fall to 0
+    return f" by {percent:.2g}%" if percent < 99 else f" by {min(percent, 99.99):.4g}%"
 
 
 COMPARISON_NAMES = {

@@ -17,7 +17,8 @@ from typing import Any
 
 from npt.errors import ConfigError
 
-PARTIAL, OLD = ".partial", ".old"
+PARTIAL = ".partial"
+OLD = ".old"
 """Suffixes of temporary names: of what is written, and of what it replaces."""
 
 _LEFT_OVER = re.compile(
@@ -172,7 +173,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     # parents of new folders, to be synced too
     made = [folder.parent for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, old = _hidden(path, PARTIAL), _hidden(path, OLD)
+    temporary = _hidden(path, PARTIAL)
+    old = _hidden(path, OLD)
     temporary.mkdir()
     try:
         yield temporary
@@ -180,6 +182,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         for item in [temporary, *temporary.rglob("*")]:
             item.chmod(mode if item.is_dir() else mode & 0o666)  # safetensors writes mode 0600
             _sync(item)
+        # a rename cannot replace a folder with content, so for a moment there is none
         if path.exists():
             os.replace(path, old)
         try:
@@ -232,8 +235,9 @@ def clean(folder: Path) -> None:
         match = _LEFT_OVER.fullmatch(item.name)
         if match is None:
             continue
-        if match["kind"] == OLD and not (item.parent / match["name"]).exists():
-            os.replace(item, item.parent / match["name"])
+        replaced = item.parent / match["name"]
+        if match["kind"] == OLD and not replaced.exists():
+            os.replace(item, replaced)
         elif item.is_dir() and not item.is_symlink():
             shutil.rmtree(item, ignore_errors=True)
         else:

@@ -7,7 +7,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,12 +84,12 @@ device_map: use --shard_base to share a base larger than one GPU among processes
 help_all: use --help, which shows every flag
 sample_steps: use npt generate --compare for texts, npt report for multipliers
 """
-RETIRED = {
-    name: instead
-    for names, instead in (line.split(": ", 1) for line in _RETIRED.strip().splitlines())
-    for name in names.split()
-}
+RETIRED: dict[str, str] = {}
 """Flags that do not exist, and what to use instead."""
+
+for _line in _RETIRED.strip().splitlines():
+    _names, _, _remedy = _line.partition(": ")
+    RETIRED |= dict.fromkeys(_names.split(), _remedy)
 
 _OF_OTHER_VERBS = {
     "seed": "remove it; this verb draws no random numbers",
@@ -151,19 +151,26 @@ class OneLineParser(argparse.ArgumentParser):
             self._check_text(word)
         end = words.index("--") if "--" in words else len(words)
         words = [*map(self._spelled, words[:end]), *words[end:]]
-        refusing = self._subparsers is None and not self._takes_others
-        for word in words[:end] if refusing else ():
-            # first: what argparse misses, as a required flag, is of no use beside it
-            name = word[2:].partition("=")[0] if word.startswith("--") else ""
-            if name not in self._flags() and name.replace("-", "_") in _INSTEAD:
-                self._refuse(f"--{name}")
+        if self._subparsers is not None or self._takes_others:
+            return super().parse_known_args(words, namespace)
+        # first: what argparse misses, as a required flag, is of no use beside it
+        self._refuse_retired(words[:end])
         parsed, left = super().parse_known_args(words, namespace)
-        if left and refusing:
+        if left:
             flag = left[0].partition("=")[0]
             if not flag.startswith("-"):
                 self.error(f"{left[0]!r} does not belong to any flag")
             self._refuse(flag)
         return parsed, left
+
+    def _refuse_retired(self, words: Iterable[str]) -> None:
+        known = self._flags()
+        for word in words:
+            if not word.startswith("--"):
+                continue
+            name = word[2:].partition("=")[0]
+            if name not in known and name.replace("-", "_") in _INSTEAD:
+                self._refuse(f"--{name}")
 
     def _refuse(self, flag: str) -> NoReturn:
         self.error(f"there is no flag {flag}{_hint(flag.lstrip('-'), self._flags())}")
@@ -183,19 +190,18 @@ class OneLineParser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            hint = f"choose from {', '.join(action.choices)}"
             near = difflib.get_close_matches(value, action.choices, n=1)
-            hint = (
-                f"did you mean {near[0]}?" if near else f"choose from {', '.join(action.choices)}"
-            )
+            if near:
+                hint = f"did you mean {near[0]}?"
             self.error(f"there is no verb {value}: {hint}")
-        if (instead := _retired_value(action.dest, value)) is not None:
+        instead = _retired_value(action.dest, value)
+        if instead is not None:
             self.error(f"--{action.dest} {instead}")
         super()._check_value(action, value)
 
     def _flags(self) -> list[str]:
-        return [
-            name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")
-        ]
+        return [name[2:] for name in self._option_string_actions if name.startswith("--")]
 
     def _spelled(self, argument: str) -> str:
         """Return an argument, with a flag's other name replaced by its own."""
@@ -220,38 +226,44 @@ def add_settings(
     (`--no_smoke_test`). Help texts show the `defaults`, by flag name, in place of the fields' own.
     """
     # argparse would list every flag here
-    needed = [
-        f"{a.option_strings[0]} {a.metavar}"
-        for a in parser._actions
-        if a.required and a.option_strings
-    ]
-    parser.usage = " ".join(["%(prog)s", *needed, "[flags]"])
-    unset: dict[str, Any] = {"default": argparse.SUPPRESS}
+    usage = ["%(prog)s"]
+    for action in parser._actions:
+        if action.required and action.option_strings:
+            usage.append(f"{action.option_strings[0]} {action.metavar}")
+    parser.usage = " ".join([*usage, "[flags]"])
     groups: dict[str, Any] = {}
     for cls in classes:
         for f in fields(cls):
-            name, choices = flag_of(f), f.metadata["choices"]
+            name = flag_of(f)
             if name in leave_out:
                 continue
             title = GROUPS[f.metadata["group"]]
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)
             kind = kinds_of(cls)[f.name][0]
-            how: dict[str, Any] = {"type": _reader(kind), "metavar": kind.__name__.upper()}
-            if kind is bool:
-                how |= {"nargs": "?", "const": True, "metavar": "BOOL"}
-                groups[title].add_argument(
-                    f"--no_{name}", dest=name, action="store_false", help=unset["default"], **unset
-                )
-            elif kind is tuple:
-                how["metavar"] = "LIST"
-            elif choices:
-                how |= {"choices": choices, "metavar": None}
-            default = (defaults or {}).get(name, f.default)
-            shown = "" if default is None else f" (default: {shown_default(default)})"
-            need = f.metadata["need"]
-            text = f.metadata["help"] + (f"; needs {need.words}" if need else "") + shown
-            groups[title].add_argument(f"--{name}", help=text, **how, **unset)
+            _add_setting(groups[title], f, kind, (defaults or {}).get(name, f.default))
+
+
+def _add_setting(group: Any, f: Field[Any], kind: type, default: Any) -> None:
+    name = flag_of(f)
+    unset: Any = argparse.SUPPRESS
+    how: dict[str, Any] = {"type": _reader(kind), "metavar": kind.__name__.upper()}
+    if kind is bool:
+        how |= {"nargs": "?", "const": True, "metavar": "BOOL"}
+        group.add_argument(
+            f"--no_{name}", dest=name, action="store_false", help=unset, default=unset
+        )
+    elif kind is tuple:
+        how["metavar"] = "LIST"
+    elif f.metadata["choices"]:
+        how |= {"choices": f.metadata["choices"], "metavar": None}
+    text = f.metadata["help"]
+    need = f.metadata["need"]
+    if need is not None:
+        text += f"; needs {need.words}"
+    if default is not None:
+        text += f" (default: {shown_default(default)})"
+    group.add_argument(f"--{name}", help=text, default=unset, **how)
 
 
 def read_yaml(
@@ -260,7 +272,8 @@ def read_yaml(
     """Return the settings in a YAML file or preset (npt/presets), a mapping of flag names, without
     dashes, to values. Allowed are the flags of `classes`, and the `extra` ones with their types.
     """
-    where, file = f"--config {path}", settings_file(path)
+    where = f"--config {path}"
+    file = settings_file(path)
     if not file.exists():
         raise ConfigError(
             f"{where} is neither a file nor a preset: name a file or one of {', '.join(presets())}"
@@ -282,13 +295,15 @@ def yaml_content(path: str, where: str) -> Any:
         return yaml.load(read_bytes(Path(path), YAML_BYTES), _StrictLoader)
     # PyYAML raises errors of Python's for huge numbers and deep nesting
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-        mark, problem = (getattr(error, key, None) for key in ("problem_mark", "problem"))
-        problem = problem or getattr(error, "strerror", None) or first_line(error)
+        problem = getattr(error, "problem", None) or getattr(error, "strerror", None)
+        problem = problem or first_line(error)
         if isinstance(error, yaml.reader.ReaderError):
             problem += "; save it as UTF-8"
-        line = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        mark = getattr(error, "problem_mark", None)
+        if mark is not None:
+            problem = f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
         fault = "cannot be read" if isinstance(error, OSError) else "is not valid YAML"
-        raise ConfigError(f"{where} {fault}: {line}{problem}") from error
+        raise ConfigError(f"{where} {fault}: {problem}") from error
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -353,7 +368,8 @@ def checked_settings(
             raise ConfigError(
                 f"{where}: {name} is given twice, once as {written}: remove one of them"
             )
-        if (instead := _retired_value(name, value)) is not None:
+        instead = _retired_value(name, value)
+        if instead is not None:
             raise ConfigError(f"{where}: {name} {instead}")
         settings[name] = _typed(where, name, value, kinds[name])
     return settings
@@ -369,11 +385,13 @@ def _typed(where: str, name: str, value: Any, kind: type) -> Any:
     if value is None:
         return None
     parts = value if isinstance(value, list) and kind in (str, tuple) else [value]
-    whole = kind is int and isinstance(value, float) and value.is_integer()
     # a bare `no` is not text in YAML
     odd = (list, dict) if kind is bool else (list, dict, bool)
     if not any(isinstance(part, odd) for part in parts):
-        text = str(int(value)) if whole else ",".join(map(str, parts))
+        text = ",".join(map(str, parts))
+        # 1e5 is a float in YAML
+        if kind is int and isinstance(value, float) and value.is_integer():
+            text = str(int(value))
         try:
             text.encode()  # an escape of YAML's can write half a character
             return _reader(kind)(text)
@@ -387,7 +405,9 @@ def _typed(where: str, name: str, value: Any, kind: type) -> Any:
 
 def _reader(kind: type) -> Callable[[str], Any]:
     """Return the function that parses a flag's value. A list stays text; its setting parses it."""
-    return _boolean if kind is bool else str if kind is tuple else kind
+    if kind is bool:
+        return _boolean
+    return str if kind is tuple else kind
 
 
 def _boolean(text: str) -> bool:

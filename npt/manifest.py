@@ -30,12 +30,14 @@ def verify_checkpoint(folder: Path) -> None:
     manifest = read_json(path, CheckpointError)
     files = manifest.get("files")
     try:
+        # first its own sum, which vouches for the others
         if not isinstance(files, dict) or path.read_bytes() != _text(files).encode():
             raise CheckpointError(f"{path} is damaged (wrong sha256); restore it from the original")
         present = _files(folder)
-        if odd := files.keys() ^ present.keys():
-            kind = "lacks the file" if min(odd) in files else "has the extra file"
-            raise CheckpointError(f"{folder} {kind} {shown(min(odd))} ({len(odd)} in all)")
+        odd = sorted(files.keys() ^ present.keys())
+        if odd:
+            kind = "lacks the file" if odd[0] in files else "has the extra file"
+            raise CheckpointError(f"{folder} {kind} {shown(odd[0])} ({len(odd)} in all)")
         for name, sums in files.items():
             now = _sums(present[name])
             if now != sums:
@@ -49,16 +51,18 @@ def verify_checkpoint(folder: Path) -> None:
 
 def _files(folder: Path) -> dict[str, Path]:
     """Return the files below a folder by relative path; CheckpointError for links and devices."""
-    files: dict[str, Path] = {}
+    files = {}
     for parent, folders, names in os.walk(folder):
-        for path in (Path(parent, name) for name in (*folders, *names)):
+        for name in (*folders, *names):
+            path = Path(parent, name)
             mode = path.lstat().st_mode
             if stat.S_ISREG(mode):
                 files[path.relative_to(folder).as_posix()] = path
             elif not stat.S_ISDIR(mode):
                 what = "link" if stat.S_ISLNK(mode) else "special file"
                 raise CheckpointError(f"{path} is a {what}; a checkpoint holds only plain files")
-    return {name: files[name] for name in sorted(set(files) - {MANIFEST})}
+    files.pop(MANIFEST, None)
+    return dict(sorted(files.items()))
 
 
 def _sums(path: Path) -> dict[str, Any]:

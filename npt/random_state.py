@@ -18,9 +18,8 @@ def random_state() -> dict[str, Tensor]:
     """Return the random state by device: `cpu`, and `cuda.INDEX` once CUDA is in use."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        states |= {
-            f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())
-        }
+        for index, state in enumerate(torch.cuda.get_rng_state_all()):
+            states[f"cuda.{index}"] = state
     return states
 
 
@@ -29,8 +28,10 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
     for name, state in states.items():
         if name == "cpu":
             torch.set_rng_state(state)
-        elif int(name.removeprefix("cuda.")) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, int(name.removeprefix("cuda.")))
+            continue
+        index = int(name.removeprefix("cuda."))
+        if index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, index)
 
 
 @contextmanager

@@ -112,10 +112,11 @@ def check_entries(
         error: the type to raise.
         exact: refuse other entries too.
     """
-    extra = sorted(set(entries) - set(wanted)) if exact else []
-    odd = sorted(set(wanted) - set(entries)) or extra
+    missing = sorted(wanted.keys() - entries.keys())
+    unknown = sorted(entries.keys() - wanted.keys()) if exact else []
+    odd = missing or unknown
     if odd:
-        kind = "missing" if odd[0] in wanted else "unknown"
+        kind = "missing" if missing else "unknown"
         raise error(
             f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} in all); {RESTORE}"
         )
@@ -130,7 +131,8 @@ def check_names(
     path: Path, names: Iterable[str], wanted: Iterable[str], error: type[NPTError]
 ) -> None:
     """Check that a file holds exactly the wanted tensors; the error names the first difference."""
-    have, need = set(names), set(wanted)
+    have = set(names)
+    need = set(wanted)
     for kind, odd in (("lacks the", need - have), ("has the extra", have - need)):
         if odd:
             raise error(f"{path} {kind} tensor {shown(min(odd))} ({len(odd)} in all); {RESTORE}")

@@ -63,10 +63,13 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
         raise ConfigError(f"sharding a base needs torch 2.13 or later; this is {torch.__version__}")
     if is_sharded(model):
         raise ModelError("the base is sharded already; load it again to shard it differently")
-    device, mesh = processes.device, init_device_mesh(processes.device.type, (processes.size,))
+    device = processes.device
+    mesh = init_device_mesh(device.type, (processes.size,))
     layers = real_layers(model, device)
-    probe = collate([Sample("probe", tuple(range(min(16, model.config.vocab_size))))]).to(device)
-    stream = open_stream(model, probe)
+    # one short row, to compare each layer's output before and after
+    tokens = tuple(range(min(16, model.config.vocab_size)))
+    probe = collate([Sample("probe", tokens)])
+    stream = open_stream(model, probe.to(device))
     changed = []
     with processes.exchanging(), adapters_disabled(model):
         for index, layer in layers:
@@ -77,30 +80,37 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
             setattr(module, WITHIN, call)
             register_fsdp_forward_method(module, WITHIN)
         within(model.model, lambda: None)  # FSDP must see the root first
-    what = f"{changed[0]} (one of {len(changed)})" if changed else ""
-    message = (
-        f"sharding changes {what} with torch {torch.__version__}, and so the base's results; use"
-        " another version of torch or bitsandbytes"
-    )
-    processes.raise_together(ModelError(message) if changed else None)
+    failure = None
+    if changed:
+        failure = ModelError(
+            f"sharding changes {changed[0]} (one of {len(changed)}) with torch {torch.__version__},"
+            " and so the base's results; use another version of torch or bitsandbytes"
+        )
+    processes.raise_together(failure)
     return processes
 
 
 def _shard(layer: Any, mesh: DeviceMesh, stream: Stream) -> list[str]:
     """Shard a layer; return the names of parameters, and of the output, that changed."""
-    packed = [(m, m.weight.quant_state, m.weight.quant_type) for _, m in quantized_linears(layer)]
+    packed = []
+    for _, module in quantized_linears(layer):
+        packed.append((module, module.weight.quant_state, module.weight.quant_type))
     of_adapter = set(layer.npt.parameters()) if isinstance(layer, NPTLayer) else set()
-    before = {name: _bytes(p).clone() for name, p in _of_base(layer)}
-    after = layer.forward(stream.hidden, **stream.context_of(layer))
+    context = stream.context_of(layer)
+    bytes_before = {name: _bytes(p).clone() for name, p in _of_base(layer)}
+    output_before = layer.forward(stream.hidden, **context)
     fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=of_adapter)
     # FSDP replaces a packed weight by two plain parameters, its shard and the whole.
     _keep_statistics(packed)
-    layer.unshard()
+    layer.unshard()  # compare what a forward will see
     _keep_statistics(packed)
-    changed = [name for name, p in _of_base(layer) if not torch.equal(_bytes(p), before[name])]
-    again = layer.forward(stream.hidden, **stream.context_of(layer))
+    changed = []
+    for name, parameter in _of_base(layer):
+        if not torch.equal(_bytes(parameter), bytes_before[name]):
+            changed.append(name)
+    output = layer.forward(stream.hidden, **context)
     layer.reshard()
-    if not torch.equal(_bytes(again), _bytes(after)):
+    if not torch.equal(_bytes(output), _bytes(output_before)):
         changed.append("the output")
     return changed
 
@@ -115,4 +125,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _keep_statistics(packed: list[tuple[Any, Any, str]]) -> None:
     for module, state, kind in packed:
-        module.weight.quant_state, module.weight.quant_type = state, kind
+        module.weight.quant_state = state
+        module.weight.quant_type = kind

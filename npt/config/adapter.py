@@ -139,9 +139,8 @@ class NPTConfig(SettingsGroup):
                 f"--targets is {self.targets}; name each of {', '.join(TARGETS)} at most once, and"
                 " at least one"
             )
-        if self.ranks is not None and not (
-            self.ranks and all(type(rank) is int and rank >= 1 for rank in self.ranks)
-        ):
+        counts = all(type(rank) is int and rank >= 1 for rank in self.ranks or ())
+        if self.ranks == () or not counts:
             raise ConfigError(
                 f"--ranks is {self.ranks}; give each converted layer a whole number of at least 1,"
                 " such as 8,16,32"

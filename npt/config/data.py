@@ -74,8 +74,10 @@ class DataConfig(SettingsGroup):
         context = self.context_column
         if context is None:
             return
-        texts = (self.prompt_column, self.completion_column)
-        if context in (texts if self.prompt_column is not None else (self.text_column,)):
+        texts: list[str | None] = [self.text_column]
+        if self.prompt_column is not None:
+            texts = [self.prompt_column, self.completion_column]
+        if context in texts:
             raise ConfigError(
                 f"--context_column {context} is the column of another text too: name the context's"
                 " own"

@@ -24,7 +24,8 @@ GROUPS = {
 }
 """Headings of the groups of settings."""
 
-INT_MAX, FLOAT_MAX = 2**31 - 1, 3e38
+INT_MAX = 2**31 - 1
+FLOAT_MAX = 3e38
 """The largest values: products of a few such counts fit into 64 bits, such numbers into fp32."""
 
 
@@ -37,7 +38,9 @@ class Bound(NamedTuple):
 
 def at_least(low: float, most: float = math.inf) -> Bound:
     """Return the bound of a number from `low` to `most`."""
-    words = f"it must be at least {low}" + (f" and at most {most}" if most < math.inf else "")
+    words = f"it must be at least {low}"
+    if most < math.inf:
+        words += f" and at most {most}"
     return Bound(lambda value: low <= value <= most, words)
 
 
@@ -86,20 +89,25 @@ class SettingsGroup:
     def __post_init__(self) -> None:
         cls: Any = type(self)
         for f in fields(cls):
-            if f.metadata["read"] is not None:
-                object.__setattr__(self, f.name, f.metadata["read"](getattr(self, f.name)))
-            fault = _fault(f, getattr(self, f.name), kinds_of(cls)[f.name])
+            value = getattr(self, f.name)
+            read = f.metadata["read"]
+            if read is not None:
+                value = read(value)
+                object.__setattr__(self, f.name, value)  # frozen
+            fault = _fault(f, value, kinds_of(cls)[f.name])
             if fault is not None:
                 raise ConfigError(f"--{flag_of(f)} is {fault}")
+        # only now: a need may look at any of them
         for f in fields(cls):
-            value, need = getattr(self, f.name), f.metadata["need"]
-            if need is not None and value != f.default and not need.met(self):
-                shown = ",".join(value) if isinstance(value, tuple) else value
-                shown = "" if value is True else f" {shown}"
-                raise ConfigError(
-                    f"--{flag_of(f)}{shown} has no effect without {need.words}: add {need.words}"
-                    f" or remove --{flag_of(f)}"
-                )
+            value = getattr(self, f.name)
+            need = f.metadata["need"]
+            if need is None or value == f.default or need.met(self):
+                continue
+            shown = "" if value is True else f" {as_text(value)}"
+            raise ConfigError(
+                f"--{flag_of(f)}{shown} has no effect without {need.words}: add {need.words}"
+                f" or remove --{flag_of(f)}"
+            )
         self.check()
 
     def check(self) -> None:
@@ -108,7 +116,9 @@ class SettingsGroup:
 
 def _fault(f: Field[Any], value: Any, kinds: tuple[type, ...]) -> str | None:
     """Return what is wrong with a value, and what would be right; None if it is valid."""
-    choices, bound = f.metadata["choices"], f.metadata["bound"]
+    choices = f.metadata["choices"]
+    bound = f.metadata["bound"]
+    # a bool is an int, but no number here
     if isinstance(value, bool):
         fits = bool in kinds
     else:
@@ -118,7 +128,8 @@ def _fault(f: Field[Any], value: Any, kinds: tuple[type, ...]) -> str | None:
         return f"{value!r}; expected {names}"
     if value is None:
         return None
-    for item in value if isinstance(value, tuple) else (value,):
+    items = value if isinstance(value, tuple) else (value,)
+    for item in items:
         if choices and item not in choices:
             return f"{item!r}; choose from {', '.join(choices)}"
     if bound is not None and not bound.holds(value):
@@ -136,7 +147,8 @@ def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
     steps = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?|\s*/\s*(\d{1,18})\s*", part)
-        first, last, every = (int(n) if n else 0 for n in match.groups()) if match else (0, 0, 0)
+        numbers = match.groups(default="0") if match else ("0", "0", "0")
+        first, last, every = map(int, numbers)
         last = last or first
         if every:
             steps.append(range(every, 10**18, every))

@@ -86,42 +86,50 @@ def local(
     the rows of valid tokens. `own_stream`: see `propagated`.
     """
     assert batch.teacher is None  # DataConfig.check_objective
-    layers, converted = decoder_layers(model), npt_layers(model)
+    layers = decoder_layers(model)
     guide_layers = layers if teacher is None else decoder_layers(teacher)
-    sums: list[LayerSums] = []
+    converted = npt_layers(model)
+    count = len(converted)
+    above_last = converted[-1][0] + 1
+    may_share = teacher is None and not own_stream
+    sums = []
+    # the streams carry no graph: only the student's part of a converted layer records one
     with torch.no_grad(), adapters_disabled(model):
         stream, guide, first = begin(model, teacher, batch)
-        for index, layer in enumerate(layers[first : converted[-1][0] + 1], first):
+        for index, layer in enumerate(layers[first:above_last], first):
             # another library's hook may make the embeddings require a gradient
             taught = guide.hidden.detach()
             if not own_stream:
                 taught = taught.to(stream.hidden.dtype)
                 stream = replace(stream, hidden=taught)
             # share attention, unless hooks may change a value: then the teacher needs a plain call
-            shared = isinstance(layer, NPTLayer) and not own_stream and teacher is None
-            shared = shared and not may_change(layer)
-            if not shared:
-                guide = guide.through([guide_layers[index]])
-            if not isinstance(layer, NPTLayer):
-                if own_stream:
-                    stream = stream.through([layer])
-                continue
-            if shared:
-                learn = partial(_learn_and_teach, layer, stream, config, len(converted))
+            if may_share and isinstance(layer, NPTLayer) and not may_change(layer):
+                learn = partial(_learn_and_teach, layer, stream, config, count)
                 of_layer, target = within(layer, learn)
                 guide = replace(guide, hidden=stream.scatter(target))
-            else:
+                sums.append(of_layer)
+                del taught, target  # free them before the next layer
+                continue
+            guide = guide.through([guide_layers[index]])
+            if isinstance(layer, NPTLayer):
                 with torch.enable_grad():
-                    states, energy = student_states(layer, stream, stream.hidden, graph=False)
-                    output, target = stream.rows(states), stream.rows(guide.hidden)
-                    h = stream.rows(taught)
-                    of_layer = layer_sums(config, len(converted), output, target, h, energy)
+                    states, of_layer = layer_loss(
+                        layer,
+                        stream,
+                        config,
+                        count,
+                        stream.hidden,
+                        guide.hidden,
+                        taught,
+                        graph=False,
+                    )
                     of_layer.loss.backward()
+                sums.append(of_layer._replace(loss=of_layer.loss.detach()))
                 if own_stream:
                     stream = replace(stream, hidden=states.detach())
-                del states, energy, output, h
-            sums.append(of_layer._replace(loss=of_layer.loss.detach()))
-            del taught, target, of_layer  # free them before the next layer
+                del taught, states, of_layer  # with the graph
+            elif own_stream:
+                stream = stream.through([layer])
     return batch_sums(config, batch, sums)
 
 
@@ -132,7 +140,8 @@ def _learn_and_teach(
     its sums and the teacher's output [N, D].
     """
     attention = attention_output(layer, stream.hidden, **stream.context_of(layer))
-    h, attention = stream.rows(stream.hidden), stream.rows(attention)
+    h = stream.rows(stream.hidden)
+    attention = stream.rows(attention)
     with torch.enable_grad():
         output, energy, target = trained_output(layer, h, attention, teach=True)
         assert target is not None
@@ -180,7 +189,9 @@ def student_states(
     hidden: the student's h, [B, T, D]. graph: let gradients flow through attention into h; if False
     they end at the adapter.
     """
-    hidden, context = hidden if graph else hidden.detach(), stream.context_of(layer)
+    context = stream.context_of(layer)
+    if not graph:
+        hidden = hidden.detach()
 
     def student(hidden: Tensor) -> tuple[Tensor, Tensor]:
         with torch.set_grad_enabled(graph):
@@ -202,6 +213,28 @@ def student_states(
     return call_around(layer, name, called, hidden, **context), energies[0]
 
 
+def layer_loss(
+    layer: NPTLayer,
+    stream: Stream,
+    config: TrainConfig,
+    count: int,
+    hidden: Tensor,
+    target: Tensor | None,
+    taught: Tensor | None,
+    *,
+    graph: bool = True,
+) -> tuple[Tensor, LayerSums]:
+    """Return the student's states after one of `count` converted layers, and the layer's sums.
+
+    `hidden`, `target` and `taught` are the student's h, the teacher's output and the teacher's h,
+    [B, T, D]; for `graph` see `student_states`.
+    """
+    states, energy = student_states(layer, stream, hidden, graph=graph)
+    t = None if target is None else stream.rows(target)
+    h = None if taught is None else stream.rows(taught)
+    return states, layer_sums(config, count, stream.rows(states), t, h, energy)
+
+
 def layer_sums(
     config: TrainConfig,
     count: int,
@@ -221,7 +254,8 @@ def layer_sums(
         nmse = distance = HIDDEN_LOSSES[config.loss](student, target, hidden).sum()
         if config.loss != "nmse":
             nmse = nmse_per_token(student.detach(), target).sum()
-    reg, loss = energy.sum(), config.hidden_weight * distance
+    reg = energy.sum()
+    loss = config.hidden_weight * distance
     if config.regularization_lambda:
         loss = loss + config.regularization_lambda * reg
     return LayerSums(loss / count, nmse.detach(), reg.detach())
@@ -231,10 +265,13 @@ def batch_sums(
     config: TrainConfig, batch: Batch, layers: list[LayerSums], logit: Tensor | None = None
 ) -> BatchSums:
     """Return the sums of a micro-batch from those of its layers and the loss on the logits."""
-    losses, nmses, regs = (torch.stack(parts).detach() for parts in zip(*layers, strict=True))
-    loss, scored = losses.sum(), 0
-    if logit is not None:
-        logit, scored = logit.detach(), batch.scored
+    losses, nmses, regs = map(torch.stack, zip(*layers, strict=True))
+    loss = losses.detach().sum()
+    scored = 0
+    if logit is None:
+        logit = torch.zeros_like(loss)
+    else:
+        logit = logit.detach()
         loss = loss + config.logit_kl_weight * logit
-    logit = torch.zeros_like(loss) if logit is None else logit
+        scored = batch.scored
     return BatchSums(loss, nmses.mean(), regs.mean(), logit, nmses, batch.tokens, scored)

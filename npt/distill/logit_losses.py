@@ -34,7 +34,8 @@ from npt.distill.hidden_losses import at_least_fp32
 LOGIT_CHUNK = 1 << 26
 """Number of logits that an evaluation computes at a time (256 MiB in fp32), never all [N, V]."""
 
-CHUNK, CUDA_CHUNK = 1 << 24, 1 << 25
+CHUNK = 1 << 24
+CUDA_CHUNK = 1 << 25
 """Number of logits in a training chunk, off and on CUDA: 64 MiB and 128 MiB in fp32. Backward holds
 about seven such tensors. With V = 128k a CUDA chunk has 256 rows, enough to keep busy a GPU that
 computes 120 operations per byte of weights read (TF32 on an H100).
@@ -97,7 +98,9 @@ def through_head(
         teacher_head: the teacher's lm_head, if it has its own.
     """
     of_states = teacher.is_floating_point()
-    guide = head if teacher_head is None or not of_states else teacher_head
+    guide = head
+    if of_states and teacher_head is not None:
+        guide = teacher_head
 
     def chunk_sum(student: Tensor, teacher: Tensor) -> Tensor:
         logits = head(student)
@@ -108,18 +111,19 @@ def through_head(
     rows = chunk_rows(student.device, vocab_size)
     if any(parameter.requires_grad for parameter in head.parameters()):
         chunks = zip(student.split(rows), teacher.detach().split(rows), strict=True)
-        return torch.stack(
-            [checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]
-        ).sum()
+        sums = [checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.stack(sums).sum()
+    # the gradient is known at the end of forward, so the casts need not outlive it
     with cast_once(head, guide):
         return _ChunkedSum.apply(student, teacher.detach(), chunk_sum, rows)
 
 
 def chunk_rows(device: torch.device, vocab_size: int) -> int:
     """Return the number of tokens whose logits are computed at a time on a device."""
-    on_cuda = device.type == "cuda"
-    rows = max(1, (CUDA_CHUNK if on_cuda else CHUNK) // vocab_size)
-    return rows - rows % TILE if on_cuda and rows > TILE else rows
+    if device.type != "cuda":
+        return max(1, CHUNK // vocab_size)
+    rows = max(1, CUDA_CHUNK // vocab_size)
+    return rows - rows % TILE if rows > TILE else rows
 
 
 class _ChunkedSum(torch.autograd.Function):
@@ -132,6 +136,7 @@ class _ChunkedSum(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0]
         grad = torch.empty_like(student) if wanted else None
         sums = []
+        # at least one chunk: without a scored token, the sum of an empty one is 0
         for start in range(0, max(1, len(student)), rows):
             here = slice(start, start + rows)
             part = student[here].detach().requires_grad_(wanted)
@@ -148,7 +153,7 @@ class _ChunkedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return None if grad is None else grad_sum.to(grad.dtype) * grad, None, None, None
+        return grad_sum.to(grad.dtype) * grad, None, None, None
 
 
 def row_loss(config: TrainConfig) -> RowLoss:

@@ -105,21 +105,27 @@ def parameter_groups(model: PreTrainedModel, config: TrainConfig) -> list[dict[s
     if they read nats, and the threshold at THRESHOLD_RATE.
     """
     form = attached_config(model)
-    near = form.init == "calibrated" and config.judged_by == "kl"
-    share = (PRODUCT_RATE if near else 1.0) * (NATS if form.token_part else 1.0)
-    stream: list[nn.Parameter] = []
-    products: list[nn.Parameter] = []
-    threshold: list[nn.Parameter] = []
+    share = 1.0
+    if form.init == "calibrated" and config.judged_by == "kl":
+        share = PRODUCT_RATE
+    if form.token_part:
+        share *= NATS
+    stream = []
+    products = []
+    threshold = []
     for name, parameter in adapter_parameters(model).items():
         leaf = name.rpartition(".")[2]
         if leaf == "log_tau":
             threshold.append(parameter)
+        elif share != 1.0 and leaf in PRODUCTS:
+            products.append(parameter)
         else:
-            (products if share != 1.0 and leaf in PRODUCTS else stream).append(parameter)
+            stream.append(parameter)
     groups: list[dict[str, Any]] = [{"params": stream}]
     if products:
         groups.append({"params": products, RATE_SCALE: share})
     if threshold:
+        # decay would pull the logarithm to 0, and so the threshold to 1
         groups.append({"params": threshold, RATE_SCALE: THRESHOLD_RATE, "weight_decay": 0.0})
     return groups
 
@@ -151,15 +157,17 @@ class MicroBatchSplitter:
     """
 
     def __init__(self, samples: int, report: Callable[[int, int, str], None] = nowhere) -> None:
-        self.samples, self.report = samples, report
+        self.samples = samples
+        self.report = report
         self.shrunk_to: int | None = None
 
     def parts(self, batch: Batch) -> list[Batch]:
         """Return the batch in parts of at most `samples` rows."""
-        count, size = len(batch.input_ids), self.samples
-        if count <= size:
+        count = len(batch.input_ids)
+        if count <= self.samples:
             return [batch]
-        return [_rows(batch, slice(start, start + size)) for start in range(0, count, size)]
+        starts = range(0, count, self.samples)
+        return [_rows(batch, slice(start, start + self.samples)) for start in starts]
 
     def shrink(self, batch: Batch, message: str) -> None:
         """Halve the size of the parts after an OOM with this message.
@@ -167,7 +175,8 @@ class MicroBatchSplitter:
         Raises:
             NoMemoryError: a part was one sample already.
         """
-        at_once, length = min(len(batch.input_ids), self.samples), batch.input_ids.shape[1]
+        count, length = batch.input_ids.shape
+        at_once = min(count, self.samples)
         if at_once == 1:
             raise NoMemoryError(
                 f"out of memory with one sample of {length} tokens at once ({message}): lower"
@@ -196,7 +205,7 @@ def summed(
     batch: Batch,
     config: TrainConfig,
     splitter: MicroBatchSplitter | None = None,
-    observe: Callable[[Batch], AbstractContextManager[None]] | None = None,
+    observe: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
 ) -> BatchSums:
     """Add the gradients of a micro-batch's summed loss to `.grad`; return its sums.
 
@@ -209,12 +218,13 @@ def summed(
     while True:
         sums = []
         try:
+            parts = [batch] if splitter is None else splitter.parts(batch)
             with draws, torch.autocast(device.type, enabled=False):
-                for part in [batch] if splitter is None else splitter.parts(batch):
+                for part in parts:
                     compute = partial(strategy, model, part.to(device), config)
-                    with nullcontext() if observe is None else observe(part):
+                    with observe(part):
                         sums.append(within(model.model, compute))
-            return BatchSums(*[reduce(add, parts) for parts in zip(*sums, strict=True)])
+            return reduce(_added, sums)
         except (RuntimeError, MemoryError) as error:
             message = oom_message(error)
             # a process that stopped inside a layer of a sharded base would be out of step
@@ -222,10 +232,15 @@ def summed(
                 raise
         free_memory(device)  # only here: inside the handler the error keeps the graph alive
         splitter.shrink(batch, message)
+        # the parts that fitted have added theirs
         for parameter in adapter_parameters(model).values():
             if parameter.grad is not None:
                 parameter.grad.zero_()
         draws = micro_batch_draws(config.seed, batch.sample_ids, batch.offset)
+
+
+def _added(one: BatchSums, other: BatchSums) -> BatchSums:
+    return BatchSums(*map(add, one, other))
 
 
 def oom_message(error: RuntimeError | MemoryError) -> str | None:
@@ -244,11 +259,13 @@ def free_memory(device: torch.device) -> None:
 def _rows(batch: Batch, rows: slice) -> Batch:
     """Return some rows of a batch, without the columns that are padding in all of them."""
     filled = batch.attention_mask[rows].any(dim=0).nonzero()
-    columns = slice(int(filled[0]), int(filled[-1]) + 1) if len(filled) else slice(None)
-    tensors: dict[str, Any] = {
-        name: tensor[rows, columns].clone() for name, tensor in batch.row_tensors.items()
-    }
-    if "documents" in tensors and not bool(tensors["documents"].any()):
+    columns = slice(None)
+    if len(filled):
+        columns = slice(int(filled[0]), int(filled[-1]) + 1)
+    tensors: dict[str, Any] = {}
+    for name, tensor in batch.row_tensors.items():
+        tensors[name] = tensor[rows, columns].clone()
+    if "documents" in tensors and not tensors["documents"].any():
         tensors["documents"] = None
     if batch.teacher is not None:
         tensors["teacher"] = _rows(batch.teacher, rows)

@@ -22,16 +22,7 @@ from npt.batch import Batch
 from npt.config import STRATEGIES as STRATEGY_NAMES
 from npt.config import TrainConfig
 from npt.distill.hidden_losses import READS_INPUT
-from npt.distill.local import (
-    BatchSums,
-    LayerSums,
-    batch_sums,
-    begin,
-    layer_sums,
-    local,
-    propagated,
-    student_states,
-)
+from npt.distill.local import BatchSums, batch_sums, begin, layer_loss, local, propagated
 from npt.distill.logit_losses import row_loss, through_head
 
 Strategy = Callable[[PreTrainedModel, Batch, TrainConfig], BatchSums]
@@ -53,34 +44,42 @@ def end_to_end(
     With `config.gradient_checkpointing` the graph keeps only each layer's input and the teacher's
     output, and backward recomputes the rest, to the same bits.
     """
-    layers, converted = decoder_layers(model), npt_layers(model)
+    layers = decoder_layers(model)
+    converted = npt_layers(model)
     guide_model = model if teacher is None else teacher
+    guide_layers = decoder_layers(guide_model)
     above_last = converted[-1][0] + 1
     depth = len(layers) if config.logit_kl_weight else above_last
     taught_depth = above_last if config.hidden_weight else 0
     if _teacher_has_logits(config):
         taught_depth = depth
+    inputs = {}
+    targets = {}
+    # of the teacher's states, [B, T, D] each, keep only those that the loss reads
     with torch.no_grad(), adapters_disabled(model):
         stream, guide, first = begin(model, teacher, batch)
-        inputs, targets = {}, {}
         for index in range(first, taught_depth):
-            if isinstance(layers[index], NPTLayer) and config.loss in READS_INPUT:
+            is_converted = isinstance(layers[index], NPTLayer)
+            if is_converted and config.loss in READS_INPUT:
                 inputs[index] = guide.hidden
-            guide = guide.through([decoder_layers(guide_model)[index]])
-            if isinstance(layers[index], NPTLayer) and config.hidden_weight:
+            guide = guide.through([guide_layers[index]])
+            if is_converted and config.hidden_weight:
                 targets[index] = guide.hidden
     hidden = stream.hidden
-    sums: list[LayerSums] = []
+    sums = []
     compute: Callable[..., Any] = recomputed if config.gradient_checkpointing else call
     with adapter_mode(model, "student"):
         for index, layer in enumerate(layers[first:depth], first):
             if not isinstance(layer, NPTLayer):
                 hidden = compute(partial(stream.after, layer), hidden)
                 continue
-            taught = targets.pop(index, None), inputs.pop(index, None)
-            converted_layer = partial(_converted, layer, stream, config, len(converted))
-            hidden, of_layer = compute(converted_layer, hidden, *taught)
+            of_converted = partial(layer_loss, layer, stream, config, len(converted))
+            # popped, so that only the graph keeps the teacher's states from here on
+            hidden, of_layer = compute(
+                of_converted, hidden, targets.pop(index, None), inputs.pop(index, None)
+            )
             sums.append(of_layer)
+        # one backward through the whole graph: a layer's error reaches all adapters below it
         loss = torch.stack([part.loss for part in sums]).sum()
         logit = None
         if config.logit_kl_weight:
@@ -117,25 +116,6 @@ def drive(
 ) -> BatchSums:
     """Run the strategy that `config` names. The default teacher is the student's own base."""
     return STRATEGIES[config.strategy](model, batch, config, teacher)
-
-
-def _converted(
-    layer: NPTLayer,
-    stream: Stream,
-    config: TrainConfig,
-    count: int,
-    hidden: Tensor,
-    target: Tensor | None,
-    taught_input: Tensor | None,
-) -> tuple[Tensor, LayerSums]:
-    """Return the student's states after one of `count` converted layers, and the layer's sums.
-
-    `hidden`, `target` and `taught_input` are the student's h, the teacher's output and the
-    teacher's h, [B, T, D].
-    """
-    hidden, energy = student_states(layer, stream, hidden)
-    t, h = (None if states is None else stream.rows(states) for states in (target, taught_input))
-    return hidden, layer_sums(config, count, stream.rows(hidden), t, h, energy)
 
 
 def _logit_loss(

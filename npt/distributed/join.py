@@ -27,12 +27,14 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
         ProcessError: not all processes joined in time.
     """
     if dist.is_available() and dist.is_initialized():
-        on_gpu = default_device().type == "cuda"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
-        return ProcessGroup(dist.get_rank(), dist.get_world_size(), torch.device(device))
+        device = default_device()
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return ProcessGroup()
     device = _own_device()
+    # gloo even on GPUs, for what the hosts exchange
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
@@ -43,9 +45,13 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
             " them with torchrun or accelerate launch"
         ) from error
     processes = ProcessGroup(dist.get_rank(), dist.get_world_size(), device, owned=True)
-    on_gpu = device.type == "cuda"
-    gpus = processes.gather(str(torch.cuda.get_device_properties(device).uuid) if on_gpu else None)
-    if any(gpus) and len({*gpus} - {None}) < processes.size:
+    # by uuid, since a process may be shown its GPU alone, as number 0
+    own = None
+    if device.type == "cuda":
+        own = str(torch.cuda.get_device_properties(device).uuid)
+    gpus = processes.gather(own)
+    distinct = {gpu for gpu in gpus if gpu is not None}
+    if distinct and len(distinct) < processes.size:
         processes.close()
         raise ConfigError(
             f"the processes use the GPUs {', '.join(map(str, gpus))}; start one process per GPU,"

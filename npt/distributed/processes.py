@@ -58,7 +58,9 @@ class ProcessGroup:
         *,
         owned: bool = False,
     ):
-        self.index, self.size, self.device = index, size, device
+        self.index = index
+        self.size = size
+        self.device = device
         self.broken = False
         self._owned = owned
         self._met: BaseException | None = None
@@ -98,7 +100,7 @@ class ProcessGroup:
         """
         if self.size == 1:
             return act()
-        value, failure = None, None
+        value = failure = None
         if self.main:
             try:
                 value = act()
@@ -136,10 +138,8 @@ class ProcessGroup:
             return
         ours = None
         if failure is not None:
-            text, status = (
-                " ".join(str(failure).split())[:500],
-                getattr(failure, "exit_status", None),
-            )
+            text = " ".join(str(failure).split())[:500]
+            status = getattr(failure, "exit_status", None)
             if status is None:  # not one of npt's errors
                 text = f"{type(failure).__name__}: {text}"
                 status = 2 if is_out_of_memory(failure) else 1
@@ -206,7 +206,9 @@ class ProcessGroup:
 
     def _lost(self, error: RuntimeError) -> ProcessError:
         self.leave()  # wakes processes that wait for this one
-        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ", 1)[0]
+        # torch puts the place in its source before the reason, and advice after it
+        line = str(error).splitlines()[0]
+        reason = line.split("] ", 1)[-1].split(". ", 1)[0]
         name = f"process {1 - self.index}" if self.size == 2 else "another process"
         self._loss = ProcessError(
             f"{name} no longer responds ({reason}); see its own message, then continue with"

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from npt.evaluation.evaluate import Fidelity
 
 FORMAT = 1
-TENSORS, RECORD = "state.safetensors", "state.json"
+TENSORS = "state.safetensors"
+RECORD = "state.json"
 
 OPTIMIZER_TENSORS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -144,24 +145,27 @@ class Checkpoint:
         """
         path = self.folder / TENSORS
         _, adapters = read_adapter(model, self.folder / ADAPTER, base=base)
-        fixed = {name: adapters.pop(name) for name in adapters.keys() - adapter_parameters(model)}
-        shapes: dict[str, tuple[int, ...]] = {
-            f"optimizer.{name}.{key}": () if key == "step" else tuple(tensor.shape)
-            for name, tensor in adapters.items()
-            for key in OPTIMIZER_TENSORS
-        }
+        fixed = {}
+        for name in adapters.keys() - adapter_parameters(model):
+            fixed[name] = adapters.pop(name)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, value in adapters.items():
+            for key in OPTIMIZER_TENSORS:
+                # a step is a scalar, a moment has its parameter's shape
+                shapes[f"optimizer.{name}.{key}"] = () if key == "step" else tuple(value.shape)
         others = ("rng.", "spikes.")
-        moments = {n: h for n, h in self.headers.items() if not n.startswith(others)}
-        check_tensors(path, moments, shapes, CheckpointError)
+        headers = {n: h for n, h in self.headers.items() if not n.startswith(others)}
+        check_tensors(path, headers, shapes, CheckpointError)
         tensors = _read(path, shapes)
-        snapshot: Snapshot = {
-            name: (value, {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS})
-            for name, value in adapters.items()
-        }
+        snapshot: Snapshot = {}
+        for name, value in adapters.items():
+            moments = {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS}
+            snapshot[name] = (value, moments)
         return State(self.step, snapshot, fixed, self._spikes(), self._random_states())
 
     def _random_states(self) -> dict[int, dict[str, Tensor]]:
-        path, states = self.folder / TENSORS, dict[int, dict[str, Tensor]]()
+        path = self.folder / TENSORS
+        states: dict[int, dict[str, Tensor]] = {}
         names = [name for name in self.headers if name.startswith("rng.")]
         for name, state in read_tensors(path, names, CheckpointError).items():
             match = re.fullmatch(r"rng\.(\d{1,6})\.(cpu|cuda\.\d{1,3})", name)
@@ -169,6 +173,7 @@ class Checkpoint:
                 if match is None:
                     raise ValueError("no such device")
                 device = match[2].partition(".")[0]
+                # without CUDA nothing sets a state of CUDA, and nothing can check it
                 if device == "cpu" or torch.cuda.is_initialized():
                     torch.Generator(device).set_state(state)
             except (RuntimeError, TypeError, ValueError) as problem:
@@ -189,15 +194,16 @@ class Checkpoint:
         headers = {name: h for name, h in self.headers.items() if name.startswith("spikes.")}
         if not headers:
             return None
-        count = math.prod(next(iter(headers.values()))[1])
+        _, shape = next(iter(headers.values()))
+        count = math.prod(shape)
         check_tensors(path, headers, dict.fromkeys(_SPIKES, (count,)), CheckpointError, "F64")
         if count > HISTORY:
             has = described(headers[_SPIKES[0]])
             raise CheckpointError(
                 f"{path}: {_SPIKES[0]} is {has}, expected F64 [{HISTORY}] at most"
             )
-        losses, norms = (tensor.tolist() for tensor in _read(path, _SPIKES).values())
-        return losses, norms
+        losses, norms = _read(path, _SPIKES).values()
+        return losses.tolist(), norms.tolist()
 
 
 def _read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
@@ -225,17 +231,14 @@ def write_checkpoint(
     """
     check_savable(adapter_tensors(model), folder)
     snapshot = window.update.snapshot()
-    tensors = {
-        f"rng.{process}.{name}": state
-        for process, states in random_states.items()
-        for name, state in states.items()
-    }
+    tensors = {}
+    for process, states in random_states.items():
+        for name, state in states.items():
+            tensors[f"rng.{process}.{name}"] = state
     for name, (_, moments) in snapshot.items():
-        tensors |= {
-            f"optimizer.{name}.{key}": value.cpu().contiguous()
-            for key, value in moments.items()
-            if isinstance(value, Tensor)
-        }
+        for key, moment in moments.items():
+            if isinstance(moment, Tensor):
+                tensors[f"optimizer.{name}.{key}"] = moment.cpu().contiguous()
     if window.spikes is not None:
         for name, logarithms in zip(_SPIKES, window.spikes.remembered(), strict=True):
             tensors[name] = torch.tensor(logarithms, dtype=torch.float64)
@@ -262,6 +265,21 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             f"{path} has format {shown(record.get('format'))}, but this npt reads {FORMAT}; resume"
             " with the npt that wrote it"
         )
+    _check_counts(path, record)
+    # no tensors yet: what they must be depends on the model
+    checkpoint = Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
+    try:
+        _check_figures(checkpoint)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged (position, figures or counts): {shown(str(error))}; restore it from"
+            " the original or use another checkpoint"
+        ) from error
+    return checkpoint
+
+
+def _check_counts(path: Path, record: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for an entry that is missing, or of the wrong type, or no count."""
     check_entries(path, "", record, _ENTRIES, CheckpointError, exact=False)
     counted_from = {"steps": (int,), "micro_batches": (int,)}
     check_entries(path, "counted_from.", record["counted_from"], counted_from, CheckpointError)
@@ -269,33 +287,38 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         if not all(map(_is_count, _leaves(record[name]))):
             raise CheckpointError(f"{path}: {name} is {shown(record[name])}, expected counts")
     at_once = record.get("samples_at_once", [])  # missing in earlier versions
-    if not isinstance(at_once, list) or not all(n is None or (_is_count(n) and n) for n in at_once):
-        expected = "expected a count or null for each process"
-        raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
-    by_epoch = record.get("refused_by_epoch", {})  # missing in earlier versions
-    if not isinstance(by_epoch, dict) or not all(
-        epoch.isdecimal() and _is_count(n) for epoch, n in by_epoch.items()
-    ):
-        expected = "expected counts by epoch"
-        raise CheckpointError(f"{path}: refused_by_epoch is {shown(by_epoch)}, {expected}")
-    checkpoint = Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
-    try:
-        known, position = checkpoint.position.as_dict(), record["position"]
-        if known != position:
-            raise ValueError(f"unknown entries of the position {sorted(position.keys() - known)}")
-        figures = checkpoint.initial
-        models = (figures.teacher, figures.floor, figures.student)
-        numbers = [*(model.as_dict() for model in models), *figures.layers.values()]
-        if any(not isinstance(value, _NUMBER) for value in _leaves(numbers) if value is not None):
-            raise ValueError("a figure is not a number")
-        for layer in figures.layers.values():
-            layer["nmse_student"]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    by_process = isinstance(at_once, list) and all(
+        n is None or (_is_count(n) and n) for n in at_once
+    )
+    if not by_process:
         raise CheckpointError(
-            f"{path} is damaged (position, figures or counts): {shown(str(error))}; restore it from"
-            " the original or use another checkpoint"
-        ) from error
-    return checkpoint
+            f"{path}: samples_at_once is {shown(at_once)}, expected a count or null for each"
+            " process"
+        )
+    refused = record.get("refused_by_epoch", {})  # missing in earlier versions
+    by_epoch = isinstance(refused, dict) and all(
+        epoch.isdecimal() and _is_count(n) for epoch, n in refused.items()
+    )
+    if not by_epoch:
+        raise CheckpointError(
+            f"{path}: refused_by_epoch is {shown(refused)}, expected counts by epoch"
+        )
+
+
+def _check_figures(checkpoint: Checkpoint) -> None:
+    """Raise an error of Python's for a position or figures that later code could not read."""
+    known = checkpoint.position.as_dict()
+    position = checkpoint.record["position"]
+    if known != position:
+        raise ValueError(f"unknown entries of the position {sorted(position.keys() - known)}")
+    figures = checkpoint.initial
+    numbers = [model.as_dict() for model in (figures.teacher, figures.floor, figures.student)]
+    numbers += figures.layers.values()
+    for value in _leaves(numbers):
+        if value is not None and not isinstance(value, _NUMBER):
+            raise ValueError("a figure is not a number")
+    for layer in figures.layers.values():
+        layer["nmse_student"]
 
 
 def newest_good(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:

@@ -91,7 +91,7 @@ def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGr
     """
     looked: list[RunOrigin] = []
 
-    def look() -> tuple[str, str | None, bool]:
+    def look() -> tuple[Path, Path | None, bool]:
         if resume is None:
             folder = Path(output_dir) if output_dir else default_folder()
             check_free(folder)
@@ -99,8 +99,8 @@ def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGr
         else:
             origin = _resumed(resume, None if output_dir is None else Path(output_dir))
         looked.append(origin)
-        path = None if origin.checkpoint is None else str(origin.checkpoint.folder)
-        return str(origin.folder), path, origin.goes_on
+        path = None if origin.checkpoint is None else origin.checkpoint.folder
+        return origin.folder, path, origin.goes_on
 
     try:
         folder, path, goes_on = processes.first(look)
@@ -111,16 +111,20 @@ def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGr
         ) from error
     if looked:
         return looked[0]
-    return RunOrigin(Path(folder), None if path is None else read_checkpoint(Path(path)), goes_on)
+    # every process reads the checkpoint itself
+    checkpoint = None if path is None else read_checkpoint(path)
+    return RunOrigin(folder, checkpoint, goes_on)
 
 
 def _resumed(resume: str, to: Path | None) -> RunOrigin:
-    path, checkpoint = Path(resume).expanduser(), None
+    path = Path(resume).expanduser()
+    is_checkpoint = False
     if resume == AUTO:
         if to is None:
             raise ConfigError(
                 "--resume auto looks for checkpoints in --output_dir; add --output_dir RUN_FOLDER"
             )
+        # nothing has run here yet: one command starts a run and resumes it
         if not to.is_dir() or not any(to.iterdir()):
             check_free(to)
             return RunOrigin(to, goes_on=True)
@@ -132,13 +136,29 @@ def _resumed(resume: str, to: Path | None) -> RunOrigin:
     elif (path / CHECKPOINTS).is_dir():
         run = path
     elif path.is_dir() and ((path / MANIFEST).exists() or path.name.startswith("step-")):
+        is_checkpoint = True
+        # a checkpoint may have been copied out of its run
         above = path.resolve().parent
-        checkpoint, run = path, above.parent if above.name == CHECKPOINTS else None
+        run = above.parent if above.name == CHECKPOINTS else None
     else:
         raise CheckpointError(
             f"--resume {resume} is neither a checkpoint nor a run folder with checkpoints; pass"
             " one, or auto"
         )
+    folder, goes_on = _ready(resume, run, to)
+    if run is None or is_checkpoint:
+        return RunOrigin(folder, read_checkpoint(path), goes_on)
+    chosen, broken = newest_good(run / CHECKPOINTS)
+    if chosen is None and (broken or resume != AUTO):
+        faults = "; ".join(broken.values()) or "there is none"
+        raise CheckpointError(
+            f"no checkpoint in {run} can be resumed: {faults}; start again in another folder"
+        )
+    return RunOrigin(folder, chosen, goes_on, broken)
+
+
+def _ready(resume: str, run: Path | None, to: Path | None) -> tuple[Path, bool]:
+    """Return the folder to continue a run in, free or tidied, and whether it is the run's own."""
     folder = run if to is None else to
     if folder is None:
         raise ConfigError(
@@ -150,15 +170,7 @@ def _resumed(resume: str, to: Path | None) -> RunOrigin:
         tidy(folder)
     else:
         check_free(folder)
-    if checkpoint is not None or run is None:
-        return RunOrigin(folder, read_checkpoint(path), goes_on)
-    chosen, broken = newest_good(run / CHECKPOINTS)
-    if chosen is None and (broken or resume != AUTO):
-        faults = "; ".join(broken.values()) or "there is none"
-        raise CheckpointError(
-            f"no checkpoint in {run} can be resumed: {faults}; start again in another folder"
-        )
-    return RunOrigin(folder, chosen, goes_on, broken)
+    return folder, goes_on
 
 
 def changed_settings(
@@ -170,24 +182,28 @@ def changed_settings(
         CheckpointError: one must not change, or a recorded one is unknown here: its default might
             mean another model or other data.
     """
-    unknown = [
-        name
-        for name in recorded
-        if name not in {*now, *_RECORDED, *_WITHOUT_EFFECT}
+    known = {*now, *_RECORDED, *_WITHOUT_EFFECT}
+    unknown = []
+    for name, value in recorded.items():
         # what an unknown setting has switched off cannot be missed
-        and recorded[name] not in (None, False, "", [], {}, _AS_NOW.get(name))
-    ]
+        off: tuple[Any, ...] = (None, False, "", [], {}, _AS_NOW.get(name))
+        if name not in known and value not in off:
+            unknown.append(f"{shown(name)} {shown(value)}")
     if unknown:
-        listed = ", ".join(f"{shown(name)} {shown(recorded[name])}" for name in unknown[:5])
+        listed = ", ".join(unknown[:5])
         raise CheckpointError(
             f"the checkpoint was trained with settings that this version does not know: {listed};"
             " resume with the version of npt that wrote it, or start a new run"
         )
     changed: dict[str, tuple[Any, Any]] = {}
-    for name in sorted(set(recorded) & set(now) - set(_OF_ONE_START)):
-        old, new = _listed(recorded[name]), _listed(now[name])
+    for name in sorted(recorded.keys() & now.keys()):
+        if name in _OF_ONE_START:
+            continue
+        old = _listed(recorded[name])
+        new = _listed(now[name])
         # A path may be relative to another folder; fingerprints compare the content.
-        if old == new or (name in _SOURCES and Path(str(old)).name == Path(str(new)).name):
+        moved = name in _SOURCES and Path(str(old)).name == Path(str(new)).name
+        if old == new or moved:
             continue
         if name in _MATTERS:
             raise CheckpointError(
@@ -218,15 +234,17 @@ def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
     if is_sequence(records):
         every: Any = records
         size = len(every)
-        indices = {i * (size - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)} if size else set()
-        sampled: list[Any] = [every[index] for index in sorted(indices)]
+        # from the first to the last, without repeats if there are few
+        indices = {i * (size - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)}
+        sampled: list[Any] = [every[index] for index in sorted(indices)] if size else []
     elif iter(records) is records:
         return {"records": None, "sha256": None}
     else:
         sampled = list(itertools.islice(records, 1))
     digest = hashlib.sha256()
     for record in sampled:
-        digest.update(json.dumps(record, sort_keys=True, default=_plain).encode() + b"\n")
+        line = json.dumps(record, sort_keys=True, default=_plain) + "\n"
+        digest.update(line.encode())
     return {"records": size, "sha256": digest.hexdigest()}
 
 
@@ -234,14 +252,15 @@ def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None
     """Raise CheckpointError if the known `data_fingerprint` of a dataset has changed."""
     for name, new in now.items():
         old = recorded.get(name)
-        if isinstance(old, Mapping) and any(
-            None not in (old.get(key), new[key]) and old.get(key) != new[key]
-            for key in ("records", "sha256")
-        ):
-            raise CheckpointError(
-                f"the checkpoint was trained on {name} of {_described(old)}, but this run has"
-                f" {_described(new)}; resume with the same data or start a new run"
-            )
+        if not isinstance(old, Mapping):
+            continue
+        for key in ("records", "sha256"):
+            was = old.get(key)
+            if None not in (was, new[key]) and was != new[key]:
+                raise CheckpointError(
+                    f"the checkpoint was trained on {name} of {_described(old)}, but this run has"
+                    f" {_described(new)}; resume with the same data or start a new run"
+                )
 
 
 def _described(fingerprint: Mapping[str, Any]) -> str:

@@ -31,7 +31,9 @@ from npt.files import (
 )
 from npt.manifest import verify_checkpoint
 
-RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
+RUN = "run.json"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
 REPORT = "report.html"
 TRACKED = frozenset({"wandb", "npt"})
 """Folders of trackers, which may exist before the run folder."""
@@ -39,7 +41,8 @@ TRACKED = frozenset({"wandb", "npt"})
 _STARTED_WITH = frozenset({RUN, METRICS, EVENTS, REPORT}) | TRACKED
 """Names that a run killed before it wrote `run.json` may leave."""
 
-BROKEN, SUPERSEDED = "broken", "superseded"
+BROKEN = "broken"
+SUPERSEDED = "superseded"
 """Suffixes of checkpoints that are kept but never resumed from: BROKEN failed verification,
 SUPERSEDED is newer than the checkpoint that the run resumed from."""
 
@@ -110,7 +113,8 @@ class RunFolder:
         except OSError:
             self.lines_lost += 1
             return
-        handle, line = self._logs[log], f"{to_json(values)}\n".encode()
+        handle = self._logs[log]
+        line = f"{to_json(values)}\n".encode()
         size = os.fstat(handle).st_size
         try:
             whole = os.write(handle, line) == len(line)
@@ -136,7 +140,8 @@ class RunFolder:
             raise OSError(errno.EBUSY, "another run is writing a folder of this name", self.path)
         for handle in (*self._logs.values(), self._lock):
             os.close(handle)
-        self._lock, self._logs = lock, _opened_logs(self.path)
+        self._logs = _opened_logs(self.path)
+        self._lock = lock
         if self._record is not None:
             write_json(self.path / RUN, self._record)
         gone = "was removed or renamed during the run; what it held before is not here"
@@ -159,7 +164,8 @@ class RunFolder:
             raise
         if keep is not None:
             others = [path for path in self.checkpoints() if path != folder]
-            for old in others[: max(0, len(others) + 1 - keep)]:
+            excess = max(0, len(others) + 1 - keep)
+            for old in others[:excess]:
                 with contextlib.suppress(OSError):  # one checkpoint too many does no harm
                     remove_folder(old)
         return folder
@@ -190,7 +196,8 @@ class RunFolder:
     def set_aside(self, checkpoint: Path, why: str) -> Path:
         """Try to rename a checkpoint so that no run resumes from it; return its folder. `why` is
         BROKEN or SUPERSEDED."""
-        aside, number = checkpoint.with_name(f"{checkpoint.name}.{why}"), 1
+        aside = checkpoint.with_name(f"{checkpoint.name}.{why}")
+        number = 1
         while aside.exists():
             number += 1
             aside = checkpoint.with_name(f"{checkpoint.name}.{why}-{number}")
@@ -230,8 +237,10 @@ class NullRunFolder(RunFolder):
     """The run folder of every process except process 0: it writes nothing."""
 
     def __init__(self, path: str | Path):
-        self.path, self.lines_lost = Path(path), 0
-        self._closed, self._fresh = True, False
+        self.path = Path(path)
+        self.lines_lost = 0
+        self._closed = True
+        self._fresh = False
 
     def write(self, name: str, value: Any) -> None: ...
 
@@ -285,7 +294,9 @@ def default_folder() -> Path:
 def is_run(path: Path) -> bool:
     """Return whether a folder holds a run, even one killed early."""
     names = {item.name for item in path.iterdir() if not item.name.startswith(".")}
-    return RUN in names or CHECKPOINTS in names or (bool(names) and names <= _STARTED_WITH)
+    if RUN in names or CHECKPOINTS in names:
+        return True
+    return bool(names) and names <= _STARTED_WITH
 
 
 def tidy(path: Path) -> None:

@@ -39,7 +39,8 @@ class StopOnSignal:
                 if handler in (signal.SIG_IGN, None):  # ignored, or not set by Python
                     continue
                 owner = getattr(handler, "__self__", None)
-                self._around = owner if isinstance(owner, StopOnSignal) else self._around
+                if isinstance(owner, StopOnSignal):
+                    self._around = owner
                 self._handlers[number] = signal.signal(number, self._note)
         return self
 
@@ -62,7 +63,8 @@ class StopOnSignal:
             os.write(2, line.encode())
 
     def _restore(self) -> None:
-        handlers, self._handlers = self._handlers, {}
+        handlers = self._handlers
+        self._handlers = {}
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

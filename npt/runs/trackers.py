@@ -62,13 +62,15 @@ def _check_environment() -> None:
     for name, value in os.environ.items():
         if not name.startswith("WANDB_"):
             continue
+        # one by one, to name the one at fault
         try:
             wandb.Settings().update_from_env_vars({name: value})
         except Exception as error:  # pydantic's ends in a link to its documentation
             errors: list[Any] = getattr(error, "errors", list)()
             why = errors[0]["msg"] if errors else first_line(error)
             raise ConfigError(f"{name} is {value!r}: {why}; correct or unset it") from error
-    if place := os.environ.get("WANDB_DIR"):
+    place = os.environ.get("WANDB_DIR")
+    if place:
         try:
             os.makedirs(place, exist_ok=True)
             with TemporaryFile(dir=place):
@@ -192,7 +194,8 @@ class Trackers:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore the random states of torch, Python and numpy on exit."""
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state()
     try:
         with kept_random_state():
             yield

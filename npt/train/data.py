@@ -49,7 +49,8 @@ RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})
 LEFT_OUT = 0.1
 """Largest share of the training data to skip because the start was fitted to it."""
 
-FIRST, REPLAY = "data", "replay data"
+FIRST = "data"
+REPLAY = "replay data"
 """Names of the sources in messages."""
 
 
@@ -79,7 +80,8 @@ class Source:
 
 def sources_of(config: DataConfig) -> tuple[Source, ...]:
     """Return the sources that settings name, unopened."""
-    plain, other = replace(config, replay_dataset=None, replay_ratio=None), config.replay_dataset
+    plain = replace(config, replay_dataset=None, replay_ratio=None)
+    other = config.replay_dataset
     if other is None:
         return (Source(FIRST, 1.0, plain),)
     here = other in READERS or is_local(other)
@@ -87,8 +89,8 @@ def sources_of(config: DataConfig) -> tuple[Source, ...]:
     second = replace(
         plain, dataset_name=other, dataset_config=None, dataset_split=split, num_samples=None
     )
-    share = config.replay_share
-    return Source(FIRST, 1 - share, plain), Source(REPLAY, share, second)
+    first = Source(FIRST, 1 - config.replay_share, plain)
+    return first, Source(REPLAY, config.replay_share, second)
 
 
 def check_sources(config: DataConfig) -> None:
@@ -148,8 +150,10 @@ class RunData:
     def __init__(self, setup: RunSetup, data: Given | None, eval_data: Given | None = None):
         self._setup = setup
         self.sources = open_sources(setup.data_config, self._given(data, "data"))
-        for source in self.sources[0 if data is None else 1 :]:
-            if (line := passed_over(source.config)) is not None:
+        named = self.sources if data is None else self.sources[1:]
+        for source in named:
+            line = passed_over(source.config)
+            if line is not None:
                 setup.say(line)
         evaluated = self._given(eval_data, "eval_data")
         self._check_stream(evaluated)
@@ -166,15 +170,18 @@ class RunData:
         self.counted_from = {"steps": 0, "micro_batches": 0}
         self.start_samples: list[Sample] = []
         self.start = Position()
-        if (checkpoint := setup.origin.checkpoint) is not None:
+        checkpoint = setup.origin.checkpoint
+        if checkpoint is not None:
             check_same_data(checkpoint.record["data"], self.identity)
             self.counted_from = self._last_resize(checkpoint)
             self.start = checkpoint.position
         elif makes_start(setup.model):
             self.start_samples, after = self._first_samples()
+            # losses on the samples of the start would look better than they are
             if self._leaves_enough(after):
                 self.start = after
         self.total_steps = self.count_steps(self.start.begun)
+        # the passes above looked ahead: count what training reads
         self.loader.samples.count_anew()
         self._coming = self.loader.batches(self.start)
 
@@ -214,7 +221,8 @@ class RunData:
 
     def count_steps(self, begun: int = 0) -> int | None:
         """Return the optimizer steps of a run that skips `begun` samples; None if unknown."""
-        config, window = self._setup.config, self._setup.window_size
+        config = self._setup.config
+        window = self._setup.window_size
         if config.max_steps is not None:
             return config.max_steps
         micro_batches = self.loader.count(MAX_STEPS * window, begun)
@@ -236,8 +244,10 @@ class RunData:
         return records
 
     def _check_stream(self, eval_data: Iterable[Record] | None) -> None:
-        records, epochs = self.sources[0].records, self._setup.config.num_epochs
-        rereads = epochs > 1 or eval_data is None or makes_start(self._setup.model)
+        records = self.sources[0].records
+        setup = self._setup
+        # to hold samples out, or to fit the start, costs a pass of its own
+        rereads = eval_data is None or setup.config.num_epochs > 1 or makes_start(setup.model)
         if rereads and iter(records) is records:
             raise ConfigError(
                 "a streamed generator can be read only once; pass a list, or pass eval_data and use"
@@ -246,8 +256,10 @@ class RunData:
 
     def _hold_out(self, eval_data: Iterable[Record] | None) -> list[bool]:
         """Choose the evaluation samples; return per source whether training must leave some out."""
-        setup, first, others = self._setup, self.sources[0], self.sources[1:]
-        size, vocabulary = setup.config.eval_samples, setup.model.config.vocab_size
+        setup = self._setup
+        first, *others = self.sources
+        size = setup.config.eval_samples
+        vocabulary = setup.model.config.vocab_size
         held_out = first.held_out if eval_data is None else eval_data
         self.eval_samples, self.heldout = evaluation_samples(
             first.records, setup.tokenizer, first.config, size, vocabulary, held_out, self.look
@@ -258,19 +270,27 @@ class RunData:
                 f" ids outside the vocabulary [0, {vocabulary}); fix them or omit eval_data"
             )
         # replay data always leave out one sample in twenty
-        return [self.heldout and held_out is None, *(True for _ in others)]
+        return [self.heldout and held_out is None] + [True] * len(others)
 
     def _make_loader(self, leave_out: list[bool]) -> Loader:
         """Return the loader of all sources, each in its own order."""
-        setup, config, every = self._setup, self._setup.config, list[Samples]()
+        setup = self._setup
+        config = setup.config
+        every = []
         for number, (source, hold_out) in enumerate(zip(self.sources, leave_out, strict=True)):
-            part, seed = (source.records, setup.tokenizer, source.config), config.seed + number
             try:
-                every.append(Samples(*part, seed=seed, hold_out=hold_out))
+                samples = Samples(
+                    source.records,
+                    setup.tokenizer,
+                    source.config,
+                    seed=config.seed + number,
+                    hold_out=hold_out,
+                )
             except DataError as error:
                 if source.label == FIRST:
                     raise
                 raise DataError(f"{source.label}: {error}") from error
+            every.append(samples)
         loader = Loader(
             every[0],
             config.batch_size,
@@ -279,17 +299,20 @@ class RunData:
             share=self.sources[-1].share,
             seed=config.seed,
         )
+        # pinned, so that the copy to the GPU does not block
         loader.pin = setup.device.type == "cuda"
         return loader
 
     def _first_samples(self) -> tuple[list[Sample], Position]:
         """Return the training samples to fit the start to, and the position after them."""
-        first: list[Sample] = []
-        position, left = Position(), self._setup.config.calibration_tokens
+        first = []
+        position = Position()
+        left = self._setup.config.calibration_tokens
+        vocabulary = self._setup.model.config.vocab_size
         # replay data only prevent forgetting, so the start is not fitted to them
         for sample, place in self.loader.samples.walk():
             position = Position(place, begun=position.begun + 1)
-            for usable in within([sample], self._setup.model.config.vocab_size):
+            for usable in within([sample], vocabulary):
                 first.append(replace(usable, taught=None))  # the student reads no context
                 left -= len(usable.input_ids)
             if left < 2:  # calibration stops here too
@@ -300,15 +323,17 @@ class RunData:
         """Return whether the run can skip the samples that its start was fitted to: LEFT_OUT of all
         at most. With `max_steps`, or a stream, one more sample is enough.
         """
-        samples, batch_size = self.loader.samples, self._setup.config.batch_size
-        if not samples.sized or self._setup.config.max_steps is not None:
+        samples = self.loader.samples
+        config = self._setup.config
+        if not samples.sized or config.max_steps is not None:
             return next(samples.walk(after.place), None) is not None
-        later = (self.count_steps(after.begun) or 0) * self._setup.window_size
-        return after.begun <= LEFT_OUT * (after.begun + later * batch_size)
+        steps = self.count_steps(after.begun) or 0
+        later = steps * self._setup.window_size * config.batch_size
+        return after.begun <= LEFT_OUT * (after.begun + later)
 
     def _last_resize(self, checkpoint: Checkpoint) -> dict[str, int]:
         changed = self._setup.changed
-        if not RESIZING & set(changed):
+        if RESIZING.isdisjoint(changed):
             return dict(checkpoint.record["counted_from"])
         tried = checkpoint.record["micro_batches"]
         if "batch_size" in changed:

@@ -54,8 +54,11 @@ class Loop:
     """
 
     def __init__(self, run: Run, guard: PlannedGuard, strategy: Strategy):
-        self.run, self.setup, self.config = run, run.setup, run.setup.config
-        self.guard, self.strategy = guard, strategy
+        self.run = run
+        self.setup = run.setup
+        self.config = run.setup.config
+        self.guard = guard
+        self.strategy = strategy
         self.sharded = is_sharded(self.setup.model)
         self.steps = self.tokens = self.micro_batches = self.diagnoses = 0
         self.refused: Counter[str] = Counter()
@@ -84,9 +87,11 @@ class Loop:
             TooManyRefusalsError: too many refusals; the post-mortem is written.
             ProcessError: another process failed or was lost.
         """
-        guard, strategy, config = self.guard, self.strategy, self.config
-        model, splitter = self.setup.model, self.setup.splitter
-        vocab_size = model.config.vocab_size
+        guard = self.guard
+        strategy = self.strategy
+        config = self.config
+        model = self.setup.model
+        splitter = self.setup.splitter
         placeholder = partial(forward_backward, model, strategy, PLACEHOLDER, config)
         most = math.inf if config.max_steps is None else config.max_steps
         model.eval()
@@ -97,16 +102,17 @@ class Loop:
         while not self._ended and self.steps < most:
             window: Window | None = None
             with self._stopping_together():
-                window = None if self.failure is not None else next(coming, None)
+                if self.failure is None:
+                    window = next(coming, None)
             self._open[guard.window.committed] = window
             is_logged = self._is_logged(self._coming_step)
             with self._computing():
                 for place, batch in self._own_batches(window):
-                    if batch is None:
+                    if batch is None:  # gathering a sharded layer needs this process too
                         with guard.aside():
                             placeholder()
                         continue
-                    if fault := find_fault(batch, vocab_size):
+                    if fault := find_fault(batch, model.config.vocab_size):
                         guard.refuse(fault, batch.sample_ids, placeholder)
                         continue
                     # for the tracer, so that its OOM does not shrink the parts of the run
@@ -117,11 +123,14 @@ class Loop:
                     ) as micro:
                         observe = partial(self._observed, place, is_logged)
                         sums = summed(model, strategy, batch, config, splitter, observe)
-                        micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
+                        micro.loss = sums.loss
+                        micro.tokens = sums.tokens
+                        micro.report = sums.report
                         if is_logged:
                             micro.report = torch.cat([sums.report, self.meter.take()])
                 if self.sharded:
                     model.model.reset_iter_state()  # or FSDP remembers every pass
+            # the outcomes known by now: reading this window's would wait for the device
             self._account(guard.step(self._fingerprint(window)))
             # Saving and evaluating must see the state of exactly this step.
             if self._is_boundary(self.steps + guard.window.in_flight):
@@ -139,18 +148,24 @@ class Loop:
         """Yield this process's micro-batches of a window and their places in it, until a signal. On
         a sharded base every process yields equally many, padded with None.
         """
-        processes, stop, open_window = self.setup.processes, self.setup.stop, self.guard.window
+        processes = self.setup.processes
+        stop = self.setup.stop
+        open_window = self.guard.window
         batches = () if window is None else window.batches
         end = self.setup.window_size if self.sharded else len(batches)
-        number = None
+        stopped = False
         for place in range(processes.index, end, processes.size):
-            number = stop.number if number is None else number
-            if number is not None and not self.sharded:
+            stopped = stopped or stop.number is not None
+            if place < len(batches) and not stopped:
+                yield place, batches[place]
+            elif self.sharded:
+                yield place, None
+            else:
                 break
-            yield place, None if number is not None or place >= len(batches) else batches[place]
         else:
             open_window.place = len(batches)  # past those of the other processes too
-            if batches and number is None:
+            # a signal after the last micro-batch stops the run at the next window
+            if batches and not stopped:
                 return
         if stop.number is not None and self.failure is None:
             open_window.halt(stop.number)
@@ -195,7 +210,8 @@ class Loop:
     @contextlib.contextmanager
     def _recorded(self, place: int, part: Batch) -> Iterator[None]:
         """Record the first part of a micro-batch in a step that `--trace_steps` selects."""
-        recording, step = self.run.recording, self._coming_step
+        recording = self.run.recording
+        step = self._coming_step
         if recording is None or not recording.wants(step):
             yield
             return
@@ -209,8 +225,10 @@ class Loop:
             recording.stop()
 
     def _report_lack(self, samples: int, now: int, message: str) -> None:
-        step, sizes = self._coming_step, {"samples": samples, "samples_at_once": now}
-        self.run.folder.event("out_of_memory", step=step, **sizes, message=message)
+        step = self._coming_step
+        self.run.folder.event(
+            "out_of_memory", step=step, samples=samples, samples_at_once=now, message=message
+        )
         self.setup.say_lack(f"step {step}", samples, now, message)
 
     def _account(self, outcomes: list[Outcome]) -> None:
@@ -220,7 +238,8 @@ class Loop:
             outcome = self._outcomes.popleft()
             window = self._count(outcome)
             if window is None:
-                self.halts, self._ended = self.halts or outcome.halts, True
+                self.halts = self.halts or outcome.halts
+                self._ended = True
                 continue
             for repair in outcome.repaired:
                 self.run.folder.event("repaired", step=self.steps, message=repair)
@@ -229,11 +248,13 @@ class Loop:
                 self._report_refused(window, outcome)
                 if self.run.recording is not None:
                     self.run.recording.refused = self.refused.total()
+                # without the snapshot, which holds every adapter and its moments
                 self._last_refused = window, replace(outcome, snapshot=None, update=None)
             if (reason := self._excess(outcome.longest)) is not None:
                 self._give_up(window, outcome, reason)
             if outcome.applied:
-                self._last_accepted = self._last_accepted if outcome.refused else window
+                if not outcome.refused:
+                    self._last_accepted = window
                 self._after_step(outcome)
 
     def _count(self, outcome: Outcome) -> Window | None:
@@ -247,26 +268,31 @@ class Loop:
         if outcome.refused:
             self.refused_by_epoch[window.position.place.epoch] += len(outcome.refused)
         if outcome.applied:
-            self.steps, self.tokens = self.steps + 1, self.tokens + outcome.tokens
+            self.steps += 1
+            self.tokens += outcome.tokens
         return window
 
     def _report_refused(self, window: Window, outcome: Outcome) -> None:
-        event, say = self.run.folder.event, self.setup.say
-        step = self.steps + (not outcome.applied)
+        event = self.run.folder.event
+        say = self.setup.say
+        step = self.steps if outcome.applied else self.steps + 1
         for refusal in outcome.refused:
             event("refusal", step=step, epoch=window.position.place.epoch, **refusal.as_dict())
             say(f"step {step}: refused {refusal}")
         traced = [(finding.refusal.micro_batch, finding.told) for finding in outcome.findings]
-        for micro_batch, message in itertools.chain(*self.setup.processes.gather(traced)):
+        of_all = self.setup.processes.gather(traced)
+        for micro_batch, message in itertools.chain(*of_all):
             self.diagnoses += 1
             event("diagnosis", step=step, micro_batch=micro_batch, message=message)
             for line in f"diagnosis: {message}".splitlines():
                 say(f"  {line}")
 
     def _excess(self, longest: int) -> str | None:
-        total, tried = self.refused.total(), self.micro_batches
-        if longest >= (most := self.config.max_consecutive_bad):
+        most = self.config.max_consecutive_bad
+        if longest >= most:
             return f"{longest} refusals in a row (--max_consecutive_bad {most})"
+        total = self.refused.total()
+        tried = self.micro_batches
         if tried < SHARE_COUNTS_FROM or total <= REFUSED_SHARE * tried:
             return None
         return f"{total} of {tried} micro-batches refused, over {REFUSED_SHARE:.0%}"
@@ -279,20 +305,21 @@ class Loop:
         if not outcome.refused and self._last_refused is not None:
             window, outcome = self._last_refused  # report the last refusal
         accepted = () if self._last_accepted is None else self._last_accepted.batches
-        batches = window.batches, accepted
         if not self.setup.processes.broken:
             self._log_rest()
-        self.run.give_up(self.guard, outcome, reason, self.steps, self.refusals, *batches)
+        self.run.give_up(
+            self.guard, outcome, reason, self.steps, self.refusals, window.batches, accepted
+        )
 
     def _after_step(self, outcome: Outcome) -> None:
-        c = self.config
         self._unlogged = replace(outcome, own=[], snapshot=None, update=None)
         if self._is_logged(self.steps):
             self._log(self._unlogged)
         if self.sharded or self.failure is None:
             with self._computing():
                 self._evaluate_if_due()
-        if c.save_steps and self.steps % c.save_steps == 0:
+        every = self.config.save_steps
+        if every and self.steps % every == 0:
             self.save()
 
     def _is_logged(self, step: int) -> bool:
@@ -301,7 +328,11 @@ class Loop:
     def _log(self, outcome: Outcome) -> None:
         """Log the last applied step, whose outcome this is."""
         metrics = self.metrics.line(outcome, self.steps, self.tokens, self._refusal_counts)
-        self._write(metrics)
+        self._unlogged = None
+        self._refusals_logged = self.refused.total()
+        with self._stopping_together():
+            self.run.folder.metrics(metrics)
+            self.run.trackers.log(metrics, self.steps)
         self.setup.say(self.metrics.progress(metrics))
 
     def _log_rest(self) -> None:
@@ -315,12 +346,6 @@ class Loop:
         elif self.refused.total() != self._refusals_logged:
             with self._stopping_together():
                 self.run.trackers.log(self._refusal_counts, self.steps)
-
-    def _write(self, metrics: dict[str, Any]) -> None:
-        self._unlogged, self._refusals_logged = None, self.refused.total()
-        with self._stopping_together():
-            self.run.folder.metrics(metrics)
-            self.run.trackers.log(metrics, self.steps)
 
     @property
     def _refusal_counts(self) -> dict[str, int]:
@@ -343,8 +368,11 @@ class Loop:
         }
 
     def _evaluate_if_due(self) -> None:
-        every, done = self.config.eval_steps, (0, self.run.data.total_steps, self.last_evaluation)
-        if not every or self.steps % every or self.steps in done:
+        every = self.config.eval_steps
+        if not every or self.steps % every:
+            return
+        # before the first step and after the last one the Trainer evaluates by itself
+        if self.steps in (0, self.run.data.total_steps, self.last_evaluation):
             return
         # on a signal the loop ends and saves
         with contextlib.suppress(StoppedError), self.metrics.paused():
@@ -393,8 +421,10 @@ class Loop:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
-        self.steps, self.tokens = state["step"], state["tokens"]
-        self.micro_batches, self.diagnoses = state["micro_batches"], state["diagnoses"]
+        self.steps = state["step"]
+        self.tokens = state["tokens"]
+        self.micro_batches = state["micro_batches"]
+        self.diagnoses = state["diagnoses"]
         self.refused = Counter(state["refused_by_kind"])
         by_epoch = state.get("refused_by_epoch", {})  # earlier versions did not count
         self.refused_by_epoch = Counter({int(epoch): n for epoch, n in by_epoch.items()})
@@ -408,9 +438,10 @@ class Loop:
         self.position = Position.from_dict(state["position"])
         self.metrics.logged_tokens = self.tokens
         self._saved = self.micro_batches if self.setup.origin.goes_on else None
-        changed = state["strategy"] != self.config.strategy  # losses differ in size
-        if changed and self.guard.window.spikes is not None:
-            self.guard.window.spikes = SpikeGuard()
+        window = self.guard.window
+        # losses of another strategy differ in size
+        if window.spikes is not None and state["strategy"] != self.config.strategy:
+            window.spikes = SpikeGuard()
 
     @property
     def _coming_step(self) -> int:

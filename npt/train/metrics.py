@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from operator import add
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from npt.adapters.converted import npt_layers
 from npt.adapters.trained import MODULATION
@@ -21,7 +23,9 @@ class StepMetrics:
     """Makes the lines of `metrics.jsonl` and the progress lines of a run."""
 
     def __init__(self, setup: RunSetup, total_steps: int | None):
-        self._setup, self._total_steps, self.logged_tokens = setup, total_steps, 0
+        self._setup = setup
+        self._total_steps = total_steps
+        self.logged_tokens = 0
         self._layers = [index for index, _ in npt_layers(setup.model)]
         self._started = self._since = time.perf_counter()
 
@@ -41,20 +45,9 @@ class StepMetrics:
         processes, except the logit loss, a mean per predicted token. `tokens` and the counts in
         `refused` are totals of the run, this step included.
         """
-        config, named = self._setup.config, len(REPORTED)
-        plain = named + len(self._layers)
+        config = self._setup.config
         # Reports arrived with the outcome; reading other tensors could wait for newer windows.
-        reported = [sum(report[i] for report in outcome.reports) for i in range(named)]
-        layers = torch.tensor(
-            [report[named:plain] for report in outcome.reports], dtype=torch.float32
-        )
-        nmses = layers.sum(dim=0).tolist() if outcome.reports else [0.0] * len(self._layers)
-        measured = torch.zeros(len(self._layers), 1 + len(MODULATION), dtype=torch.float64)
-        for report in outcome.reports:
-            if len(report) > plain:  # of a step that was expected to be logged
-                measured += torch.tensor(report[plain:], dtype=torch.float64).view_as(measured)
-        sums = self._setup.processes.sums([*reported, *nmses, *measured.flatten().tolist()])
-        total = dict(zip(REPORTED, sums, strict=False))
+        total, nmses, modulation = self._sums(outcome.reports)
         now = time.perf_counter()
         metrics = {
             "step": step,
@@ -66,29 +59,58 @@ class StepMetrics:
             "tokens_per_second": (tokens - self.logged_tokens) / (now - self._since),
             **refused,
         }
-        self._since, self.logged_tokens = now, tokens
+        self._since = now
+        self.logged_tokens = tokens
         if config.logit_kl_weight:
             mean = total["logit"] / total["scored"] if total["scored"] else math.nan
             metrics[f"loss_{config.logit_loss}"] = mean
         if config.hidden_weight:  # the loss compares hidden states
             metrics["loss_nmse"] = total["nmse"] / outcome.tokens
-            means = (torch.tensor(sums[named:plain]) / outcome.tokens).tolist()
-            names = [f"layers.{index}.nmse" for index in self._layers]
-            metrics |= dict(zip(names, means, strict=True))
-        strengths = torch.tensor(sums[plain:], dtype=torch.float64).view_as(measured).tolist()
-        for index, (tokens_measured, *figures) in zip(self._layers, strengths, strict=True):
-            for name, figure in zip(MODULATION, figures, strict=True):
-                if tokens_measured:
+            means = nmses / outcome.tokens
+            for index, mean in zip(self._layers, means.tolist(), strict=True):
+                metrics[f"layers.{index}.nmse"] = mean
+        for index, (tokens_measured, *figures) in zip(self._layers, modulation, strict=True):
+            if tokens_measured:
+                for name, figure in zip(MODULATION, figures, strict=True):
                     metrics[f"layers.{index}.{name}"] = figure / tokens_measured
         return metrics
 
+    def _sums(
+        self, reports: Sequence[Sequence[float]]
+    ) -> tuple[dict[str, float], Tensor, list[list[float]]]:
+        """Return reports summed over micro-batches and processes: `REPORTED` by name, the NMSE of
+        each layer, [layers] in fp32, and for each layer the tokens measured and their `MODULATION`.
+        """
+        named = len(REPORTED)
+        plain = named + len(self._layers)
+        width = 1 + len(MODULATION)
+        totals = []
+        for i in range(named):
+            totals.append(sum(report[i] for report in reports))
+        # a row per report, so that without one the sums are zeros
+        rows = torch.tensor([report[named:plain] for report in reports], dtype=torch.float32)
+        nmses = rows.view(-1, len(self._layers)).sum(dim=0)
+        measured = [0.0] * (width * len(self._layers))
+        for report in reports:
+            if len(report) > plain:  # of a step that was expected to be logged
+                measured = list(map(add, measured, report[plain:]))
+        # one exchange for all
+        sums = self._setup.processes.sums([*totals, *nmses.tolist(), *measured])
+        total = dict(zip(REPORTED, sums, strict=False))
+        modulation = [sums[start : start + width] for start in range(plain, len(sums), width)]
+        return total, torch.tensor(sums[named:plain]), modulation
+
     def progress(self, metrics: Mapping[str, Any]) -> str:
         """Return a logged step as a progress line, with the time left."""
-        step, total, of, left = metrics["step"], self._total_steps, "", ""
+        step = metrics["step"]
+        total = self._total_steps
+        of = left = ""
         if total is not None:
-            passed, made = time.perf_counter() - self._started, step - self._setup.origin.step
+            passed = time.perf_counter() - self._started
+            made = step - self._setup.origin.step
             seconds = int(passed / max(1, made) * (total - step))
-            of, left = f"/{total}", f"  {seconds // 60}:{seconds % 60:02d} left"
+            of = f"/{total}"
+            left = f"  {seconds // 60}:{seconds % 60:02d} left"
         figures = f"loss {metrics['loss']:.5f}  grad {metrics['grad_norm']:.3g}"
         rates = f"lr {metrics['lr']:.2e}  {metrics['tokens_per_second']:,.0f} tokens/s"
         return f"step {step}{of}  {figures}  {rates}  refused {metrics['refused_total']}{left}"

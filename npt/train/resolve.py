@@ -28,7 +28,8 @@ SETTINGS = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 
 AUTO = "auto"
 
-EMBEDDED, BUILTIN = BaseConfig.model_name, DataConfig.dataset_name
+EMBEDDED = BaseConfig.model_name
+BUILTIN = DataConfig.dataset_name
 WEB_TEXT = "cerebras/SlimPajama-627B"
 
 NEAR_DEFAULTS: dict[str, Any] = {
@@ -47,7 +48,8 @@ EMBEDDED_DEFAULTS: dict[str, dict[str, Any]] = {
     "calibrated": {"calibration_tokens": 32768, "max_steps": 150, "log_steps": 25},
     "random": {"max_steps": 600},
 }
-ACTIVE, EMBEDDED_ACTIVE = 16, 48
+ACTIVE = 16
+EMBEDDED_ACTIVE = 48
 """Default numbers of a token's code; for the embedded model and text."""
 ROWS = 4
 """Default rows of A for each active number (docs/results/choosing-settings.md)."""
@@ -83,10 +85,10 @@ class RunSettings:
     adapter: NPTConfig
     data: DataConfig
     training: TrainConfig
-    start: StoredAdapter | None = None
-    any_base: bool = False
-    started_from: str | None = None
-    recipe: Recipe | None = None
+    start: StoredAdapter | None
+    any_base: bool
+    started_from: str | None
+    recipe: Recipe | None
     notes: tuple[str, ...] = ()
 
     @property
@@ -138,6 +140,7 @@ def resolve(
         recipe=recipe,
     )
     run.data.check_objective(run.training)
+    # with_safe_mode has put one for the other
     asked = {"modulation" if name == "safe_mode" else name for name in flags if not of_study}
     notes += _without_effect(given, asked, run)
     return replace(run, notes=tuple(notes))
@@ -176,20 +179,37 @@ def resolve_look(flags: Mapping[str, Any]) -> Look:
     record = run_record(stored.folder)
     if record.get("base_hash") != stored.record.get("base_hash"):
         record = {}  # of another run, into whose folder the adapter was copied
-    base = build(BaseConfig, {**base_flags(stored, flags), **flags})
     data, notes = _data_to_look_at(stored, record, flags)
-    training = recorded_flags(record, TrainConfig)
-    strategy = flags.get("strategy") or training.get("strategy") or END_TO_END_DEFAULTS["strategy"]
-    if strategy != training.get("strategy"):
-        training = {"strategy": strategy}
-        if strategy == END_TO_END_DEFAULTS["strategy"]:
-            training = END_TO_END_DEFAULTS
-    read = {source.get("dataset") for source in record.get("sources") or [{}]}
+    return Look(
+        stored=stored,
+        base=build(BaseConfig, {**base_flags(stored, flags), **flags}),
+        data=data,
+        training=_objective_of(record, flags),
+        date=record.get("date"),
+        notes=notes,
+        unread=_unread(record, data),
+    )
+
+
+def _objective_of(record: Mapping[str, Any], flags: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings of an adapter's run, or the defaults of another strategy."""
+    recorded = recorded_flags(record, TrainConfig)
+    whole = END_TO_END_DEFAULTS["strategy"]
+    strategy = flags.get("strategy") or recorded.get("strategy") or whole
+    if strategy != recorded.get("strategy"):
+        recorded = END_TO_END_DEFAULTS if strategy == whole else {"strategy": strategy}
+    return build(TrainConfig, recorded)
+
+
+def _unread(record: Mapping[str, Any], data: DataConfig) -> bool:
+    """Return whether the run is known to have read other data than these."""
     # a path may have been relative to another folder: its last part must differ
-    names = {name and Path(name).name for name in read}
-    unread = None not in names and Path(data.dataset_name).name not in names
-    date = record.get("date")
-    return Look(stored, base, data, build(TrainConfig, training), date, notes, unread)
+    name = Path(data.dataset_name).name
+    for source in record.get("sources") or [{}]:
+        read = source.get("dataset")
+        if read is None or Path(read).name == name:
+            return False
+    return True
 
 
 def _data_to_look_at(
@@ -198,16 +218,17 @@ def _data_to_look_at(
     """Return the data that flags name, else those of the adapter's run, and lines about them."""
     recorded = recorded_flags(record, DataConfig)
     notes: tuple[str, ...] = ()
-    sources = record.get("sources") or [{}]
-    if recorded and sources[0].get("dataset", "") is None:
+    first = (record.get("sources") or [{}])[0]
+    if "dataset_name" in flags:
+        # columns and splits are those of the run's own data
+        recorded = {name: value for name, value in recorded.items() if name == "max_length"}
+    elif recorded and first.get("dataset", "") is None:
         note = (
             f"{stored} was trained on records passed in Python; measuring on {BUILTIN}: pass"
             " --dataset_name for other text"
         )
-        notes = () if "dataset_name" in flags else (note,)
+        notes = (note,)
         recorded["dataset_name"] = BUILTIN
-    if "dataset_name" in flags:
-        recorded = {name: recorded[name] for name in recorded.keys() & {"max_length"}}
     return build(DataConfig, {**recorded, **flags}), notes
 
 
@@ -221,8 +242,10 @@ def _with_config(flags: Mapping[str, Any], ignored: Collection[str]) -> dict[str
     settings = without_rivals(read_yaml(path, SETTINGS, extra), flags)
     settings = without_rivals(settings, flags, RIVALS_OF_CONFIG)
     if "adapter" in flags:  # it has a form of its own
-        ignored = {*ignored, "calibration_tokens", *(flag_of(f) for f in fields(NPTConfig))}
-    return {name: value for name, value in settings.items() if name not in ignored} | flags
+        form = [flag_of(f) for f in fields(NPTConfig)]
+        ignored = {*ignored, *form, "calibration_tokens"}
+    kept = {name: value for name, value in settings.items() if name not in ignored}
+    return kept | flags
 
 
 def without_rivals(
@@ -286,8 +309,9 @@ def recorded_flags(record: Mapping[str, Any], *classes: type) -> dict[str, Any]:
     if not isinstance(settings, dict):
         return {}
     names = {f.name: flag_of(f) for cls in classes or SETTINGS for f in fields(cls)}
-    own = {"resume", "output_dir"}
-    return {names[name]: settings[name] for name in settings.keys() & names.keys() - own}
+    for of_folder in ("resume", "output_dir"):
+        names.pop(of_folder, None)
+    return {names[name]: value for name, value in settings.items() if name in names}
 
 
 def base_flags(stored: StoredAdapter, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,25 +384,40 @@ def with_defaults(flags: Mapping[str, Any], model_name: str) -> tuple[dict[str, 
     if flags.get("adapter") is not None:
         chosen = _near(flags)
     else:
-        against = _why_random(flags)
-        init = asked if asked != AUTO else "calibrated" if against is None else "random"
-        chosen = {"init": init, **(_near(flags) if init == "calibrated" else {})}
-        embedded = (model_name, flags.get("dataset_name", BUILTIN)) == (EMBEDDED, BUILTIN)
-        if init == "calibrated" and against is None:
-            chosen |= _code(flags, EMBEDDED_ACTIVE if embedded else ACTIVE)
-        if embedded:
-            chosen |= _missing(EMBEDDED_DEFAULTS[init], flags)
-        if asked == AUTO and init == "random":
-            notes.append(f"--init auto: random start, because of {against}")
-        elif asked == AUTO:
-            others = {name: value for name, value in chosen.items() if name != "init"}
-            notes.append(
-                "--init auto: closed-form start (--init calibrated), with"
-                f" {_as_flags(others)}; use --init"
-                " random for a random start"
-            )
+        chosen, note = _start(flags, asked, model_name)
+        notes += note
     chosen |= _missing({"save_steps": 500}, flags)
     return {**flags, **chosen}, notes
+
+
+def _start(
+    flags: Mapping[str, Any], asked: str, model_name: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the start, `asked` or chosen, with the defaults that go with it, and a line about it
+    if it was chosen.
+    """
+    against = _why_random(flags)
+    init = asked
+    if asked == AUTO:
+        init = "calibrated" if against is None else "random"
+    embedded = model_name == EMBEDDED and flags.get("dataset_name", BUILTIN) == BUILTIN
+    defaults: dict[str, Any] = {}
+    if init == "calibrated":
+        defaults |= _near(flags)
+        if against is None:
+            defaults |= _code(flags, EMBEDDED_ACTIVE if embedded else ACTIVE)
+    if embedded:
+        defaults |= _missing(EMBEDDED_DEFAULTS[init], flags)
+    chosen = {"init": init, **defaults}
+    if asked != AUTO:
+        return chosen, []
+    if against is not None:
+        return chosen, [f"--init auto: random start, because of {against}"]
+    note = (
+        f"--init auto: closed-form start (--init calibrated), with {_as_flags(defaults)}; use"
+        " --init random for a random start"
+    )
+    return chosen, [note]
 
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,9 +427,13 @@ def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
         del form["additive_scale"], form["targets"]
     elif any(flags.get(name) for name in OF_MODULATION):
         form["targets"] = ",".join(NPTConfig.targets)
-    form["warmup_steps"] = min(form["warmup_steps"], int(flags.get("max_steps") or 100) // 10)
-    chosen = {"loss", *END_TO_END_DEFAULTS} & flags.keys()
-    return {**_missing(form, flags), **({} if chosen else END_TO_END_DEFAULTS)}
+    steps = int(flags.get("max_steps") or 100)
+    form["warmup_steps"] = min(form["warmup_steps"], steps // 10)
+    near = _missing(form, flags)
+    # the objective is one choice: who makes a part of it makes it all
+    if flags.keys().isdisjoint({"loss", *END_TO_END_DEFAULTS}):
+        near |= END_TO_END_DEFAULTS
+    return near
 
 
 def _code(flags: Mapping[str, Any], usual: int) -> dict[str, Any]:
@@ -414,11 +457,12 @@ def _as_flags(settings: Mapping[str, Any]) -> str:
 
 
 def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in defaults.items()
-        if not {name, *OTHER_WAYS.get(name, ())} & flags.keys()
-    }
+    missing = {}
+    for name, value in defaults.items():
+        ways = (name, *OTHER_WAYS.get(name, ()))
+        if flags.keys().isdisjoint(ways):
+            missing[name] = value
+    return missing
 
 
 def _why_random(flags: Mapping[str, Any]) -> str | None:

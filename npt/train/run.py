@@ -15,7 +15,7 @@ from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.batch import Batch
-from npt.data.encoding import lost, unused_columns
+from npt.data.encoding import RecordCounts, lost, unused_columns
 from npt.device import card_error
 from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError
 from npt.figures import FIGURES
@@ -29,7 +29,7 @@ from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.run_folder import EVENTS, METRICS, REPORT, RUN, RunFolder, writable
 from npt.stored import read_json
-from npt.train.data import FIRST, RunData
+from npt.train.data import FIRST, RunData, Source
 from npt.train.setup import RunSetup
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class Run:
 
     def begin(self) -> None:
         """Write `run.json` and the first events, and warn about settings."""
-        setup, folder, origin = self.setup, self.folder, self.setup.origin
+        setup = self.setup
+        folder = self.folder
+        origin = setup.origin
         record = {**self.record, "wandb_run": self.trackers.run_id}
         if not origin.goes_on:
             for problem in origin.broken.values():
@@ -84,6 +86,7 @@ class Run:
                 record["wandb_run"] = record["wandb_run"] or earlier.get("wandb_run")
                 if origin.checkpoint is not None:  # a resumed run is not calibrated again
                     record["calibration"] = earlier.get("calibration")
+        # the first write to the folder: if it fails, or a signal comes, nothing may be left behind
         try:
             with writable(folder.path):
                 folder.write(RUN, record)
@@ -96,17 +99,21 @@ class Run:
         initial = self.initial
         measured = {"floor": initial.floor, "teacher": initial.teacher, "initial": initial.aim}
         self.trackers.log(_by_name(measured), origin.step)
-        device, size = str(setup.device), setup.processes.size
-        folder.event("start", device=device, total_steps=self.data.total_steps, processes=size)
+        folder.event(
+            "start",
+            device=str(setup.device),
+            total_steps=self.data.total_steps,
+            processes=setup.processes.size,
+        )
         if origin.checkpoint is None and record["calibration"] is not None:
-            passed_over = self.data.start.begun
-            folder.event("calibration", **record["calibration"], passed_over=passed_over)
+            folder.event("calibration", **record["calibration"], passed_over=self.data.start.begun)
         if setup.config.resume is not None:
             self._report_resumed()
         self._warn_of_settings()
         for warning in self.data.warnings():
             self.warn(f"data: {warning}")
-        if columns := self.data.columns_not_used():
+        columns = self.data.columns_not_used()
+        if columns:
             setup.say(columns)
         setup.say(f"run folder {folder.path}")
         if setup.processes.main and setup.config.trace_steps is not None:
@@ -116,7 +123,9 @@ class Run:
             setup.say(str(self.recording))
 
     def _report_resumed(self) -> None:
-        say, origin, path = self.setup.say, self.setup.origin, None
+        say = self.setup.say
+        origin = self.setup.origin
+        path = None
         if origin.checkpoint is None:
             say(f"no checkpoint in {origin.folder}: starting at step 1")
         else:
@@ -128,7 +137,9 @@ class Run:
             say(f"changed setting: {name} was {old}, is now {new}")
 
     def _warn_of_settings(self) -> None:
-        setup, config, total = self.setup, self.setup.config, self.data.total_steps
+        setup = self.setup
+        config = setup.config
+        total = self.data.total_steps
         if not setup.deterministic:
             self.warn(
                 f"{attention_name(setup.model)} attention may not be deterministic in backward: a"
@@ -150,12 +161,14 @@ class Run:
     def evaluate(self, step: int) -> Fidelity:
         """Evaluate the student during the run, and report its figures."""
         fidelity = self.measure()
-        student, aim = fidelity.student.as_dict(), fidelity.aim
-        against = {"unquantized": aim.as_dict()} if fidelity.attribution else {}
-        self.folder.event("evaluation", step=step, student=student, **against)
+        aim = fidelity.aim
+        student = fidelity.student.as_dict()
         logged = {f"eval/{key}": value for key, value in student.items()}
-        for name, figures in against.items():
-            logged |= {f"eval/{name}_{key}": value for key, value in figures.items()}
+        event = {"step": step, "student": student}
+        if fidelity.attribution:
+            event["unquantized"] = aim.as_dict()
+            logged |= {f"eval/unquantized_{key}": value for key, value in aim.as_dict().items()}
+        self.folder.event("evaluation", **event)
         self.trackers.log(logged, step)
         ratio = FIGURES["perplexity_ratio"].write(aim.perplexity_ratio, aim.perplexity_ratio_se)
         kl = FIGURES["kl"].write(aim.kl, aim.kl_se)
@@ -167,10 +180,14 @@ class Run:
         """Warn once if the student is worse than its floor by more than one standard error. With
         `residual="keep"` the floor is the base itself, and both are compared with the teacher.
         """
-        figure, judged, base = self.setup.config.judged_by, fidelity.student, fidelity.floor
+        figure = self.setup.config.judged_by
+        judged = fidelity.student
+        base = fidelity.floor
         if self.setup.settings["residual"] == "keep":
-            judged, base = fidelity.aim, fidelity.attribution["unquantized_to_4bit"]
-        student, floor = getattr(judged, figure), getattr(base, figure)
+            judged = fidelity.aim
+            base = fidelity.attribution["unquantized_to_4bit"]
+        student = getattr(judged, figure)
+        floor = getattr(base, figure)
         name = "KL to its teacher" if figure == "kl" else figure
         cause = f"the student's {name} is {student:.4g}, the floor's {floor:.4g}"
         worse = student - getattr(judged, f"{figure}_se") > floor
@@ -188,30 +205,33 @@ class Run:
             CheckpointError: the write failed, and there is no older checkpoint or `last` is set.
             ProcessError: another process is lost, or its adapters or moments differ.
         """
-        model, processes = self.setup.model, self.setup.processes
+        model = self.setup.model
+        processes = self.setup.processes
         audit_precision(model, policy_dtype(model))
         shrunk_to = [self.setup.splitter.shrunk_to]
         if processes.broken:  # the others are gone
             return processes.main and self._write(guard, state, shrunk_to, last)
         if processes.size > 1:
             shrunk_to = processes.gather(*shrunk_to)
+            # one process writes for all, so first make sure that all hold the same
             first, *others = processes.gather(guard.update.checksum())
             for process, checksum in enumerate(others, start=1):
                 if checksum != first:
-                    raise processes.everywhere(
-                        ProcessError(
-                            f"the adapters or moments of process {process} differ from those of"
-                            f" process 0 at step {state['step']} (checksums {checksum} and"
-                            f" {first}), so nothing was saved; check the hardware of both, then"
-                            " continue with --resume auto"
-                        )
+                    error = ProcessError(
+                        f"the adapters or moments of process {process} differ from those of"
+                        f" process 0 at step {state['step']} (checksums {checksum} and"
+                        f" {first}), so nothing was saved; check the hardware of both, then"
+                        " continue with --resume auto"
                     )
+                    raise processes.everywhere(error)
         return processes.first(lambda: self._write(guard, state, shrunk_to, last))
 
     def _write(
         self, guard: PlannedGuard, state: Mapping[str, Any], shrunk_to: list[int | None], last: bool
     ) -> bool:
-        setup, folder, step = self.setup, self.folder, state["step"]
+        setup = self.setup
+        folder = self.folder
+        step = state["step"]
         record = {
             **state,
             **{name: self.record[name] for name in ("settings", "date", "base_hash", "versions")},
@@ -259,7 +279,8 @@ class Run:
         reason: str,
         steps: int,
         refused: Mapping[str, Any],
-        *batches: Sequence[Batch],
+        batches: Sequence[Batch],
+        accepted: Sequence[Batch],
     ) -> None:
         """Write the post-mortem and raise CardError or TooManyRefusalsError. If the GPU is lost,
         the post-mortem holds what is left on the host.
@@ -268,27 +289,31 @@ class Run:
             outcome: outcome of the last window with a refusal.
             steps: number of applied steps.
             refused: the refusals of the run, as `Loop.refusals` counts them.
-            batches: micro-batches of that window, then of the last window without a refusal.
+            batches: micro-batches of that window.
+            accepted: micro-batches of the last window without a refusal.
         """
         from npt.forensics.bundle import write_postmortem  # few runs end so
         from npt.forensics.student import stored_batches, student_entry
 
-        setup, path, record = self.setup, self.folder.path, self.record
-        seed, (of_refused, accepted) = setup.config.seed, batches
+        setup = self.setup
+        path = self.folder.path
+        seed = setup.config.seed
+        # a window's snapshot is from before its step
+        at = steps if outcome.snapshot is None else outcome.steps - outcome.applied
 
         def write() -> dict[str, Any]:
             try:
-                settings = {**record["settings"], **asdict(setup.config)}
+                settings = {**self.record["settings"], **asdict(setup.config)}
                 bundle = write_postmortem(
                     path / "postmortem",
                     guard,
                     outcome,
                     reason,
-                    steps if outcome.snapshot is None else outcome.steps - outcome.applied,
-                    refused=stored_batches(of_refused, seed, outcome.refused),
+                    at,
+                    refused=stored_batches(batches, seed, outcome.refused),
                     accepted=stored_batches(accepted[:KEPT], seed),
                     student=student_entry(
-                        setup.model, settings, record["base_hash"], setup.splitter.samples
+                        setup.model, settings, self.record["base_hash"], setup.splitter.samples
                     ),
                 )
             except Exception as error:  # the run must report why it stopped either way
@@ -296,11 +321,14 @@ class Run:
             stated = read_json(bundle / POSTMORTEM, BundleError)["reason"]
             return {"postmortem": str(bundle.relative_to(path.absolute())), "reason": stated}
 
+        # a lost process would never answer
         bundle = write() if setup.processes.broken else setup.processes.first(write)
         reason = bundle.pop("reason", reason)
         self.folder.event("stopped", step=steps, reason=reason, **refused, **bundle)
         gpu_lost = any(refusal.kind == "card" for refusal in outcome.refused)
-        ending = f", the last: {outcome.refused[-1]}" if outcome.refused and not gpu_lost else ""
+        last = ""
+        if outcome.refused and not gpu_lost:
+            last = f", the last: {outcome.refused[-1]}"
         if bundle["postmortem"] is None:
             end = (
                 f"cannot write a post-mortem in {path}: {bundle['error']}; free disk space or"
@@ -312,7 +340,7 @@ class Run:
             end = f"batches and settings are in {path / bundle['postmortem']}; {remedy}"
         else:
             end = f"to find the cause, run: npt replay {path / bundle['postmortem']}"
-        message = f"stopped at step {steps}: {reason}{ending}; {end}"
+        message = f"stopped at step {steps}: {reason}{last}; {end}"
         kind = CardError if gpu_lost else TooManyRefusalsError
         raise setup.processes.everywhere(kind(message))
 
@@ -326,11 +354,12 @@ class Run:
         # the other processes are not here, so nothing may wait for them
         if not processes.met_by_all(error):
             processes.leave()
-        if isinstance(error, RuntimeError) and (why := card_error(self.setup.device)) is not None:
-            batches, steps = loop.open_batches, loop.steps
-            outcome = Outcome(loop.guard.window.committed, len(batches), False, steps)
+        why = card_error(self.setup.device) if isinstance(error, RuntimeError) else None
+        if why is not None:
+            batches = loop.open_batches
+            outcome = Outcome(loop.guard.window.committed, len(batches), False, loop.steps)
             outcome.refused = (Refusal("card", why),)
-            self.give_up(loop.guard, outcome, why, steps, loop.refusals, batches, ())
+            self.give_up(loop.guard, outcome, why, loop.steps, loop.refusals, batches, ())
         try:
             loop.settle()  # a checkpoint is named by the step of its weights
             if processes.broken and loop.guard.window.applied_steps != loop.steps:
@@ -342,7 +371,10 @@ class Run:
 
     def finish(self, loop: Loop, fidelity: Fidelity, seconds: float) -> None:
         """Write the figures and the final adapter of a completed run."""
-        folder, config, figures = self.folder, self.setup.config, fidelity.as_dict()
+        folder = self.folder
+        config = self.setup.config
+        figures = fidelity.as_dict()
+        # each write by itself: one that fails must not cost the next
         with self._written("fidelity.json", "to measure again, run npt evaluate"):
             folder.write("fidelity.json", {**figures, "heldout": self.data.heldout})
         with self._written("the final adapter", f"its weights are in {CHECKPOINTS}"):
@@ -371,26 +403,30 @@ class Run:
         """Report at the end of a run which records were cut, left out or not used, and in which
         epochs micro-batches were refused.
         """
-        data, position = self.data, loop.position
+        position = loop.position
         if position.place.epoch and loop.refused_by_epoch:
-            epochs = ", ".join(
-                f"{n} in epoch {e}" for e, n in sorted(loop.refused_by_epoch.items())
-            )
+            by_epoch = sorted(loop.refused_by_epoch.items())
+            epochs = ", ".join(f"{n} in epoch {epoch}" for epoch, n in by_epoch)
             self.setup.say(f"refused: {epochs} (the first is 0)")
-        read = [(data.loader.samples, position.place.epoch)]
-        if data.loader.replay is not None:
-            read.append((data.loader.replay, position.replay.epoch))
-        for source, (samples, begun_again) in zip(data.sources, read, strict=True):
-            counts, label = samples.counts, source.label
-            told = {"source": label, "share": source.share, "begun_again": begun_again}
-            self.folder.event("data", **told, **counts.as_dict())
-            if left_out := lost(counts):
-                self.warn(f"{label}: of {counts.records:,} records read, {left_out}")
-            told_before = data.look.counts.unused if label == FIRST else {}
-            if counts.unused.keys() - told_before:
-                self.setup.say(f"{label}: columns not used: {unused_columns(counts)}")
-            if begun_again and self.setup.config.max_steps is not None:
-                self.setup.say(f"{label}: read again from the start (restarts: {begun_again})")
+        sources = self.data.sources
+        loader = self.data.loader
+        self._report_source(sources[0], loader.samples.counts, position.place.epoch)
+        if loader.replay is not None:
+            self._report_source(sources[1], loader.replay.counts, position.replay.epoch)
+
+    def _report_source(self, source: Source, counts: RecordCounts, begun_again: int) -> None:
+        label = source.label
+        self.folder.event(
+            "data", source=label, share=source.share, begun_again=begun_again, **counts.as_dict()
+        )
+        left_out = lost(counts)
+        if left_out:
+            self.warn(f"{label}: of {counts.records:,} records read, {left_out}")
+        told_before = self.data.look.counts.unused if label == FIRST else {}
+        if counts.unused.keys() - told_before:
+            self.setup.say(f"{label}: columns not used: {unused_columns(counts)}")
+        if begun_again and self.setup.config.max_steps is not None:
+            self.setup.say(f"{label}: read again from the start (restarts: {begun_again})")
 
     @contextlib.contextmanager
     def reported(self, report: bool) -> Iterator[None]:

@@ -50,10 +50,10 @@ class RunSetup:
     processes: ProcessGroup
     console: Console
     origin: RunOrigin
+    splitter: MicroBatchSplitter
     settings: Mapping[str, Any] = field(default_factory=dict)
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     date: str | None = None
-    splitter: MicroBatchSplitter = field(default_factory=lambda: MicroBatchSplitter(1))
     stop: StopOnSignal = field(default_factory=StopOnSignal)
 
     @property
@@ -78,9 +78,11 @@ class RunSetup:
 
     def signal(self) -> int | None:
         """Return the number of a signal that any process received. Every process must call this."""
-        number = self.stop.number
-        numbers = [n for n in (number, *self.processes.gather(number)) if n is not None]
-        return numbers[0] if numbers else None
+        own = self.stop.number
+        for number in (own, *self.processes.gather(own)):
+            if number is not None:
+                return number
+        return None
 
     def say(self, line: str) -> None:
         say(self.console, line)
@@ -93,13 +95,14 @@ class RunSetup:
         """Raise ConfigError if adapters, devices, versions or `facts` differ between processes."""
         if self.processes.size == 1:
             return
-        tensors = adapter_parameters(self.model).values()
-        adapters = sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in tensors)).hexdigest()
+        adapters = sha256()
+        for parameter in adapter_parameters(self.model).values():
+            adapters.update(parameter.detach().cpu().numpy().tobytes())
         checkpoint = self.origin.checkpoint
         self.processes.agree(
             {
                 **facts,
-                "adapters of hash": adapters,
+                "adapters of hash": adapters.hexdigest(),
                 "a checkpoint of step": None if checkpoint is None else checkpoint.step,
                 "a device of kind": self.device.type,
                 **{f"version of {name}": version for name, version in versions().items()},
@@ -128,29 +131,47 @@ def make_setup(
         settings |= asdict(part)
     if quantization_of(model) is not None:
         settings["compute_dtype"] = _name_of(declared_dtype(model)) or "other"
-    settings = plain_settings({**settings, "attn_implementation": attention_name(model)})
+    settings["attn_implementation"] = attention_name(model)
+    settings = plain_settings(settings)
     # compare settings first, since some add exchanges between processes
     alike = {f"--{name}": value for name, value in settings.items() if name not in MAY_DIFFER}
     processes.agree({**alike, "a chat template": has_template(tokenizer)})
     origin = find_origin(config.resume, config.output_dir, processes)
     changed: dict[str, tuple[Any, Any]] = {}
-    form, date = attached_config(model), None
+    form = attached_config(model)
+    date = None
     if origin.checkpoint is not None:
-        recorded, date = origin.checkpoint.record["settings"], origin.checkpoint.record.get("date")
+        recorded = origin.checkpoint.record["settings"]
+        date = origin.checkpoint.record.get("date")
+        # ranks that the closed-form start chose are settings of the resumed run
         if form.spends_ranks and recorded.get("ranks") is not None:
             form = replace(form, ranks=tuple(recorded["ranks"]))
         settings |= plain_settings(asdict(form))
         changed = changed_settings(recorded, settings)
         if form != attached_config(model):
-            shapes = adapter_shapes(model, form).items()
-            set_adapters(model, form, {name: torch.zeros(shape) for name, shape in shapes})
+            shapes = adapter_shapes(model, form)
+            # zeros, since the checkpoint's tensors replace them
+            zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
+            set_adapters(model, form, zeros)
     # the chat template writes the date of the run's start, on every process and after a resume
     if has_template(tokenizer):
         fix_date(tokenizer, processes.first(lambda: date or date_of(tokenizer)))
         date = date_of(tokenizer)
     set_deterministic(model, config.deterministic)
-    parts = (model, tokenizer, teacher, config, data_config, processes, console, origin)
-    return RunSetup(*parts, settings, changed, date, MicroBatchSplitter(config.batch_size))
+    return RunSetup(
+        model=model,
+        tokenizer=tokenizer,
+        teacher=teacher,
+        config=config,
+        data_config=data_config,
+        processes=processes,
+        console=console,
+        origin=origin,
+        splitter=MicroBatchSplitter(config.batch_size),
+        settings=settings,
+        changed=changed,
+        date=date,
+    )
 
 
 def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool = False) -> None:
@@ -187,9 +208,10 @@ def check_model(
         )
     check_length(data.max_length, model.config)
     samples = config.gradient_accumulation_steps * processes * config.batch_size
-    if samples * data.max_length >= EXACT:
+    tokens = samples * data.max_length
+    if tokens >= EXACT:
         raise ConfigError(
-            f"a window may have {samples * data.max_length} tokens (--gradient_accumulation_steps x"
+            f"a window may have {tokens} tokens (--gradient_accumulation_steps x"
             f" --batch_size x --max_length x {processes} processes), but only counts below {EXACT}"
             " are exact; lower one of them"
         )
@@ -199,8 +221,10 @@ def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> d
     """Return the teacher's entries of `run.json`; refuse a teacher that does not fit the model."""
     if teacher is None:
         return {"teacher_precision": None, "teacher_attention": None, "teacher": None}
+    # states are compared layer by layer, logits entry by entry
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
-        one, other = getattr(teacher.config, name), getattr(model.config, name)
+        one = getattr(teacher.config, name)
+        other = getattr(model.config, name)
         if one != other:
             raise ConfigError(
                 f"the teacher has {name} {one}, the student's base {other}; load both from the same"
@@ -216,8 +240,11 @@ def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> d
     for fault, present in faults.items():
         if present:
             raise ConfigError(f"the teacher {fault}; load it with npt.load_teacher")
-    attention, identity = attention_name(teacher), base_hash(teacher)
-    return {"teacher_precision": precision, "teacher_attention": attention, "teacher": identity}
+    return {
+        "teacher_precision": precision,
+        "teacher_attention": attention_name(teacher),
+        "teacher": base_hash(teacher),
+    }
 
 
 def _name_of(dtype: torch.dtype) -> str | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -82,7 +83,7 @@ def smoke_test(
     moved = {name: p for name, p in parameters.items() if name not in threshold}
     # Every call draws the same random numbers: dropout must not change the loss between steps.
     compute = partial(forward_backward, model, strategy, batch, config, splitter)
-    weights = _copy(parameters)
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
         # the loss jumps where a number becomes active, so let all of them be
         _restore(threshold, {name: torch.full_like(p, -100.0) for name, p in threshold.items()})
@@ -105,6 +106,7 @@ def smoke_test(
     )
 
 
+@dataclass(eq=False)
 class _Start:
     """The adapters before training, and their loss per token of one batch around them.
 
@@ -113,20 +115,18 @@ class _Start:
         norm: the gradient's norm.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        weights: Mapping[str, Tensor],
-        compute: Callable[[], BatchSums],
-        loss: float,
-        tokens: int,
-        processes: ProcessGroup,
-    ):
-        self.parameters, self.weights, self.compute = parameters, weights, compute
-        self.loss, self.processes = loss, processes
-        self.gradient = {
-            name: None if p.grad is None else p.grad / tokens for name, p in parameters.items()
-        }
+    parameters: Mapping[str, nn.Parameter]
+    weights: Mapping[str, Tensor]
+    compute: Callable[[], BatchSums]
+    loss: float
+    tokens: int
+    processes: ProcessGroup
+
+    def __post_init__(self) -> None:
+        self.gradient = dict.fromkeys(self.parameters)
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.gradient[name] = parameter.grad / self.tokens
         self.norm = math.sqrt(self._times_gradient(self.gradient))
 
     def descend(self, rate: float) -> str:
@@ -146,6 +146,7 @@ class _Start:
                 f" is below the loss's resolution ({after:.4g} after {STEPS} steps at the run's"
                 f" {rate:.2g})"
             )
+        # the gradient is right, so only the rate can be too high
         lower = rate
         for _ in range(SMALLER_RATES):
             lower /= 10
@@ -191,21 +192,26 @@ class _Start:
         """
         if not self._everywhere(self.loss != 0):  # no share of 0 is a distance
             return False
-        right, wrong = False, list[float]()
+        right = False
+        wrong = 0
         for share in SHARES:
             distance = share * abs(self.loss) / self.norm
             above, slope_above = self._at(distance)
             below, slope_below = self._at(-distance)
-            steady = abs((slope_above + slope_below) / 2 - self.norm) < STEADY * self.norm
+            # curvature cancels in the mean; what remains is a gradient that jumps
+            mean_slope = (slope_above + slope_below) / 2
+            steady = abs(mean_slope - self.norm) < STEADY * self.norm
             ratio = (above - below) / (2 * distance * self.norm)
             right = right or (steady and ratio > LEAST_RATIO)
+            # a process for which it is right goes on with the others until it is for all
             if self._everywhere(right):
                 return True
-            wrong = [*wrong, ratio] if steady and ratio <= LEAST_RATIO else []
-            if len(wrong) == 2 and not right:
+            # one distance alone may be too large, or too small to resolve
+            wrong = wrong + 1 if steady and ratio <= LEAST_RATIO else 0
+            if wrong == 2 and not right:
                 raise _failure(
                     f"the gradient does not match the loss of the first batch ({self.loss:.6g}):"
-                    f" along the gradient the loss changes by {wrong[-1]:.2g} times what the"
+                    f" along the gradient the loss changes by {ratio:.2g} times what the"
                     " gradient predicts; check the losses, strategies and targets that you added"
                 )
         return False
@@ -241,10 +247,6 @@ class _Start:
         return all(self.processes.gather(holds))
 
 
-def _copy(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-
 @torch.no_grad()
 def _restore(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
@@ -277,16 +279,25 @@ def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
         ) from error
 
 
-def _check_gradients(model: PreTrainedModel) -> None:
-    # by the chain rule, an A whose B and M are all zero gets no gradient yet, nor does an L_in; a
-    # threshold that all numbers pass needs none
-    silent = {f"model.layers.{npt_layers(model)[0][0]}.npt.log_tau"}
-    for index, layer in npt_layers(model):
+def _silent(model: PreTrainedModel) -> set[str]:
+    """Return the names of tensors that get no gradient yet. By the chain rule, an A whose B and M
+    are all zero gets none, nor does an L_in whose L_out is; a threshold that all numbers pass needs
+    none.
+    """
+    layers = npt_layers(model)
+    silent = {f"model.layers.{layers[0][0]}.npt.log_tau"}
+    for index, layer in layers:
         adapter = layer.npt
-        if not any(bool(p.any()) for p in [*adapter.B.values(), *adapter.M.values()]):
+        reads_code = [*adapter.B.values(), *adapter.M.values()]
+        if not any(bool(p.any()) for p in reads_code):
             silent.add(f"model.layers.{index}.npt.A")
         if adapter.config.token_rank and not bool(adapter.L_out.any()):
             silent.add(f"model.layers.{index}.npt.L_in")
+    return silent
+
+
+def _check_gradients(model: PreTrainedModel) -> None:
+    silent = _silent(model)
     adapters = adapter_parameters(model)
     for name, parameter in adapters.items():
         if parameter.grad is None or not bool(parameter.grad.any()):

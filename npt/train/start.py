@@ -48,7 +48,9 @@ def fitting(
 
 def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
     """Compute the closed-form start; None if the adapters were loaded or calibrated before."""
-    config, model, processes = setup.config, setup.model, setup.processes
+    config = setup.config
+    model = setup.model
+    processes = setup.processes
     if not makes_start(model):
         return None
 
@@ -56,7 +58,8 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
     from npt.calibration.report import print_calibration
 
     # The graph spans the whole teacher, so an OOM here says nothing about a training micro-batch.
-    size = min(processes.gather(min(config.batch_size, setup.splitter.samples)))
+    own = min(config.batch_size, setup.splitter.samples)
+    size = min(processes.gather(own))
     splitter = MicroBatchSplitter(size, partial(setup.say_lack, "the calibration"))
 
     def solve() -> Calibration:
@@ -84,7 +87,8 @@ def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
 
 def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
     """Return a function that evaluates the student, with no more samples at once than training."""
-    report, samples = partial(setup.say_lack, "an evaluation"), data.eval_samples
+    samples = data.eval_samples
+    report = partial(setup.say_lack, "an evaluation")
     splitter = MicroBatchSplitter(setup.config.batch_size, report)
     reference: list[Reference] = []  # a separate teacher's outputs
 
@@ -92,6 +96,7 @@ def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
         from npt.evaluation.evaluate import evaluate, reference_outputs
 
         size = splitter.samples
+        # it never changes, so it is computed once for all evaluations
         if setup.teacher is not None and not reference:
             reference.append(reference_outputs(setup.teacher, samples, batch_size=size))
         return evaluate(
@@ -104,6 +109,7 @@ def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
         )
 
     def evaluated() -> Fidelity:
+        # training may have had to halve them since
         splitter.samples = min(splitter.samples, setup.splitter.samples)
         largest = next(batches(samples, splitter.samples))
         return fitting(setup.model, measure, splitter, largest)

@@ -119,22 +119,26 @@ class Trainer:
         processes: ProcessGroup | None = None,
         report: bool = True,
     ):
-        config, data_config = config or TrainConfig(), data_config or DataConfig()
+        config = config or TrainConfig()
+        data_config = data_config or DataConfig()
         if isinstance(data, str | os.PathLike):
             data_config = replace(data_config, dataset_name=os.fspath(data))
             data = None
         processes = processes or join_processes()
+        # an error from here on must not leave the other processes waiting
         with processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
             console = (console or make_console()) if processes.main else silent_console()
-            parts = (model, tokenizer, teacher, config, data_config, processes, console)
-            self.setup = make_setup(*parts, settings or {})
+            self.setup = make_setup(
+                model, tokenizer, teacher, config, data_config, processes, console, settings or {}
+            )
             self.data = RunData(self.setup, data, eval_data)
         self.strategy: Strategy = STRATEGIES[config.strategy]
         if teacher is not None:
             self.strategy = partial(self.strategy, teacher=teacher)
-        self.report, self._trained = report, False
+        self.report = report
+        self._trained = False
         self.evaluate = evaluator(self.setup, self.data)
         self.calibration: Calibration | None = None
         self._state: State | None = None  # to restore when resuming
@@ -159,7 +163,8 @@ class Trainer:
 
         with setup.processes.member(), setup.processes.exchanging(), setup.stop:
             base = self._checked_base()
-            path, resume_at = setup.origin.folder, setup.origin.resume_at
+            path = setup.origin.folder
+            resume_at = setup.origin.resume_at
             with start_trackers(
                 setup.processes, setup.config, path, resume_at=resume_at
             ) as trackers:
@@ -171,8 +176,16 @@ class Trainer:
                 if setup.processes.main:
                     folder = RunFolder(path, resume_at=resume_at)
                 with contextlib.closing(folder):
-                    parts = (setup, self.data, folder, trackers, record, base)
-                    run = Run(*parts, self.evaluate, self.initial)
+                    run = Run(
+                        setup=setup,
+                        data=self.data,
+                        folder=folder,
+                        trackers=trackers,
+                        record=record,
+                        base=base,
+                        measure=self.evaluate,
+                        initial=self.initial,
+                    )
                     run.begin()
                     with run.reported(self.report):
                         result = self._train(run)
@@ -193,23 +206,40 @@ class Trainer:
         require(base_fault(setup.model))
         if setup.teacher is not None:
             require(base_fault(setup.teacher))
-        base, checkpoint = base_identity(setup.model), setup.origin.checkpoint
-        self._state = None if checkpoint is None else checkpoint.state(setup.model, base)
-        data, facts = self.data, {"a base of hash": base.strict, **self.data.identity}
-        counts = {"steps": data.total_steps, "evaluation samples": len(data.eval_samples)}
-        setup.agree({**facts, **counts})  # all must read the checkpoint before its folder changes
+        base = base_identity(setup.model)
+        checkpoint = setup.origin.checkpoint
+        if checkpoint is not None:
+            self._state = checkpoint.state(setup.model, base)
+        # all must read the checkpoint before its folder changes
+        setup.agree(
+            {
+                "a base of hash": base.strict,
+                **self.data.identity,
+                "steps": self.data.total_steps,
+                "evaluation samples": len(self.data.eval_samples),
+            }
+        )
         return base
 
     def _prepare(self) -> Fidelity:
-        setup, data, resumed = self.setup, self.data, self.setup.origin.checkpoint
+        setup = self.setup
+        data = self.data
+        resumed = setup.origin.checkpoint
         if resumed is not None:
             # The run passed its smoke test; the next batch may be one to refuse.
             setup.say(data.note())
             return resumed.initial
         if setup.config.smoke_test:
             setup.splitter.report = partial(setup.say_lack, "the smoke test")
-            parts = (setup.model, data.first_batch(), self.strategy, setup.config)
-            setup.say(smoke_test(*parts, setup.splitter, setup.processes))
+            verdict = smoke_test(
+                setup.model,
+                data.first_batch(),
+                self.strategy,
+                setup.config,
+                setup.splitter,
+                setup.processes,
+            )
+            setup.say(verdict)
         self.calibration = calibrated(setup, data)
         if self.calibration is not None:
             setup.agree({})
@@ -217,25 +247,32 @@ class Trainer:
         return self.evaluate()
 
     def _restore(self, loop: Loop) -> None:
-        state, checkpoint, splitter = self._state, self.setup.origin.checkpoint, self.setup.splitter
+        state = self._state
+        checkpoint = self.setup.origin.checkpoint
         if state is None or checkpoint is None:
             return
         self._state = None  # free this copy of all tensors
         state.restore(self.setup.model, loop.guard.window)
         loop.load_state(checkpoint.record)
         index = self.setup.processes.index
-        samples = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(index)
+        samples_at_once = checkpoint.record.get("samples_at_once", [])
+        samples = samples_at_once[index] if index < len(samples_at_once) else None
         # on a sharded base all processes must split a micro-batch alike
         if samples is not None and not is_sharded(self.setup.model):
+            splitter = self.setup.splitter
             splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
         states = state.random_states  # earlier versions wrote one per process
         set_random_state(states.get(index, states[0]))
 
     def _train(self, run: Run) -> TrainResult:
-        setup, c, folder = self.setup, self.setup.config, run.folder
-        rates = rate_table(c.learning_rate, c.scheduler_type, c.warmup_steps, run.data.total_steps)
+        setup = self.setup
+        config = setup.config
+        folder = run.folder
+        rates = rate_table(
+            config.learning_rate, config.scheduler_type, config.warmup_steps, run.data.total_steps
+        )
         # closing the guard frees its buffers before the evaluation
-        with student_guard(setup.model, c, rates, processes=setup.processes, trace=1) as guard:
+        with student_guard(setup.model, config, rates, processes=setup.processes, trace=1) as guard:
             loop = Loop(run, guard, self.strategy)
             self._restore(loop)
             started = time.perf_counter()
@@ -265,6 +302,7 @@ class Trainer:
             with contextlib.suppress(StoppedError):  # the checkpoint is saved already
                 fidelity = self.evaluate().after(self.initial, setup.config.judged_by)
             number = setup.signal()
+            # another process may have stopped within its evaluation
             if number is not None and setup.processes.size > 1:
                 fidelity = None
             if fidelity is None:
