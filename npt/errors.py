@@ -7,7 +7,9 @@ names the thing, the values and the remedy. A bug in NPT is an `assert` or a pla
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """Control characters except tab and newline, and marks of text direction."""
@@ -145,6 +147,17 @@ def first_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     return " ".join(lines[: 1 + lines[0].endswith(":")])
+
+
+def let_go(error: BaseException) -> None:
+    """Clear the variables of a suppressed error's frames, as far as these have ended.
+
+    They keep activations alive, and with torch 2.9 the hooks of a checkpointed forward in place.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        with suppress(RuntimeError):  # it has not ended
+            frame.clear()
+            _ = frame.f_locals  # before Python 3.13 a copy, which whoever read it left: renew it
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.device import card_error
+from npt.errors import let_go
 from npt.guard.refusal import Refusal
 from npt.random_state import kept_random_state, set_random_state
 
@@ -127,6 +128,7 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
                 raise
             # a NaN that led to it is in a variable of a frame that it passed
             raised, outcome = raised_at(error)
+            let_go(error)
         return outcome
 
     try:

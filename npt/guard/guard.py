@@ -31,7 +31,7 @@ from typing_extensions import TypeVar  # comes with torch
 
 from npt.device import card_error
 from npt.distributed.processes import ProcessGroup
-from npt.errors import ConfigError, DataError, TooManyRefusalsError
+from npt.errors import ConfigError, DataError, TooManyRefusalsError, let_go
 from npt.guard.forensics import Finding, StoredMicroBatch, values_in
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
@@ -245,6 +245,7 @@ class Guard(Generic[Result]):
                 self.sharding.end_together(error, done)
             if not isinstance(error, self.settings.refuse) or card_error(self._home):
                 raise
+            let_go(error)
             detail = f"{type(error).__name__}: {error}"
             kind = "data" if isinstance(error, DataError) else "error"
             self.window.refuse(detail, names, kind, micro.stored)

@@ -1,5 +1,6 @@
 """Errors that leave a guard's step: the window has not happened, and the next one is whole."""
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -185,3 +186,26 @@ def test_an_error_after_the_step_takes_it_back(monkeypatch, fails, at, error) ->
     guarded.random = torch.get_rng_state()
     plain_run(plain, never_saw([w for i, w in enumerate(windows) if i != at]), "sum")
     assert_same_state(guarded, plain)
+
+
+def test_a_refused_error_keeps_nothing_of_its_forward_alive() -> None:
+    """Although somebody holds the error. With torch 2.9 the hooks of a checkpointed forward stay
+    in place as long as its frame, and spoil the next one.
+    """
+    world, alive, errors = World(), [], []
+
+    def forward() -> None:
+        of_forward = torch.nn.Identity()  # not a tensor, which the tracer may keep
+        alive.append(weakref.ref(of_forward))
+        try:
+            raise FloatingPointError("planted")
+        except FloatingPointError as error:
+            errors.append(error)
+            raise
+
+    guard = Guard(world.model, world.optimizer, refuse=(FloatingPointError,), trace=1)
+    with guard.micro_batch(run=forward):
+        forward()
+    assert alive[0]() is None
+    assert "raises the same again" in guard.step().findings[0].told
+    assert len(alive) > 1 and all(held() is None for held in alive)

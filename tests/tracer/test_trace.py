@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import math
 import random
-import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -794,14 +794,14 @@ def test_a_huge_input_of_the_loss_alone_is_named(size) -> None:
 
 
 def test_harmless_bad_numbers_of_a_large_model_are_not_held() -> None:
-    alive: list[weakref.ref] = []
+    kept: list[StorageWeakRef] = []
     largest = 0
 
     def function(x: Tensor) -> Tensor:
         nonlocal largest
         bad = (x.detach() - x.detach()) / 0
-        alive.append(weakref.ref(bad.untyped_storage()))
-        largest = max(largest, sum(ref() is not None for ref in alive))
+        kept.append(StorageWeakRef(bad.untyped_storage()))
+        largest = max(largest, sum(not storage.expired() for storage in kept))
         return torch.where(x == x, x, bad.nan_to_num())
 
     model = nn.Sequential(*(net(function) for _ in range(20)), net(log_of_zero))
