@@ -51,9 +51,18 @@ _UNSEEN = BLANK | names("_to_copy copy_ clone detach alias lift_fresh _unsafe_vi
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 # Results of these can be compared.
 _DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
 )
 _FORMATS = {2.0**-11: "float16 or TF32", 2.0**-8: "bfloat16"}
 

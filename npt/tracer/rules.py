@@ -74,8 +74,10 @@ def hidden(reason: Reason) -> Reason:
     hideable = ("invalid argument", "division by zero", "vanishing norm", "exponential overflow")
     if reason.cause not in hideable:
         return reason
-    unseen = "the loss does not show it, but its gradient is 0 times infinity"
-    return Reason("masked gradient", f"{reason.explanation}; {unseen}")
+    return Reason(
+        "masked gradient",
+        f"{reason.explanation}; the loss does not show it, but its gradient is 0 times infinity",
+    )
 
 
 def _external(origin: Origin, external: External) -> Reason:
@@ -148,8 +150,9 @@ def _constant(origin: Origin) -> Reason | None:
     scalars = [element(t, ()) for t in _floats(origin).values() if t.ndim == 0]
     for number in (*origin.constants.values(), *scalars):
         if not math.isfinite(number):
-            was_given = f"{origin.operation} was given the constant {number:g}"
-            return Reason("written constant", was_given)
+            return Reason(
+                "written constant", f"{origin.operation} was given the constant {number:g}"
+            )
     return None
 
 
@@ -159,9 +162,11 @@ def _labels(origin: Origin) -> Reason | None:
         return None
     ignored = int(origin.constants.get("ignore_index", IGNORE_INDEX))
     if bool((target == ignored).all()):
-        labels = f"all {target.numel()} labels are {ignored}"
-        none = f"{labels}, and the mean over no labels is {origin.value:g}"
-        return Reason("no valid label", none)
+        return Reason(
+            "no valid label",
+            f"all {target.numel()} labels are {ignored}, and the mean over no labels is"
+            f" {origin.value:g}",
+        )
     logs = _input(origin, "self")
     masked = logs is not None and bool((logs == -math.inf).any())
     if masked and origin.value == math.inf:
@@ -190,8 +195,9 @@ def _frames(origin: Origin) -> Reason | None:
     needed = size + int((own[1:] == own[:-1]).sum())
     if have >= needed:
         return None
-    short = f"sample {sample} has {have} frames, but its {size} labels need {needed}"
-    return Reason("too few frames", short)
+    return Reason(
+        "too few frames", f"sample {sample} has {have} frames, but its {size} labels need {needed}"
+    )
 
 
 def _cast(origin: Origin) -> Reason | None:
@@ -204,8 +210,11 @@ def _cast(origin: Origin) -> Reason | None:
     value = _at(origin, source)
     if value is None:
         value = absmax(source)
-    cast = f"in {dtype_name(source.dtype)} was cast to {dtype_name(origin.dtype)}"
-    return Reason("cast overflow", f"{value:g} {cast}, whose maximum is {ends:g}")
+    return Reason(
+        "cast overflow",
+        f"{value:g} in {dtype_name(source.dtype)} was cast to {dtype_name(origin.dtype)}, whose"
+        f" maximum is {ends:g}",
+    )
 
 
 def _mask(origin: Origin) -> Reason | None:
@@ -216,16 +225,19 @@ def _mask(origin: Origin) -> Reason | None:
         others = origin.index[:axis] + origin.index[axis + 1 :]
         row = logits.movedim(axis, -1)[others]
         if bool((row == -math.inf).all()):
-            zeros = f"all {len(row)} logits of the row are -Inf, so softmax divides 0 by 0"
-            return Reason("fully masked row", zeros)
+            return Reason(
+                "fully masked row",
+                f"all {len(row)} logits of the row are -Inf, so softmax divides 0 by 0",
+            )
     return None
 
 
 def _written(origin: Origin) -> Reason | None:
     if origin.phase == "backward" and not origin.place.source:
         return None
-    fresh = "a tensor made from Python or NumPy numbers holds"
-    wrote = fresh if origin.operation == "lift_fresh" else f"{origin.operation} wrote"
+    wrote = f"{origin.operation} wrote"
+    if origin.operation == "lift_fresh":
+        wrote = "a tensor made from Python or NumPy numbers holds"
     return Reason("written constant", f"{wrote} {origin.value:g}")
 
 
@@ -239,11 +251,16 @@ def _slope(origin: Origin) -> Reason | None:
     name = function.lower()
     gave = f"{origin.operation} in its backward gave {origin.value:g}"
     if origin.hid:
-        hid = f"{name} itself was not finite, which was hidden from the loss, and"
-        return Reason("masked gradient", f"{hid} {gave}")
+        return Reason(
+            "masked gradient",
+            f"{name} itself was not finite, which was hidden from the loss, and {gave}",
+        )
     if math.isnan(origin.value) and zeros > 1:
-        came = f"the incoming gradient is 0 and the derivative of {name} is infinite"
-        return Reason("masked gradient", f"{came}: 0 times infinity is NaN")
+        return Reason(
+            "masked gradient",
+            f"the incoming gradient is 0 and the derivative of {name} is infinite: 0 times infinity"
+            " is NaN",
+        )
     return Reason("infinite slope", f"{name} has no finite derivative at its argument: {gave}")
 
 
@@ -274,8 +291,7 @@ def _division(origin: Origin) -> Reason | None:
     # A norm is one number for many elements; a divisor of the dividend's shape is no norm.
     if divisor is None or divisor.ndim == 0 or divisor.numel() >= math.prod(origin.shape):
         return Reason("division by zero", quotient)
-    shared = f"a divisor shared by many elements is {below:g}: {quotient}"
-    return Reason("vanishing norm", shared)
+    return Reason("vanishing norm", f"a divisor shared by many elements is {below:g}: {quotient}")
 
 
 def _exponential(origin: Origin) -> Reason:
@@ -310,8 +326,11 @@ def _normalisation(origin: Origin) -> Reason | None:
     negative = _negative_variance(origin)
     if negative is not None or _largest(origin) > HUGE:
         return negative
-    epsilon = f"a variance of 0 with an epsilon of {origin.constants.get('eps', 0.0):g}"
-    return Reason("vanishing norm", f"{origin.operation} of {epsilon} is {origin.value:g}")
+    epsilon = origin.constants.get("eps", 0.0)
+    return Reason(
+        "vanishing norm",
+        f"{origin.operation} of a variance of 0 with an epsilon of {epsilon:g} is {origin.value:g}",
+    )
 
 
 def _negative_variance(origin: Origin) -> Reason | None:
@@ -324,8 +343,10 @@ def _negative_variance(origin: Origin) -> Reason | None:
     held = element(variance, (channel,))
     if held + origin.constants.get("eps", 0.0) >= 0.0:
         return None
-    below = f"{external.name}[{channel}] holds {held:g}, and a variance cannot be negative"
-    return Reason(_corrupt(external), below)
+    return Reason(
+        _corrupt(external),
+        f"{external.name}[{channel}] holds {held:g}, and a variance cannot be negative",
+    )
 
 
 def _hidden_branch(origin: Origin) -> Reason | None:
@@ -338,15 +359,18 @@ def _hidden_branch(origin: Origin) -> Reason | None:
 def _mask_arithmetic(origin: Origin) -> Reason | None:
     if not any(bool((t == -math.inf).any()) for t in _floats(origin).values()):
         return None
-    numbers = f"{origin.operation} of numbers that include -Inf is {origin.value:g}"
-    return Reason("masked arithmetic", numbers)
+    return Reason(
+        "masked arithmetic", f"{origin.operation} of numbers that include -Inf is {origin.value:g}"
+    )
 
 
 def _low_precision(origin: Origin) -> Reason | None:
     if origin.dtype != torch.float16:
         return None
-    left = f"{origin.operation} of {_given(origin)} overflowed float16, whose maximum is 65504"
-    return Reason("low-precision overflow", left)
+    return Reason(
+        "low-precision overflow",
+        f"{origin.operation} of {_given(origin)} overflowed float16, whose maximum is 65504",
+    )
 
 
 def _product(origin: Origin) -> Reason | None:
@@ -355,8 +379,10 @@ def _product(origin: Origin) -> Reason | None:
     largest = sizes.get(label, 0.0)
     external = origin.externals.get(label)
     if largest > HUGE and external is not None:
-        size = f"{external.name} holds values up to {largest:g}, far beyond any trained model"
-        return Reason(_corrupt(external), size)
+        return Reason(
+            _corrupt(external),
+            f"{external.name} holds values up to {largest:g}, far beyond any trained model",
+        )
     # an infinity from moderate numbers has another reason, unless there are many factors
     grows = math.isinf(origin.value) and origin.operation in LONG_PRODUCTS
     if largest <= HUGE and not grows:

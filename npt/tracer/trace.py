@@ -37,10 +37,10 @@ from npt.tracer.passes import (
     sinks_of,
     untouched,
 )
-from npt.tracer.source_location import Place, Tokens, layer_of
+from npt.tracer.source_location import Tokens, layer_of
 from npt.tracer.tensors import absmax, count, dtype_name, element, first_bad, tensors_in
 from npt.tracer.token_ids import LOOKED_UP, reads_labels
-from npt.tracer.verdict import OUTSIDE, Operand, Phase, Verdict
+from npt.tracer.verdict import OUTSIDE, Operand, Verdict
 from npt.tracer.watchdogs import quantization_statistics
 
 P = ParamSpec("P")
@@ -180,8 +180,11 @@ def trace(
     if bad or unsure or math.isfinite(limit):
         verdict = _Tracer(model, batch, run, limit).verdict()
     if verdict is None and bad:
-        once = f"{bad[0]} was not finite once, but was finite when everything was run again"
-        return _without_operation("not repeatable", bad[0], once)
+        return _without_operation(
+            "not repeatable",
+            bad[0],
+            f"{bad[0]} was not finite once, but was finite when everything was run again",
+        )
     return verdict or next(iter(masks), None)
 
 
@@ -203,11 +206,14 @@ def _with_sample(verdict: Verdict, batch: Any, ids: tuple[str, ...]) -> Verdict:
     """Add the sample that a verdict is about: that of its row, or one of a list."""
     if verdict.row is not None:
         shape = Tokens(batch).shape
-        known = shape is not None and shape[0] == len(ids)
-        return replace(verdict, sample=ids[verdict.row]) if known else verdict
+        if shape is None or shape[0] != len(ids):
+            return verdict
+        return replace(verdict, sample=ids[verdict.row])
+    if verdict.phase != "data":
+        return verdict
     bad = (t for name, t in named_inputs(batch) if verdict.tensor.startswith(f"{name} ["))
     tensor = next(bad, None)
-    if verdict.phase != "data" or tensor is None:
+    if tensor is None:
         return verdict
     for number, of_sample in _listed(batch, len(ids)):
         if of_sample is tensor:
@@ -225,9 +231,13 @@ def _listed(batch: Any, count: int) -> Iterator[tuple[int, Tensor]]:
     rows = any(tensor.shape[:1] == (count,) for _, tensor in tensors_in(batch))
     if isinstance(batch, list) and len(batch) == count and not rows:
         for number, sample in enumerate(batch):
-            yield from ((number, tensor) for _, tensor in tensors_in(sample))
-    elif isinstance(batch, Mapping | list | tuple):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            for _, tensor in tensors_in(sample):
+                yield number, tensor
+        return
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for part in batch:
             yield from _listed(part, count)
 
 
@@ -235,7 +245,10 @@ class _Tracer:
     """The passes of one trace; arguments as for `trace`."""
 
     def __init__(self, model: nn.Module, batch: Any, run: Run, limit: float):
-        self.model, self.batch, self.run, self.limit = model, batch, run, limit
+        self.model = model
+        self.batch = batch
+        self.run = run
+        self.limit = limit
         self.tokens = Tokens(batch, {tuple(p.shape) for p in model.parameters()})
         self.modules = {id(module): name for name, module in model.named_modules()}
         self.externals = list(_externals(model, batch))
@@ -250,9 +263,12 @@ class _Tracer:
         origin, label = origins[0]
         close = self._close_up(origin, self.limit)
         if close is None:
-            gave = f"{origin.operation} gave {origin.value:g} once"
-            once = f"{gave}, but not when everything was run again"
-            return self._verdict_on(origin, rules.Reason("not repeatable", once), label)
+            reason = rules.Reason(
+                "not repeatable",
+                f"{origin.operation} gave {origin.value:g} once, but not when everything was run"
+                " again",
+            )
+            return self._verdict_on(origin, reason, label)
         verdict = self._explained(close, origins)
         if verdict.cause in _OVERFLOWS and close.external is None:
             verdict = self._with_growth(verdict, close)
@@ -266,15 +282,20 @@ class _Tracer:
         origin, label = origins[0]
         if origin.inputs or origin.external is not None:
             return self._explained(origin, origins)
-        return self._verdict_on(
-            origin, rules.Reason("unknown", f"{origin} gave {origin.value:g}"), label
-        )
+        reason = rules.Reason("unknown", f"{origin} gave {origin.value:g}")
+        return self._verdict_on(origin, reason, label)
 
     def _origins(self, ledger: Ledger, sinks: list[Sink]) -> list[tuple[Origin, str]]:
         """Return the origins of what is bad, the first one first, and what each reached."""
-        suspects = [(ledger.origin_of(s.tensor), s) for s in sinks if s.bad or s.unsure]
-        # a mask that an output still shows is no fault
-        origins = [(o, s.label) for o, s in suspects if o and not (o.meant and s.unsure)]
+        origins = []
+        for sink in sinks:
+            unsure = sink.unsure
+            if not (unsure or sink.bad):
+                continue
+            origin = ledger.origin_of(sink.tensor)
+            # a mask that an output still shows is no fault
+            if origin is not None and not (unsure and origin.meant):
+                origins.append((origin, sink.label))
         if math.isfinite(self.limit) and ledger.first is not None:
             origins.append((ledger.first, f"a value above {self.limit:g}"))
         return sorted(origins, key=lambda pair: pair[0].number)
@@ -302,9 +323,10 @@ class _Tracer:
         """Return the origin with its inputs and its forward's line; None if it did not recur."""
         if origin.external is not None:
             return origin
-        keep = origin.number, origin.output
+        keep = (origin.number, origin.output)
         ledger = self._pass(limit=limit, keep=keep, watch=origin.sequence)[0]
-        close, watched = ledger.kept, ledger.watched
+        close = ledger.kept
+        watched = ledger.watched
         if close is None or close.operation != origin.operation:
             return None
         close.hid = ledger.hid
@@ -312,10 +334,7 @@ class _Tracer:
             # A double backward: the forward operation is one step further back.
             watched = self._pass(limit=limit, watch=watched.sequence)[0].watched
         if watched is not None:
-            close.place = Place(
-                close.place.module or watched.place.module,
-                close.place.source or watched.place.source,
-            )
+            close.place = close.place.completed_by(watched.place)
         return close
 
     def _with_growth(self, verdict: Verdict, origin: Origin) -> Verdict:
@@ -324,8 +343,10 @@ class _Tracer:
         label = max(sizes, key=lambda name: sizes[name], default="")
         if sizes.get(label, 0.0) <= rules.HUGE:
             return verdict
+        # halfway in orders of magnitude
         limit = math.sqrt(sizes[label])
-        start = self._pass(limit=limit, asked=origin.number)[0].read_origins.get(label)
+        origins = self._pass(limit=limit, asked=origin.number)[0].read_origins
+        start = origins.get(label)
         if start is not None and start.sequence is not None:
             start = self._close_up(start, limit)
         if start is None:
@@ -345,33 +366,55 @@ class _Tracer:
         return replace(verdict, grew=f"{where}{at}: {start.value:g}{source}")
 
     def _verdict_on(self, origin: Origin, reason: rules.Reason, reached: str) -> Verdict:
-        external, module, phase = origin.external, origin.place.module, origin.phase
+        external = origin.external
         name = f"output of {origin.operation}" if external is None else external.name
+        module = origin.place.module
+        phase = origin.phase
         if external is not None and external.kind != "outside":
             phase = external.kind
-            module = external.module if phase == "state" else module
+            if phase == "state":
+                module = external.module
         owner = self.tokens.locate(origin.shape, origin.index)
-        owner = self.tokens.locate(*origin.through) if owner.row is None else owner
+        if owner.row is None:
+            # a weight belongs to no token, but the first result that it spoilt may
+            owner = self.tokens.locate(*origin.through)
         return Verdict(
-            cause=reason.cause, phase=phase, layer=layer_of(module), module=module,
-            operation=str(origin), source=origin.place.source,
-            tensor=f"{name} {list(origin.shape)} {dtype_name(origin.dtype)}", index=origin.index,
-            value=origin.value, reached=reached, explanation=reason.explanation,
-            operands=_operands(origin), **owner._asdict(),
-        )  # fmt: skip
+            cause=reason.cause,
+            phase=phase,
+            layer=layer_of(module),
+            module=module,
+            operation=str(origin),
+            source=origin.place.source,
+            tensor=f"{name} {list(origin.shape)} {dtype_name(origin.dtype)}",
+            index=origin.index,
+            value=origin.value,
+            reached=reached,
+            explanation=reason.explanation,
+            operands=_operands(origin),
+            **owner._asdict(),
+        )
 
 
 def _operands(origin: Origin) -> tuple[Operand, ...]:
     operands = []
     for label, tensor in origin.inputs[:OPERANDS_SHOWN]:
-        external, dtype, shape = origin.externals.get(label), tensor.dtype, tuple(tensor.shape)
-        name = label if external is None else external.name
-        number = tensor.is_floating_point() and origin.pointwise
-        at = rules.element_at(tensor, origin.shape, origin.index) if number else None
-        sizes = *count(tensor), absmax(tensor)
-        operands.append(Operand(name, dtype_name(dtype), shape, *sizes, at))
-    constants = ((name, x) for name, x in origin.constants.items() if name in rules.CONSTANTS)
-    operands += [Operand(name, "constant", (), absmax=abs(x), value=x) for name, x in constants]
+        external = origin.externals.get(label)
+        # elsewhere the shapes do not tell which elements met
+        met = origin.pointwise and tensor.is_floating_point()
+        nan, inf = count(tensor)
+        operand = Operand(
+            name=label if external is None else external.name,
+            dtype=dtype_name(tensor.dtype),
+            shape=tuple(tensor.shape),
+            nan=nan,
+            inf=inf,
+            absmax=absmax(tensor),
+            value=rules.element_at(tensor, origin.shape, origin.index) if met else None,
+        )
+        operands.append(operand)
+    for name, number in origin.constants.items():
+        if name in rules.CONSTANTS:
+            operands.append(Operand(name, "constant", (), absmax=abs(number), value=number))
     return tuple(operands)
 
 
@@ -404,51 +447,71 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
     entries = vars(batch) if isinstance(batch, Batch) else batch
     if not isinstance(vocabulary, int) or not isinstance(entries, Mapping):
         return None
-    # transformers' language models ignore the label -100 only; other losses may ignore any.
-    inner = getattr(model, "get_base_model", lambda: model)()
-    stock = type(inner).__module__.startswith(("transformers.", "npt."))
-    looked_up: dict[str, str] = {}
-    if stock and reads_labels(inner):
-        looked_up = dict.fromkeys((*LOOKED_UP, "labels"), "embedding")
-    elif "pixel_values" in entries or "input_features" in entries:
-        return None  # placeholders beyond the vocabulary are replaced before the lookup
-    else:
-        looked_up["input_ids"] = "embedding"
-        if stock and hasattr(inner, "lm_head"):
-            looked_up["labels"] = "cross_entropy"
-    for name, operation in looked_up.items():
+    for name, operation in _lookups(model, entries).items():
         ids = entries.get(name)
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             continue
-        ignored = (ids == IGNORE_INDEX) & (name == "labels")
-        bad = ((ids < 0) | (ids >= vocabulary)) & ~ignored
+        bad = (ids < 0) | (ids >= vocabulary)
+        if name == "labels":
+            bad &= ids != IGNORE_INDEX
         if not bool(bad.any()):
             continue
         index = tuple(bad.nonzero()[0].tolist())
+        explanation = (
+            f"the id {int(ids[index])} is outside [0, {vocabulary}) (ids outside: {int(bad.sum())})"
+        )
         return Verdict(
-            cause="token id", phase="data", operation=operation, index=index,
-            tensor=f"{name} {list(ids.shape)}", value=float(ids[index]),
+            cause="token id",
+            phase="data",
+            operation=operation,
+            index=index,
+            tensor=f"{name} {list(ids.shape)}",
+            value=float(ids[index]),
             reached="nothing, since the lookup was not run",
-            explanation=f"the id {int(ids[index])} is outside [0, {vocabulary}) (ids outside:"
-            f" {int(bad.sum())})",
+            explanation=explanation,
             **Tokens(batch).locate(tuple(ids.shape), index)._asdict(),
-        )  # fmt: skip
+        )
     return None
+
+
+def _lookups(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return the operation that looks up the ids of each entry."""
+    # transformers' language models ignore the label -100 only; other losses may ignore any.
+    inner = getattr(model, "get_base_model", lambda: model)()
+    stock = type(inner).__module__.startswith(("transformers.", "npt."))
+    if stock and reads_labels(inner):
+        return dict.fromkeys((*LOOKED_UP, "labels"), "embedding")
+    if "pixel_values" in entries or "input_features" in entries:
+        return {}  # placeholders beyond the vocabulary are replaced before the lookup
+    lookups = {"input_ids": "embedding"}
+    if stock and hasattr(inner, "lm_head"):
+        lookups["labels"] = "cross_entropy"
+    return lookups
 
 
 def _unexplained(sinks: list[Sink]) -> Verdict | None:
     """Return the verdict on the first bad result, if no operation made it."""
-    for sink in (sink for sink in sinks if sink.bad):
-        made = f"{sink.label} is not finite, but no operation of the pass made it"
-        return _without_operation("outside of torch", sink.label, made, sink.tensor)
+    for sink in sinks:
+        if sink.bad:
+            return _without_operation(
+                "outside of torch",
+                sink.label,
+                f"{sink.label} is not finite, but no operation of the pass made it",
+                sink.tensor,
+            )
     return None
 
 
 def _without_operation(
     cause: str, label: str, explanation: str, tensor: Tensor | None = None
 ) -> Verdict:
-    phase: Phase = "backward" if label.startswith("gradient") else "forward"
     index = () if tensor is None else first_bad(tensor)
-    value = math.nan if tensor is None else element(tensor, index)
-    words: Any = {"tensor": label, "reached": label, "explanation": explanation}
-    return Verdict(cause=cause, phase=phase, index=index, value=value, **words)
+    return Verdict(
+        cause=cause,
+        phase="backward" if label.startswith("gradient") else "forward",
+        tensor=label,
+        index=index,
+        value=math.nan if tensor is None else element(tensor, index),
+        reached=label,
+        explanation=explanation,
+    )

@@ -160,10 +160,13 @@ class Verdict:
             f"  {self.phase}: {self.operation or 'no operation'} in {self.module or OUTSIDE}",
             f"  first bad: {first_bad}; it reached {self.reached}",
         ]
-        lines += [f"  line: {self.source}"] * bool(self.source)
+        if self.source:
+            lines.append(f"  line: {self.source}")
         lines += [f"  input: {operand}" for operand in self.operands]
-        lines += [f"  grew: {self.grew}"] * bool(self.grew)
-        return printable_lines([*lines, f"  remedy: {self.remedy}"])
+        if self.grew:
+            lines.append(f"  grew: {self.grew}")
+        lines.append(f"  remedy: {self.remedy}")
+        return printable_lines(lines)
 
     def _owner(self) -> str:
         if self.row is None:
