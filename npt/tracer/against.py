@@ -34,7 +34,7 @@ from npt.tracer.operations import BLANK, Observer, TorchCall, names
 from npt.tracer.packed import packed_linears, unpacked
 from npt.tracer.passes import default_run, ready, sinks_of, untouched
 from npt.tracer.source_location import Tokens, layer_of
-from npt.tracer.tensors import Memory, dtype_name
+from npt.tracer.tensors import Memory, described, dtype_name
 from npt.tracer.verdict import Phase, Verdict
 
 MARGIN = 12.0
@@ -49,6 +49,8 @@ _ROW = 32
 # Copies and casts, which differ between dtypes, devices and versions.
 _UNSEEN = BLANK | names("_to_copy copy_ clone detach alias lift_fresh _unsafe_view")
 _NONE: Mapping[Any, Any] = MappingProxyType({})
+# By operation, the relative rounding of its results, and of what it reads.
+_Units = Mapping[Any, tuple[float, float]]
 # Results of these can be compared.
 _DTYPES = (
     torch.float64,
@@ -119,14 +121,14 @@ def _gap(record: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
     return gap, size
 
 
-def _compare(record: Tensor, found: Tensor, tokens: Tokens | None = None) -> Difference:
+def _compare(record: Tensor, found: Tensor, tokens: Tokens) -> Difference:
     """Compare a result with its record at valid tokens."""
     if record.dtype == found.dtype and torch.equal(record, found):
-        return Difference(torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+        none = torch.zeros(1)
+        return Difference(none, none, none.long())
     gap, size = _gap(record, found)
-    if tokens is not None:
-        gap = tokens.without_padding(gap)
-        size = tokens.without_padding(size)
+    gap = tokens.without_padding(gap)
+    size = tokens.without_padding(size)
     row = gap.numel()
     if gap.ndim > 1 and gap.shape[-1] >= _ROW:
         row = gap.shape[-1]
@@ -195,6 +197,7 @@ class PassRecord:
                 raise ConfigError(f"{path} was not written by against=; pass another file")
             try:
                 record = PassRecord(end=printable(metadata["end"], one_line=True))
+                # files of earlier versions have none
                 reads = json.loads(metadata.get("reads", "[]"))
                 for i, entry in enumerate(json.loads(metadata["npt_trace"])):
                     read = reads[i] if reads else 0.0
@@ -250,7 +253,7 @@ class HeldPass(Observer):
         keep: bool = False,
         held: Mapping[Step, Tensor] = _NONE,
         compared: Mapping[Step, Tensor] = _NONE,
-        units: Mapping[Any, tuple[float, float]] = _NONE,
+        units: _Units = _NONE,
         unit: float = 0.0,
     ):
         super().__init__({id(m): _plain(name) for name, m in model.named_modules()})
@@ -325,7 +328,8 @@ class HeldPass(Observer):
         def hook(module: nn.Module, _: Any, output: Any) -> None:
             self._taking = True
             if isinstance(output, Tensor):
-                self._take((self.modules[id(module)], "forward", "output", 0), output.data)
+                operation = (self.modules[id(module)], "forward", "output", 0)
+                self._take(operation, output.data)
             self._taking = False
 
         torch.compiler.reset()
@@ -365,22 +369,6 @@ class HeldPass(Observer):
         moved = torch.addcmul(numbers, numbers, draws.to(tensor.device))
         inside = moved.abs() < torch.finfo(tensor.dtype).max / 2  # masks stay
         return torch.where(inside, moved.to(tensor.dtype), tensor)
-
-
-class Excess(NamedTuple):
-    """A row of a result that differs by more than rounding explains.
-
-    Attributes:
-        step: the result.
-        row: number of the row.
-        unit: the relative rounding of the result; 0 for integers.
-        explained: the norm that rounding explains.
-    """
-
-    step: Step
-    row: int
-    unit: float
-    explained: float
 
 
 class PassComparison:
@@ -432,45 +420,62 @@ class PassComparison:
         shown = run  # a compiled pass shows no operation to perturb
         if _is_compiled(self.model):
             shown = self._pass(self.model, eager=True, held=held, keep=True)
-        perturbed = self._pass(
+        noise = self._pass(
             self.model,
             eager=True,
             held=held,
             compared=shown.record.values,
             units=units,
             unit=coarsest,
-        )
-        excess = _first_excess(run, record, perturbed.found, units)
-        return excess and self._verdict_on(excess, run, plain, record)
+        ).found
+        for step, found in run.found.items():
+            if step not in noise:
+                continue  # the shape depends on values, as for an expert's tokens
+            unit = units[step[:3]][0] if record.dtypes[step].is_floating_point else 0.0
+            rounding = noise[step].error + unit * found.size
+            # a single draw may leave a row nearly unmoved, so each has the mean's share too
+            explained = MARGIN * (rounding + rounding.mean())
+            row = int((found.error / explained.clamp(min=1e-300)).argmax())
+            if found.error[row] <= explained[row]:
+                continue
+            return self._verdict_on(step, row, unit, float(explained[row]), run, plain, record)
+        return None
 
     def _verdict_on(
-        self, excess: Excess, run: HeldPass, plain: PassRecord, record: PassRecord
+        self,
+        step: Step,
+        row: int,
+        unit: float,
+        explained: float,
+        run: HeldPass,
+        plain: PassRecord,
+        record: PassRecord,
     ) -> Verdict:
-        step = excess.step
+        """Return the verdict on a row that differs by more than the norm that rounding explains."""
         found = run.found[step]
-        position = torch.unravel_index(found.at[excess.row], step.shape)
+        position = torch.unravel_index(found.at[row], step.shape)
         index = tuple(int(i) for i in position)
         value = float(run.record.values[step][index])
         expected = float(record.values[step][index])
-        error = float(found.error[excess.row])
-        size = float(found.size[excess.row])
+        error = float(found.error[row])
+        size = float(found.size[row])
         scale = size or 1.0
         if size:
             text = f"the relative difference from the reference is {error / scale:.2g}"
         else:
             text = f"the reference is {expected:.2g} and this pass {value:.2g}"
-        text += f"; rounding explains at most {excess.explained / scale:.2g}"
+        text += f"; rounding explains at most {explained / scale:.2g}"
         states = self._states(step.module)
-        for unit, name in _FORMATS.items():
+        for coarser, name in _FORMATS.items():
             # an error of many roundings: from an eighth of one to two
-            near = unit * size < 8 * error <= 16 * unit * size
-            if 0 < excess.unit < unit and near and not states:
+            near = coarser * size < 8 * error <= 16 * coarser * size
+            if 0 < unit < coarser and near and not states:
                 text += f"; rounding to {name} would explain it"
         for whose, other in (("this pass", plain), ("the reference", record)):
             alone = other.alone(step, run.held)
             if alone:
                 text += f"; just before, only {whose} ran {alone}"
-        dtype = dtype_name(run.record.dtypes[step])
+        output = f"output of {step.operation}"
         return Verdict(
             cause="beyond rounding",
             phase=step.phase,
@@ -478,7 +483,7 @@ class PassComparison:
             module=step.module,
             operation=step.operation,
             source=run.record.sources[step],
-            tensor=f"output of {step.operation} {[*step.shape]} {dtype}",
+            tensor=described(output, step.shape, run.record.dtypes[step]),
             index=index,
             value=value,
             reached=f"{plain.end}; the reference {record.end}",
@@ -495,7 +500,7 @@ class PassComparison:
         buffers = {_plain(name) for name, _ in self.model.named_buffers()}
         for name, tensor in _state(self.model, module).items():
             other = theirs.get(name, tensor)
-            difference = _compare(other.cpu(), tensor.cpu())
+            difference = _compare(other.cpu(), tensor.cpu(), Tokens())
             apart = float(difference.error.norm() / difference.size.norm())
             fine, coarse = sorted((tensor.dtype, other.dtype), key=_unit)
             # equal dtypes may differ in a last bit that another device rounded
@@ -528,8 +533,8 @@ def _matched(record: PassRecord, plain: PassRecord) -> dict[Step, Tensor]:
     return held
 
 
-def _units(run: HeldPass, record: PassRecord, coarsest: float) -> dict[Any, tuple[float, float]]:
-    """Return, by operation, the roundings of its coarsest result and of what it read."""
+def _units(run: HeldPass, record: PassRecord, coarsest: float) -> _Units:
+    """Return by operation the coarser roundings of both passes, at most `coarsest`."""
     operations: dict[Any, tuple[float, float]] = {}
     for step in run.found:
         # an operation that returns integers rounds as coarsely as any
@@ -542,26 +547,6 @@ def _units(run: HeldPass, record: PassRecord, coarsest: float) -> dict[Any, tupl
             max(min(read, coarsest), other_read),
         )
     return operations
-
-
-def _first_excess(
-    run: HeldPass,
-    record: PassRecord,
-    noise: Mapping[Step, Difference],
-    units: Mapping[Any, tuple[float, float]],
-) -> Excess | None:
-    for step, found in run.found.items():
-        if step not in noise:
-            continue  # the shape depends on values, as for an expert's tokens
-        unit = units[step[:3]][0] if record.dtypes[step].is_floating_point else 0.0
-        rounding = noise[step].error + unit * found.size
-        # a single draw may leave a row nearly unmoved, so each has the mean's share too
-        explained = MARGIN * (rounding + rounding.mean())
-        row = int((found.error / explained.clamp(min=1e-300)).argmax())
-        if found.error[row] <= explained[row]:
-            continue
-        return Excess(step, row, unit, float(explained[row]))
-    return None
 
 
 def _state(model: nn.Module, module: str) -> dict[str, Tensor]:

@@ -104,7 +104,10 @@ class Ledger(Observer):
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """Return a tensor's origin: certain ones (0) before possible masks (1), then the oldest."""
         found = self._origins.of(tensor)
-        return min(found, key=lambda o: (o[1].meant, o[0], o[1].number), default=(0, None))[1]
+        if not found:
+            return None
+        found.sort(key=lambda item: (item[1].meant, item[0], item[1].number))
+        return found[0][1]
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
         away, now = self.clock()
@@ -168,6 +171,7 @@ class Ledger(Observer):
         if badness == Badness.SOFT and not meant:
             meant = masks or call.name in WRITERS or self._makes_a_mask(call)
         if meant and mask is not None and mask.shape:
+            # a mask that is passed on
             self._origins.add(result, (0, mask))
             return
         index = first_bad(result, self._limit, soft=meant or not masks)
@@ -285,8 +289,9 @@ class Ledger(Observer):
 
     def _external(self, tensor: Tensor, module: str, bad: bool = False) -> External | None:
         """Return an external in a tensor's memory, preferably of `module`; a bad one if `bad`."""
-        noted = self._externals.of(tensor)
-        externals = [e for e in noted if not bad or judge(e.tensor, self._limit)]
+        externals = self._externals.of(tensor)
+        if bad:
+            externals = [e for e in externals if judge(e.tensor, self._limit)]
         return min(externals, key=lambda external: external.module != module, default=None)
 
     def _note(self, origin: Origin, _call: TorchCall) -> None:

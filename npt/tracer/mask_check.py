@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from npt.base.hooks import only_looks
 from npt.tracer.source_location import Tokens, layer_of
-from npt.tracer.tensors import dtype_name
+from npt.tracer.tensors import described
 from npt.tracer.verdict import Verdict
 from npt.tracer.watchdogs import BadNumber
 
@@ -47,20 +47,22 @@ def mask_fault(mask: Tensor, valid: Tensor) -> BadNumber | None:
     if not bool(bad.any()):
         return None
     b, t = bad.nonzero()[0].tolist()
-    name = f"attention mask {list(mask.shape)} {dtype_name(mask.dtype)}"
+    name = described("attention mask", mask.shape, mask.dtype)
     if bad is broken:
+        value = float(mask[b, :, t].max())
         message = (
             f"{name}: {int(unusable.sum())} entries are NaN or +Inf, first in row [b={b}, t={t}],"
             " and softmax turns the row into NaN; rebuild the mask"
         )
-        return BadNumber(name, (b, t), float(mask[b, :, t].max()), message)
-    value = float(mask[b, :, t].amax(dim=-1).min())  # lowest in the head without keys
-    row = f"at most {value:g}" if mask.is_floating_point() else "all False"
-    message = (
-        f"{name}: the valid token at [b={b}, t={t}] may attend to nothing (its row is {row};"
-        f" {int(keyless.sum())} of {int(valid.sum())} valid tokens affected): attention"
-        " is NaN, or finite but wrong; let every valid token attend to itself"
-    )
+    else:
+        # lowest in the head without keys
+        value = float(mask[b, :, t].amax(dim=-1).min())
+        row = f"at most {value:g}" if mask.is_floating_point() else "all False"
+        message = (
+            f"{name}: the valid token at [b={b}, t={t}] may attend to nothing (its row is {row};"
+            f" {int(keyless.sum())} of {int(valid.sum())} valid tokens affected): attention"
+            " is NaN, or finite but wrong; let every valid token attend to itself"
+        )
     return BadNumber(name, (b, t), value, message)
 
 
@@ -77,6 +79,7 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
     tokens = Tokens(batch)
     valid = tokens.valid
     masked = isinstance(batch, Mapping) and batch.get("attention_mask") is not None
+    # a mask of another shape than [B, T] may mean padding too
     if unpadded and valid is None and not masked and tokens.shape is not None:
         valid = torch.ones(tokens.shape, dtype=torch.bool)
 
@@ -112,7 +115,9 @@ def _fault_of(mask: Tensor, valid: Tensor | None) -> BadNumber | None:
     square = keys == queries
     if valid is None and square:
         # a token that no query may attend to is padding
-        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        allowed = mask
+        if mask.is_floating_point():
+            allowed = mask > torch.finfo(mask.dtype).min
         valid = allowed.any(dim=1).any(dim=1)
     if valid is None or tuple(valid.shape) != (rows, queries):
         return None
@@ -132,7 +137,7 @@ def _verdict(fault: BadNumber, module: str, mask: Tensor, tokens: Tokens) -> Ver
         layer=layer_of(module),
         module=module,
         operation="attention_mask",
-        tensor=f"attention_mask {list(mask.shape)} {dtype_name(mask.dtype)}",
+        tensor=described("attention_mask", mask.shape, mask.dtype),
         index=fault.index,
         value=fault.value,
         reached="the attention of a valid token, perhaps as finite values",

@@ -61,7 +61,8 @@ class External:
     @property
     def module(self) -> str:
         """The module that holds it; statistics are named `module: absmax`."""
-        return self.name.split(": ")[0] if ": " in self.name else self.name.rpartition(".")[0]
+        holder, colon, _ = self.name.partition(": ")
+        return holder if colon else self.name.rpartition(".")[0]
 
 
 @dataclass(eq=False)

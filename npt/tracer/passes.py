@@ -109,6 +109,7 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
             leaves.append((name, tensor))
     sinks = []
     if isinstance(loss, Tensor) and loss.numel() == 1:
+        # gradients mean that run has called backward itself
         if loss.requires_grad and all(leaf.grad is None for _, leaf in leaves):
             differentiate(loss)
         sinks.append(Sink("loss", loss.detach()))
@@ -150,8 +151,7 @@ def gradients_of(leaves: Iterable[tuple[str, Tensor]]) -> list[Sink]:
     sinks = []
     for name, leaf in leaves:
         # a gradient may have parts; one that is None has none
-        for label, part in tensors_in(leaf.grad, f"gradient of {name}"):
-            sinks.append(Sink(label, part))
+        sinks += [Sink(*part) for part in tensors_in(leaf.grad, f"gradient of {name}")]
     return sinks
 
 
@@ -185,6 +185,7 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
             torch.enable_grad(),
             torch.autograd.set_detect_anomaly(False),
         ):
+            # a bad gradient from before would not have its origin in this pass
             for leaf, _ in gradients:
                 leaf.grad = None
             yield

@@ -7,7 +7,7 @@ none fits, the cause is `unknown`, since a wrong guess would cost more time than
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -127,15 +127,24 @@ def _zeros(origin: Origin) -> int:
     return [_at(origin, tensor) for tensor in _floats(origin).values()].count(0.0)
 
 
+def largest(tensors: Mapping[str, Tensor]) -> tuple[str, float]:
+    """Return the name and size of the largest finite magnitude; "" and 0 without tensors."""
+    sizes = {name: absmax(tensor) for name, tensor in tensors.items()}
+    name = max(sizes, key=lambda name: sizes[name], default="")
+    return name, sizes.get(name, 0.0)
+
+
 def _largest(origin: Origin) -> float:
-    return max(map(absmax, _floats(origin).values()), default=0.0)
+    return largest(_floats(origin))[1]
 
 
 def _given(origin: Origin, at: float | None = None) -> str:
     """Describe the inputs: the element `at`, or the largest one, and constants."""
-    numbers = f"{at:g}" if at is not None else f"numbers up to {_largest(origin):g}"
-    constants = (value for name, value in origin.constants.items() if name in CONSTANTS)
-    return numbers + "".join(f" and the constant {value:g}" for value in constants)
+    text = f"{at:g}" if at is not None else f"numbers up to {_largest(origin):g}"
+    for name, value in origin.constants.items():
+        if name in CONSTANTS:
+            text += f" and the constant {value:g}"
+    return text
 
 
 def _result(origin: Origin, at: float | None = None) -> str:
@@ -143,7 +152,9 @@ def _result(origin: Origin, at: float | None = None) -> str:
 
 
 def _beyond(origin: Origin) -> Reason | None:
-    return Reason("beyond the limit", _result(origin)) if math.isfinite(origin.value) else None
+    if not math.isfinite(origin.value):
+        return None
+    return Reason("beyond the limit", _result(origin))
 
 
 def _constant(origin: Origin) -> Reason | None:
@@ -295,7 +306,8 @@ def _division(origin: Origin) -> Reason | None:
 
 
 def _exponential(origin: Origin) -> Reason:
-    return Reason("exponential overflow", _result(origin, _at(origin, _input(origin, "self"))))
+    at = _at(origin, _input(origin, "self"))
+    return Reason("exponential overflow", _result(origin, at))
 
 
 def _domain(origin: Origin) -> Reason | None:
@@ -374,18 +386,16 @@ def _low_precision(origin: Origin) -> Reason | None:
 
 
 def _product(origin: Origin) -> Reason | None:
-    sizes = {label: absmax(t) for label, t in _floats(origin).items()}
-    label = max(sizes, key=lambda name: sizes[name], default="")
-    largest = sizes.get(label, 0.0)
+    label, size = largest(_floats(origin))
     external = origin.externals.get(label)
-    if largest > HUGE and external is not None:
+    if size > HUGE and external is not None:
         return Reason(
             _corrupt(external),
-            f"{external.name} holds values up to {largest:g}, far beyond any trained model",
+            f"{external.name} holds values up to {size:g}, far beyond any trained model",
         )
     # an infinity from moderate numbers has another reason, unless there are many factors
     grows = math.isinf(origin.value) and origin.operation in LONG_PRODUCTS
-    if largest <= HUGE and not grows:
+    if size <= HUGE and not grows:
         return None
     text = f"{origin.operation} of {_given(origin)} overflowed {dtype_name(origin.dtype)}"
     if origin.dtype.is_floating_point:

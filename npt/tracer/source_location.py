@@ -146,13 +146,16 @@ def _loops(file: str) -> list[tuple[int, int, str]]:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return []
-    return sorted(
-        (loop.body[0].lineno, loop.body[-1].end_lineno or 0, name.id)
-        for loop in ast.walk(tree)
-        if isinstance(loop, ast.For | ast.AsyncFor)
-        for name in ast.walk(loop.target)
-        if isinstance(name, ast.Name)
-    )
+    loops = []
+    for loop in ast.walk(tree):
+        if not isinstance(loop, ast.For | ast.AsyncFor):
+            continue
+        start = loop.body[0].lineno
+        end = loop.body[-1].end_lineno or 0
+        for variable in ast.walk(loop.target):
+            if isinstance(variable, ast.Name):
+                loops.append((start, end, variable.id))
+    return sorted(loops)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -221,7 +224,8 @@ class Tokens:
         self.rows: list[int] = []
         self.scored: list[int] = []
         self.samples: tuple[str, ...] = ()
-        self.others = {*others, *(tuple(reversed(shape)) for shape in others)}
+        # a gradient may come transposed
+        self.others = {*others, *(shape[::-1] for shape in others)}
         mask: Any = None
         if isinstance(batch, Batch):
             mask = batch.attention_mask

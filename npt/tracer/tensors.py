@@ -48,6 +48,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def described(name: str, shape: Iterable[int], dtype: torch.dtype) -> str:
+    return f"{name} {list(shape)} {dtype_name(dtype)}"
+
+
 class Badness(IntEnum):
     """The badness of a tensor: SOFT if it may be a mask (-Inf or below -limit), HARD if it has NaN,
     +Inf or a value above the limit.
@@ -117,7 +121,9 @@ def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tup
 def element(tensor: Tensor, index: tuple[int, ...]) -> float:
     """Return one element; for a complex one, the larger magnitude of its parts."""
     value = tensor.detach()[index]
-    return float(_reals(value).abs().max() if value.is_complex() else value)
+    if value.is_complex():
+        value = _reals(value).abs().max()
+    return float(value)
 
 
 def absmax(tensor: Tensor) -> float:
@@ -234,8 +240,9 @@ class Memory(Generic[N]):
         """Drop the notes on memory that writing to the tensor replaces."""
         here = stretch_of(tensor)
         if here is not None and here.key in self._notes:
-            notes = [entry for entry in self._live(here.key) if not here.covers(entry[1])]
-            self._notes[here.key] = notes
+            self._notes[here.key] = [
+                entry for entry in self._live(here.key) if not here.covers(entry[1])
+            ]
 
     def _live(self, key: int) -> list[tuple[StorageWeakRef, Stretch, N]]:
         notes = self._notes.get(key, [])

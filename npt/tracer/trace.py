@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import update_wrapper
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -38,7 +39,7 @@ from npt.tracer.passes import (
     untouched,
 )
 from npt.tracer.source_location import Tokens, layer_of
-from npt.tracer.tensors import absmax, count, dtype_name, element, first_bad, tensors_in
+from npt.tracer.tensors import absmax, count, described, dtype_name, element, first_bad, tensors_in
 from npt.tracer.token_ids import LOOKED_UP, reads_labels
 from npt.tracer.verdict import OUTSIDE, Operand, Verdict
 from npt.tracer.watchdogs import quantization_statistics
@@ -51,8 +52,14 @@ OPERANDS_SHOWN = 6
 EXPLOSION = 1e18
 """A magnitude whose square nearly overflows fp32, traced if only a sum of squares overflowed."""
 
-_OVERFLOWS = {"exploding product", "exploding gradient", "cast overflow", "corrupt absmax"}
-_OVERFLOWS |= {"low-precision overflow", "exponential overflow"}
+_OVERFLOWS = {
+    "exploding product",
+    "exploding gradient",
+    "cast overflow",
+    "corrupt absmax",
+    "low-precision overflow",
+    "exponential overflow",
+}
 
 
 @dataclass
@@ -168,7 +175,7 @@ def trace(
     if against is not None:
         return PassComparison(model, batch, run, against).verdict()
     unpadded = run is None
-    if run is None:
+    if unpadded:
         batch = ready(model, batch)
         run = default_run(model, batch)
     with untouched(model, batch):
@@ -176,7 +183,8 @@ def trace(
             sinks = sinks_of(model, batch, run())
         bad = [sink.label for sink in sinks if sink.bad]
         unsure = any(sink.unsure for sink in sinks)
-        del sinks
+        del sinks  # and so this pass's gradients
+    # only a ledger can judge a mask in an output, or finite numbers
     if bad or unsure or math.isfinite(limit):
         verdict = _Tracer(model, batch, run, limit).verdict()
     if verdict is None and bad:
@@ -215,10 +223,11 @@ def _with_sample(verdict: Verdict, batch: Any, ids: tuple[str, ...]) -> Verdict:
     tensor = next(bad, None)
     if tensor is None:
         return verdict
-    for number, of_sample in _listed(batch, len(ids)):
+    samples = len(ids)
+    for number, of_sample in _listed(batch, samples):
         if of_sample is tensor:
             return replace(verdict, sample=ids[number])
-    if tensor.shape[:1] == (len(ids),) and len(ids) not in tensor.shape[1:]:
+    if tensor.shape[:1] == (samples,) and samples not in tensor.shape[1:]:
         row = verdict.index[0]
         return replace(verdict, row=row, sample=ids[row])
     return verdict
@@ -339,19 +348,19 @@ class _Tracer:
 
     def _with_growth(self, verdict: Verdict, origin: Origin) -> Verdict:
         """Add where the values were halfway to the overflow, in orders of magnitude."""
-        sizes = {label: absmax(t) for label, t in origin.inputs if t.is_floating_point()}
-        label = max(sizes, key=lambda name: sizes[name], default="")
-        if sizes.get(label, 0.0) <= rules.HUGE:
+        floats = {label: t for label, t in origin.inputs if t.is_floating_point()}
+        label, size = rules.largest(floats)
+        if size <= rules.HUGE:
             return verdict
         # halfway in orders of magnitude
-        limit = math.sqrt(sizes[label])
+        limit = math.sqrt(size)
         origins = self._pass(limit=limit, asked=origin.number)[0].read_origins
         start = origins.get(label)
         if start is not None and start.sequence is not None:
             start = self._close_up(start, limit)
         if start is None:
             return verdict
-        at = f"{list(start.index)}" if start.index else ""
+        at = str(list(start.index)) if start.index else ""
         if start.external is not None:
             was = f"{start.external.name}{at} was {start.value:g} before the pass"
             corrupt = start.external.kind != "outside" and abs(start.value) > rules.HUGE
@@ -360,10 +369,13 @@ class _Tracer:
             reason = rules.explain(start)
             explanation = f"{reason.explanation}; {verdict.explanation}"
             return replace(verdict, grew=was, cause=reason.cause, explanation=explanation)
-        where = f"first above {limit:g} in {start} in {start.place.module or OUTSIDE}"
-        at = f" at {at} of {list(start.shape)}" if start.shape else ""
-        source = f", {start.place.source}" if start.place.source else ""
-        return replace(verdict, grew=f"{where}{at}: {start.value:g}{source}")
+        grew = f"first above {limit:g} in {start} in {start.place.module or OUTSIDE}"
+        if start.shape:
+            grew += f" at {at} of {list(start.shape)}"
+        grew += f": {start.value:g}"
+        if start.place.source:
+            grew += f", {start.place.source}"
+        return replace(verdict, grew=grew)
 
     def _verdict_on(self, origin: Origin, reason: rules.Reason, reached: str) -> Verdict:
         external = origin.external
@@ -385,7 +397,7 @@ class _Tracer:
             module=module,
             operation=str(origin),
             source=origin.place.source,
-            tensor=f"{name} {list(origin.shape)} {dtype_name(origin.dtype)}",
+            tensor=described(name, origin.shape, origin.dtype),
             index=origin.index,
             value=origin.value,
             reached=reached,
@@ -419,10 +431,9 @@ def _operands(origin: Origin) -> tuple[Operand, ...]:
 
 
 def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield External(name, "state", parameter.detach(), no_mask=True)
-    for name, statistic in quantization_statistics(model):
-        yield External(name, "state", statistic.detach(), no_mask=True)
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in chain(parameters, quantization_statistics(model)):
+        yield External(name, "state", tensor.detach(), no_mask=True)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield External(name, "state", buffer.detach())
     for name, tensor in named_inputs(batch):
