@@ -134,8 +134,8 @@ def _compare(record: Tensor, found: Tensor, tokens: Tokens) -> Difference:
         row = gap.shape[-1]
     gap = gap.reshape(-1, row)
     size = size.reshape(-1, row)
-    first_of_row = row * torch.arange(len(gap), device=gap.device)
-    at = gap.argmax(dim=-1) + first_of_row
+    rows = torch.arange(len(gap), device=gap.device)
+    at = gap.argmax(dim=-1) + row * rows
     norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
     return Difference(norm(gap).cpu(), norm(size).cpu(), at.cpu())
 
@@ -204,8 +204,10 @@ class PassRecord:
                     step = _step_of(entry)
                     value = stored.get_tensor(str(i))
                     if value.dtype not in _DTYPES or value.shape != step.shape:
-                        kept = f"{dtype_name(value.dtype)} {[*value.shape]}"
-                        raise ValueError(f"tensor {i} is {kept}, but its step {[*step.shape]}")
+                        raise ValueError(
+                            f"tensor {i} is {dtype_name(value.dtype)} {[*value.shape]}, but its"
+                            f" step {[*step.shape]}"
+                        )
                     if not 0 <= read <= 1:
                         raise ValueError(f"{read} is not the rounding of a dtype")
                     record.values[step] = value
@@ -256,7 +258,8 @@ class HeldPass(Observer):
         units: _Units = _NONE,
         unit: float = 0.0,
     ):
-        super().__init__({id(m): _plain(name) for name, m in model.named_modules()})
+        modules = {id(module): _plain(name) for name, module in model.named_modules()}
+        super().__init__(modules)
         self.record = PassRecord()
         self.found: dict[Step, Difference] = {}
         self.held = held
@@ -336,7 +339,8 @@ class HeldPass(Observer):
         with ExitStack() as hooks:
             hooks.callback(torch.compiler.reset)
             for module in model.modules():
-                hooks.callback(module.register_forward_hook(hook).remove)
+                handle = module.register_forward_hook(hook)
+                hooks.callback(handle.remove)
             yield
 
     def _take(
@@ -512,8 +516,10 @@ class PassComparison:
                 text += f"; {name} has {found}"
             elif fine != coarse and apart > 0 and name in buffers:
                 where = "this pass" if coarse == tensor.dtype else "the reference"
-                text += f"; the buffer {name} was rounded to {dtype_name(coarse)} in {where}"
-                text += f": keep it in {dtype_name(fine)}"
+                text += (
+                    f"; the buffer {name} was rounded to {dtype_name(coarse)} in {where}: keep it"
+                    f" in {dtype_name(fine)}"
+                )
         return text
 
 
@@ -523,7 +529,8 @@ def _matched(record: PassRecord, plain: PassRecord) -> dict[Step, Tensor]:
     theirs = Counter(step[:-1] for step in record.dtypes)
     held = {}
     for step, value in record.values.items():
-        if ours[step[:-1]] == theirs[step[:-1]]:
+        same = step[:-1]  # all but `nth`
+        if ours[same] == theirs[same]:
             held[step] = value
     if 2 * len(held) <= len(record.values):
         raise ConfigError(

@@ -146,9 +146,10 @@ class Ledger(Observer):
                     call.replaced[id(tensor)] = judge(tensor, self._limit)
         if self._keep is not None and call.number == self._keep[0]:
             for label, tensor in call.read:
-                # what was there before the pass stays; the rest may be overwritten
-                before = self._externals.of(tensor)
-                kept = tensor.detach() if before else tensor.detach().clone()
+                kept = tensor.detach()
+                if not self._externals.of(tensor):
+                    # later operations may overwrite it
+                    kept = kept.clone()
                 self._inputs.append((label, kept))
         if call.number == self._asked:
             self.read_origins = {label: self.origin_of(tensor) for label, tensor in call.read}
@@ -195,7 +196,9 @@ class Ledger(Observer):
             was = call.replaced.get(id(tensor))
             if was is None:
                 was = judge(tensor, self._limit)
-            if was == Badness.FINE or (self._is_blank(tensor) and call.writes(tensor)):
+            if was == Badness.FINE:
+                continue
+            if call.writes(tensor) and self._is_blank(tensor):
                 continue
             soft = was == Badness.SOFT
             origins = self._origins.of(tensor)
@@ -212,8 +215,9 @@ class Ledger(Observer):
                     mask = mask or origin
                 # A selection with only -Inf left has dropped that input's NaN or +Inf.
                 elif badness >= was or not (origin.hard and selects):
-                    # an input less bad than the result is a less likely cause
-                    inherited.append((max(rank, int(was < badness)), origin))
+                    # a -Inf may be a mask, and so is the less certain origin of a NaN
+                    rank = max(rank, int(was < badness))
+                    inherited.append((rank, origin))
         return inherited, mask, masks
 
     def _origin(
@@ -361,7 +365,8 @@ class OnePass(Ledger):
             origin.place = origin.place.completed_by(forward)
             origin.hid = origin.sequence in self._bad
         # what the operation has overwritten is lost
-        if self._noted < _ORIGINS_KEPT and not any(call.writes(t) for _, t in call.read):
+        lost = any(call.writes(tensor) for _, tensor in call.read)
+        if self._noted < _ORIGINS_KEPT and not lost:
             self._noted += 1
             self._inputs = [(label, t.detach().clone()) for label, t in call.read]
             self._give_inputs(origin, call)

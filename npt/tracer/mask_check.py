@@ -85,7 +85,10 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
 
     def check(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
-        if verdicts or not isinstance(mask, Tensor) or not _is_checkable(mask):
+        if verdicts or not isinstance(mask, Tensor):
+            return
+        usual = mask.dtype == torch.bool or mask.is_floating_point()
+        if not usual or mask.ndim != 4 or not mask.numel():
             return
         # every layer gets the same one
         if any(reference() is mask for reference in seen):
@@ -102,11 +105,6 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                 hooks.callback(handle.remove)
         yield verdicts
-
-
-def _is_checkable(mask: Tensor) -> bool:
-    usual = mask.dtype == torch.bool or mask.is_floating_point()
-    return usual and mask.ndim == 4 and mask.numel() > 0
 
 
 def _fault_of(mask: Tensor, valid: Tensor | None) -> BadNumber | None:

@@ -168,7 +168,9 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     call = TorchCall(number, name, node, func.is_view, torch.Tag.pointwise in func.tags)
     declared = func._schema.arguments
     named = list(zip(declared, args, strict=False))
-    named += [(argument, kwargs[argument.name]) for argument in declared if argument.name in kwargs]
+    for argument in declared:
+        if argument.name in kwargs:
+            named.append((argument, kwargs[argument.name]))
     for argument, value in named:
         if isinstance(value, int | float) and not isinstance(value, bool):
             call.constants[argument.name] = value
@@ -203,9 +205,10 @@ class Observer(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # a wrapper subclass is unwrapped first, and its parts come back here
             return NotImplemented
-        call = call_of(self.count, func, args, kwargs or {})
+        kwargs = kwargs or {}
+        call = call_of(self.count, func, args, kwargs)
         self.count += 1
-        return self.run(call, func, args, kwargs or {})
+        return self.run(call, func, args, kwargs)
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError

@@ -122,6 +122,10 @@ def _floats(origin: Origin) -> dict[str, Tensor]:
     return floats
 
 
+def _has_mask(tensor: Tensor) -> bool:
+    return bool((tensor == -math.inf).any())
+
+
 def _zeros(origin: Origin) -> int:
     """Return how many of the elements that the bad one came from are 0."""
     return [_at(origin, tensor) for tensor in _floats(origin).values()].count(0.0)
@@ -179,8 +183,7 @@ def _labels(origin: Origin) -> Reason | None:
             f" {origin.value:g}",
         )
     logs = _input(origin, "self")
-    masked = logs is not None and bool((logs == -math.inf).any())
-    if masked and origin.value == math.inf:
+    if logs is not None and origin.value == math.inf and _has_mask(logs):
         return Reason("masked label", "the log-probability of a label is -Inf")
     return None
 
@@ -203,7 +206,8 @@ def _frames(origin: Origin) -> Reason | None:
         # all samples' labels in one row
         start = int(sizes[:sample].sum())
         own = targets[start : start + size]
-    needed = size + int((own[1:] == own[:-1]).sum())
+    blanks = int((own[1:] == own[:-1]).sum())
+    needed = size + blanks
     if have >= needed:
         return None
     return Reason(
@@ -234,7 +238,8 @@ def _mask(origin: Origin) -> Reason | None:
         return None
     for axis in reversed(range(logits.ndim)):
         others = origin.index[:axis] + origin.index[axis + 1 :]
-        row = logits.movedim(axis, -1)[others]
+        rows = logits.movedim(axis, -1)
+        row = rows[others]
         if bool((row == -math.inf).all()):
             return Reason(
                 "fully masked row",
@@ -300,7 +305,8 @@ def _division(origin: Origin) -> Reason | None:
         return None
     quotient = f"{above:g} / {below:g} is {origin.value:g}"
     # A norm is one number for many elements; a divisor of the dividend's shape is no norm.
-    if divisor is None or divisor.ndim == 0 or divisor.numel() >= math.prod(origin.shape):
+    elements = math.prod(origin.shape)
+    if divisor is None or divisor.ndim == 0 or divisor.numel() >= elements:
         return Reason("division by zero", quotient)
     return Reason("vanishing norm", f"a divisor shared by many elements is {below:g}: {quotient}")
 
@@ -327,7 +333,7 @@ def _average(origin: Origin) -> Reason | None:
         return Reason("division by zero", f"{what} no elements (shape {list(source.shape)})")
     if origin.operation == "mean" or _largest(origin) > HUGE:
         return None
-    if bool((source == -math.inf).any()):
+    if _has_mask(source):
         return None
     return Reason("division by zero", f"{what} one element divides by n - 1 = 0")
 
@@ -369,7 +375,7 @@ def _hidden_branch(origin: Origin) -> Reason | None:
 
 
 def _mask_arithmetic(origin: Origin) -> Reason | None:
-    if not any(bool((t == -math.inf).any()) for t in _floats(origin).values()):
+    if not any(map(_has_mask, _floats(origin).values())):
         return None
     return Reason(
         "masked arithmetic", f"{origin.operation} of numbers that include -Inf is {origin.value:g}"

@@ -11,7 +11,7 @@ import functools
 import linecache
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dis import Positions
 from importlib.util import find_spec
 from itertools import islice
@@ -118,26 +118,20 @@ def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
     code = frame.f_code
     values = frame.f_locals
     first_argument = code.co_varnames[: min(code.co_argcount, 1)]
-    module = _first_module(("self", *first_argument), values, names)
+    module: str | None = None
+    for variable in ("self", *first_argument):
+        if module is None:
+            module = names.get(id(values.get(variable)))
     if module:
         return module
-    around = []
-    for start, end, variable in _loops(code.co_filename):
-        if start <= frame.f_lineno <= end:
-            around.append(variable)
-    # the innermost loop is the last one
-    looped = _first_module(reversed(around), values, names)
-    return module if looped is None else looped
-
-
-def _first_module(
-    variables: Iterable[str], values: Mapping[str, Any], names: Mapping[int, str]
-) -> str | None:
-    for variable in variables:
-        name = names.get(id(values.get(variable)))
-        if name is not None:
-            return name
-    return None
+    line = frame.f_lineno
+    # the innermost loop comes last
+    for start, end, variable in reversed(_loops(code.co_filename)):
+        if start <= line <= end:
+            looped = names.get(id(values.get(variable)))
+            if looped is not None:
+                return looped
+    return module
 
 
 @functools.lru_cache(maxsize=256)
@@ -234,8 +228,7 @@ class Tokens:
             self.rows = batch.valid_index.tolist()
             self.samples = batch.sample_ids
             # a malformed batch predicts at no known position
-            parts = (batch.labels, mask, batch.position_ids)
-            if all(shape == part.shape for part in parts):
+            if shape == mask.shape == batch.labels.shape == batch.position_ids.shape:
                 self.scored = batch.scored_index.tolist()
         elif isinstance(batch, Mapping):
             mask = batch.get("attention_mask")
@@ -290,7 +283,7 @@ class Tokens:
         assert self.shape is not None
         b, t = self.shape
         first = index[0]
-        if len(shape) > 1 and shape[:2] == (b, t):
+        if shape[:2] == (b, t):
             yield first, index[1]
         if len(shape) == 4 and shape[::2] == (b, t):
             yield first, index[2]
@@ -298,9 +291,9 @@ class Tokens:
             heads = shape[0] // b
             yield first // heads, index[1]
         valid = len(self.rows)
-        if valid and shape[0] in (valid, 2 * valid):
+        if shape[0] in (valid, 2 * valid):
             yield divmod(self.rows[first % valid], t)
-        if self.scored and shape[0] == len(self.scored):
+        if shape[0] == len(self.scored):
             yield divmod(self.scored[first], t)
         if shape[0] == b * t:
             yield divmod(first, t)

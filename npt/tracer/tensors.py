@@ -75,7 +75,9 @@ def numbers(tensor: Tensor) -> Tensor | None:
     if pretends or tensor.is_meta or tensor._is_zerotensor():
         return None
     values = _values(tensor).detach()
-    return values if values.layout == torch.strided and values.numel() else None
+    if values.layout != torch.strided or not values.numel():
+        return None
+    return values
 
 
 def extent(values: Tensor) -> tuple[float, float]:

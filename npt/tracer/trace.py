@@ -108,7 +108,8 @@ def watch(model: nn.Module, batch: Any = None, *, limit: float = math.inf) -> It
         sinks += gradients_of(model.named_parameters())
         checked = bool(sinks)
         sinks += [Sink(f"weight {name}", weight) for name, weight in model.named_parameters()]
-        watched.verdict = tracer.verdict_of(ledger, sinks) or next(iter(masks), None)
+        verdict = tracer.verdict_of(ledger, sinks)
+        watched.verdict = verdict or next(iter(masks), None)
     if not checked:
         raise ConfigError("nothing to check: call backward within watch, or assign its loss")
 
@@ -426,7 +427,8 @@ def _operands(origin: Origin) -> tuple[Operand, ...]:
         operands.append(operand)
     for name, number in origin.constants.items():
         if name in rules.CONSTANTS:
-            operands.append(Operand(name, "constant", (), absmax=abs(number), value=number))
+            constant = Operand(name, "constant", (), absmax=abs(number), value=number)
+            operands.append(constant)
     return tuple(operands)
 
 

@@ -129,7 +129,8 @@ def _element(
 ) -> BadNumber:
     if bad is None:
         bad = ~torch.isfinite(tensor) | (tensor.abs() > limit)
-    index = tuple(bad.nonzero()[0].tolist())
+    first = bad.nonzero()[0]
+    index = tuple(first.tolist())
     value = float(tensor[index])
     if not why:
         why = f"larger than {limit:g}" if math.isfinite(value) else "not finite"
