@@ -52,19 +52,8 @@ _NONE: Mapping[Any, Any] = MappingProxyType({})
 # By operation, the relative rounding of its results, and of what it reads.
 _Units = Mapping[Any, tuple[float, float]]
 # Results of these can be compared.
-_DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
+_DTYPES = names(
+    "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
 )
 _FORMATS = {2.0**-11: "float16 or TF32", 2.0**-8: "bfloat16"}
 
@@ -203,10 +192,10 @@ class PassRecord:
                     read = reads[i] if reads else 0.0
                     step = _step_of(entry)
                     value = stored.get_tensor(str(i))
-                    if value.dtype not in _DTYPES or value.shape != step.shape:
+                    dtype = dtype_name(value.dtype)
+                    if dtype not in _DTYPES or value.shape != step.shape:
                         raise ValueError(
-                            f"tensor {i} is {dtype_name(value.dtype)} {[*value.shape]}, but its"
-                            f" step {[*step.shape]}"
+                            f"tensor {i} is {dtype} {[*value.shape]}, but its step {[*step.shape]}"
                         )
                     if not 0 <= read <= 1:
                         raise ValueError(f"{read} is not the rounding of a dtype")
@@ -331,7 +320,8 @@ class HeldPass(Observer):
         def hook(module: nn.Module, _: Any, output: Any) -> None:
             self._taking = True
             if isinstance(output, Tensor):
-                operation = (self.modules[id(module)], "forward", "output", 0)
+                name = self.modules[id(module)]
+                operation = (name, "forward", "output", 0)
                 self._take(operation, output.data)
             self._taking = False
 
@@ -346,16 +336,19 @@ class HeldPass(Observer):
     def _take(
         self, operation: Any, result: Tensor, source: str = "", unit: float = 0.0, read: float = 0.0
     ) -> None:
-        if result.layout != torch.strided or result.dtype not in _DTYPES or not result.numel():
+        if result.layout != torch.strided or not result.numel():
+            return
+        if dtype_name(result.dtype) not in _DTYPES:
             return
         kind = (*operation, tuple(result.shape))
         self._counts[kind] += 1
         step = Step._make((*kind, self._counts[kind]))
-        self.record.dtypes[step] = result.dtype
-        self.record.reads[step] = read
-        self.record.sources[step] = source
+        record = self.record
+        record.dtypes[step] = result.dtype
+        record.reads[step] = read
+        record.sources[step] = source
         if self._keep:
-            self.record.values[step] = result.to("cpu", copy=True)
+            record.values[step] = result.to("cpu", copy=True)
         if step in self.held:
             compared = self._compared[step].to(result.device)
             self.found[step] = _compare(compared, result, self._tokens)
@@ -414,23 +407,19 @@ class PassComparison:
         return held
 
     def _parting(self, record: PassRecord) -> Verdict | None:
-        plain = self._pass(self.model).record
+        model = self.model
+        plain = self._pass(model).record
         held = _matched(record, plain)
-        run = self._pass(self.model, held=held, keep=True)
+        run = self._pass(model, held=held, keep=True)
         if not any(bool(difference.error.any()) for difference in run.found.values()):
             return None
         coarsest = max(plain.unit, record.unit)
         units = _units(run, record, coarsest)
         shown = run  # a compiled pass shows no operation to perturb
-        if _is_compiled(self.model):
-            shown = self._pass(self.model, eager=True, held=held, keep=True)
+        if _is_compiled(model):
+            shown = self._pass(model, eager=True, held=held, keep=True)
         noise = self._pass(
-            self.model,
-            eager=True,
-            held=held,
-            compared=shown.record.values,
-            units=units,
-            unit=coarsest,
+            model, eager=True, held=held, compared=shown.record.values, units=units, unit=coarsest
         ).found
         for step, found in run.found.items():
             if step not in noise:
@@ -442,7 +431,8 @@ class PassComparison:
             row = int((found.error / explained.clamp(min=1e-300)).argmax())
             if found.error[row] <= explained[row]:
                 continue
-            return self._verdict_on(step, row, unit, float(explained[row]), run, plain, record)
+            most = float(explained[row])
+            return self._verdict_on(step, row, unit, most, run, plain, record)
         return None
 
     def _verdict_on(
@@ -561,7 +551,9 @@ def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
     for full_name, tensor in chain(model.named_parameters(), model.named_buffers()):
         name = _plain(full_name)
         # of a whole model, only what it holds itself
-        own = name.startswith(f"{module}.") if module else "." not in name
+        own = "." not in name
+        if module:
+            own = name.startswith(f"{module}.")
         if own and tensor.is_floating_point():
             state[name] = tensor.detach()
     for name, linear in packed_linears(model):

@@ -38,7 +38,8 @@ def mask_fault(mask: Tensor, valid: Tensor) -> BadNumber | None:
         valid: [B, T].
     """
     valid = valid.bool()
-    masked = mask <= MASKED if mask.is_floating_point() else ~mask
+    additive = mask.is_floating_point()
+    masked = mask <= MASKED if additive else ~mask
     unusable = mask.isnan() | mask.isposinf()
     # [B, T]: a query with no key in some head, and one whose row has NaN or +Inf
     keyless = masked.all(dim=-1).any(dim=1) & valid
@@ -46,18 +47,21 @@ def mask_fault(mask: Tensor, valid: Tensor) -> BadNumber | None:
     bad = broken if bool(broken.any()) else keyless
     if not bool(bad.any()):
         return None
-    b, t = bad.nonzero()[0].tolist()
+    first = bad.nonzero()[0]
+    b, t = first.tolist()
     name = described("attention mask", mask.shape, mask.dtype)
     if bad is broken:
         value = float(mask[b, :, t].max())
+        entries = int(unusable.sum())
         message = (
-            f"{name}: {int(unusable.sum())} entries are NaN or +Inf, first in row [b={b}, t={t}],"
+            f"{name}: {entries} entries are NaN or +Inf, first in row [b={b}, t={t}],"
             " and softmax turns the row into NaN; rebuild the mask"
         )
     else:
-        # lowest in the head without keys
-        value = float(mask[b, :, t].amax(dim=-1).min())
-        row = f"at most {value:g}" if mask.is_floating_point() else "all False"
+        highest = mask[b, :, t].amax(dim=-1)
+        # of the head without keys
+        value = float(highest.min())
+        row = f"at most {value:g}" if additive else "all False"
         message = (
             f"{name}: the valid token at [b={b}, t={t}] may attend to nothing (its row is {row};"
             f" {int(keyless.sum())} of {int(valid.sum())} valid tokens affected): attention"

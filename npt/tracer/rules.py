@@ -296,7 +296,9 @@ def _division(origin: Origin) -> Reason | None:
     if "reciprocal" in origin.operation:
         above = 1.0
         divisor = _input(origin, "self")
-    below = origin.constants.get("other") if divisor is None else _at(origin, divisor)
+    below = origin.constants.get("other")
+    if divisor is not None:
+        below = _at(origin, divisor)
     if below is None or abs(below) >= _SMALL:
         return None
     if above is None:

@@ -224,7 +224,8 @@ class Tokens:
         if isinstance(batch, Batch):
             mask = batch.attention_mask
             shape = batch.input_ids.shape
-            self.shape = (shape[0], shape[1]) if len(shape) == 2 else None
+            if len(shape) == 2:
+                self.shape = (shape[0], shape[1])
             self.rows = batch.valid_index.tolist()
             self.samples = batch.sample_ids
             # a malformed batch predicts at no known position

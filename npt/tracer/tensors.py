@@ -41,7 +41,8 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif is_dataclass(value) and not isinstance(value, type):
         items = ((f.name, getattr(value, f.name)) for f in fields(value))
     for key, item in items:
-        yield from tensors_in(item, f"{name}.{key}" if name else str(key))
+        label = f"{name}.{key}" if name else str(key)
+        yield from tensors_in(item, label)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -105,9 +106,12 @@ def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tup
     if values is None:
         return ()
     parts = _reals(values)
-    bad = torch.isnan(parts) | (parts == math.inf) | (parts > limit)
+    bad = torch.isnan(parts)
+    bad |= parts == math.inf
+    bad |= parts > limit
     if soft:
-        bad |= (parts == -math.inf) | (parts < -limit)
+        bad |= parts == -math.inf
+        bad |= parts < -limit
     if values.is_complex():
         bad = bad.any(dim=-1)
     indices = bad.nonzero()

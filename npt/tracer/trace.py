@@ -292,7 +292,8 @@ class _Tracer:
         origin, label = origins[0]
         if origin.inputs or origin.external is not None:
             return self._explained(origin, origins)
-        reason = rules.Reason("unknown", f"{origin} gave {origin.value:g}")
+        explanation = f"{origin} gave {origin.value:g}"
+        reason = rules.Reason("unknown", explanation)
         return self._verdict_on(origin, reason, label)
 
     def _origins(self, ledger: Ledger, sinks: list[Sink]) -> list[tuple[Origin, str]]:
@@ -353,7 +354,6 @@ class _Tracer:
         label, size = rules.largest(floats)
         if size <= rules.HUGE:
             return verdict
-        # halfway in orders of magnitude
         limit = math.sqrt(size)
         origins = self._pass(limit=limit, asked=origin.number)[0].read_origins
         start = origins.get(label)
@@ -364,12 +364,14 @@ class _Tracer:
         at = str(list(start.index)) if start.index else ""
         if start.external is not None:
             was = f"{start.external.name}{at} was {start.value:g} before the pass"
+            verdict = replace(verdict, grew=was)
             corrupt = start.external.kind != "outside" and abs(start.value) > rules.HUGE
             if not corrupt:
-                return replace(verdict, grew=was)
+                return verdict
+            # the operation is only where it showed
             reason = rules.explain(start)
             explanation = f"{reason.explanation}; {verdict.explanation}"
-            return replace(verdict, grew=was, cause=reason.cause, explanation=explanation)
+            return replace(verdict, cause=reason.cause, explanation=explanation)
         grew = f"first above {limit:g} in {start} in {start.place.module or OUTSIDE}"
         if start.shape:
             grew += f" at {at} of {list(start.shape)}"
@@ -412,8 +414,10 @@ def _operands(origin: Origin) -> tuple[Operand, ...]:
     operands = []
     for label, tensor in origin.inputs[:OPERANDS_SHOWN]:
         external = origin.externals.get(label)
-        # elsewhere the shapes do not tell which elements met
-        met = origin.pointwise and tensor.is_floating_point()
+        value = None
+        if origin.pointwise and tensor.is_floating_point():
+            # elsewhere the shapes do not tell which elements met
+            value = rules.element_at(tensor, origin.shape, origin.index)
         nan, inf = count(tensor)
         operand = Operand(
             name=label if external is None else external.name,
@@ -422,7 +426,7 @@ def _operands(origin: Origin) -> tuple[Operand, ...]:
             nan=nan,
             inf=inf,
             absmax=absmax(tensor),
-            value=rules.element_at(tensor, origin.shape, origin.index) if met else None,
+            value=value,
         )
         operands.append(operand)
     for name, number in origin.constants.items():
