@@ -34,7 +34,7 @@ from npt.stored import opened, shown
 from npt.tracer.operations import BLANK, Observer, TorchCall, names
 from npt.tracer.passes import default_run, ready, sinks_of, untouched
 from npt.tracer.source_location import Tokens, layer_of
-from npt.tracer.tensors import Memory, dtype_name
+from npt.tracer.tensors import Memory, described, dtype_name
 from npt.tracer.verdict import Phase, Verdict
 
 MARGIN = 12.0
@@ -49,11 +49,11 @@ _ROW = 32
 # Copies and casts, which differ between dtypes, devices and versions.
 _UNSEEN = BLANK | names("_to_copy copy_ clone detach alias lift_fresh _unsafe_view")
 _NONE: Mapping[Any, Any] = MappingProxyType({})
+# By operation, the relative rounding of its results, and of what it reads.
+_Units = Mapping[Any, tuple[float, float]]
 # Results of these can be compared.
-_DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+_DTYPES = names(
+    "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
 )
 _FORMATS = {2.0**-11: "float16 or TF32", 2.0**-8: "bfloat16"}
 
@@ -81,30 +81,51 @@ def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
 
 
-def _compare(record: Tensor, found: Tensor, tokens: Tokens | None = None) -> Difference:
-    """Compare a result with its record at valid tokens. Elements that are masked in both, or NaN in
-    both, are equal; a differing integer counts 1.
+def _wide(*dtypes: torch.dtype) -> torch.dtype:
+    # torch does not promote 8-bit floats
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _gap(record: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each element's difference, and the magnitude that it is relative to.
+
+    Elements that are masked in both, or NaN in both, are equal; a differing integer counts 1.
     """
-    if record.dtype == found.dtype and torch.equal(record, found):
-        return Difference(torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
-    if record.is_floating_point() and found.is_floating_point():
-        # torch does not promote 8-bit floats
-        wide = torch.float64 if torch.float64 in (record.dtype, found.dtype) else torch.float32
-        a, b = record.to(wide), found.to(wide)
-        masked = a <= torch.finfo(record.dtype).min / 2
-        both = masked & (b <= torch.finfo(found.dtype).min / 2)
-        gap = (b - a).abs().nan_to_num(math.inf)
-        gap = gap.masked_fill((a == b) | (a.isnan() & b.isnan()) | both, 0.0)
-        size = a.masked_fill(masked | ~a.isfinite(), 0.0)
-    else:
+    if not (record.is_floating_point() and found.is_floating_point()):
         gap = (record != found).to(torch.float32)
-        size = torch.ones_like(gap)
-    if tokens is not None:
-        gap, size = map(tokens.without_padding, (gap, size))
-    row = gap.shape[-1] if gap.ndim > 1 and gap.shape[-1] >= _ROW else gap.numel()
+        return gap, torch.ones_like(gap)
+    wide = _wide(record.dtype, found.dtype)
+    expected = record.to(wide)
+    given = found.to(wide)
+    # a mask is written as the minimum of each pass's own dtype
+    masked = expected <= torch.finfo(record.dtype).min / 2
+    both_masked = masked & (given <= torch.finfo(found.dtype).min / 2)
+    both_nan = expected.isnan() & given.isnan()
+    equal = (expected == given) | both_nan | both_masked
+    # Inf - Inf is NaN: only where both are the same is it no gap
+    gap = (given - expected).abs().nan_to_num(math.inf)
+    gap = gap.masked_fill(equal, 0.0)
+    # a norm with a mask or an Inf in it would explain any difference
+    size = expected.masked_fill(masked | ~expected.isfinite(), 0.0)
+    return gap, size
+
+
+def _compare(record: Tensor, found: Tensor, tokens: Tokens) -> Difference:
+    """Compare a result with its record at valid tokens."""
+    if record.dtype == found.dtype and torch.equal(record, found):
+        none = torch.zeros(1)
+        return Difference(none, none, none.long())
+    gap, size = _gap(record, found)
+    gap = tokens.without_padding(gap)
+    size = tokens.without_padding(size)
+    row = gap.numel()
+    if gap.ndim > 1 and gap.shape[-1] >= _ROW:
+        row = gap.shape[-1]
+    gap = gap.reshape(-1, row)
+    size = size.reshape(-1, row)
+    rows = torch.arange(len(gap), device=gap.device)
+    at = gap.argmax(dim=-1) + row * rows
     norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
-    gap, size = (t.reshape(-1, row) for t in (gap, size))
-    at = gap.argmax(dim=-1) + row * torch.arange(len(gap), device=gap.device)
     return Difference(norm(gap).cpu(), norm(size).cpu(), at.cpu())
 
 
@@ -128,25 +149,29 @@ class PassRecord:
     @property
     def unit(self) -> float:
         """The rounding error of the coarsest dtype that the pass is meant to compute in."""
-        counts = Counter(unit for dtype in self.dtypes.values() if (unit := _unit(dtype)))
-        return max((u for u, n in counts.items() if n >= _MEANT * counts.total()), default=0.0)
+        counts = Counter(map(_unit, self.dtypes.values()))
+        del counts[0.0]  # integers
+        least = _MEANT * counts.total()
+        return max((unit for unit, n in counts.items() if n >= least), default=0.0)
 
     def alone(self, step: Step, matched: Collection[Step]) -> str:
         """Name the unmatched operations just before a step."""
-        alone: dict[str, None] = {}
+        alone: list[str] = []
         for earlier in self.dtypes:
             if earlier == step:
                 break
+            if earlier in matched:
+                alone = []
+                continue
             line = self.sources.get(earlier, "").split(" in ")[0]
-            named = f"{earlier.operation} ({line})" if line else earlier.operation
-            alone = {} if earlier in matched else {**alone, named: None}
-        return ", ".join(alone)
+            alone.append(f"{earlier.operation} ({line})" if line else earlier.operation)
+        return ", ".join(dict.fromkeys(alone))
 
     def save(self, path: Path) -> None:
-        tensors = {str(i): value.contiguous() for i, value in enumerate(self.values.values())}
         reads = [self.reads[step] for step in self.values]
+        tensors = {str(i): value.contiguous() for i, value in enumerate(self.values.values())}
         metadata = {
-            "npt_trace": json.dumps([*self.values]),
+            "npt_trace": json.dumps(list(self.values)),
             "reads": json.dumps(reads),
             "end": self.end,
         }
@@ -161,13 +186,17 @@ class PassRecord:
                 raise ConfigError(f"{path} was not written by against=; pass another file")
             try:
                 record = PassRecord(end=printable(metadata["end"], one_line=True))
+                # files of earlier versions have none
                 reads = json.loads(metadata.get("reads", "[]"))
                 for i, entry in enumerate(json.loads(metadata["npt_trace"])):
                     read = reads[i] if reads else 0.0
-                    step, value = _step_of(entry), stored.get_tensor(str(i))
-                    if value.dtype not in _DTYPES or value.shape != step.shape:
-                        kept = f"{dtype_name(value.dtype)} {[*value.shape]}"
-                        raise ValueError(f"tensor {i} is {kept}, but its step {[*step.shape]}")
+                    step = _step_of(entry)
+                    value = stored.get_tensor(str(i))
+                    dtype = dtype_name(value.dtype)
+                    if dtype not in _DTYPES or value.shape != step.shape:
+                        raise ValueError(
+                            f"tensor {i} is {dtype} {[*value.shape]}, but its step {[*step.shape]}"
+                        )
                     if not 0 <= read <= 1:
                         raise ValueError(f"{read} is not the rounding of a dtype")
                     record.values[step] = value
@@ -207,14 +236,28 @@ class HeldPass(Observer):
     """
 
     def __init__(
-        self, model: nn.Module, tokens: Tokens, boundaries: bool, *, keep: bool = False,
-        held: Mapping[Step, Tensor] = _NONE, compared: Mapping[Step, Tensor] = _NONE,
-        units: Mapping[Any, tuple[float, float]] = _NONE, unit: float = 0.0,
-    ):  # fmt: skip
-        super().__init__({id(m): _plain(name) for name, m in model.named_modules()})
-        self.record, self.found = PassRecord(), dict[Step, Difference]()
-        self._tokens, self._boundaries, self._keep = tokens, boundaries, keep
-        self._held, self._compared, self._units, self._unit = held, compared or held, units, unit
+        self,
+        model: nn.Module,
+        tokens: Tokens,
+        boundaries: bool,
+        *,
+        keep: bool = False,
+        held: Mapping[Step, Tensor] = _NONE,
+        compared: Mapping[Step, Tensor] = _NONE,
+        units: _Units = _NONE,
+        unit: float = 0.0,
+    ):
+        modules = {id(module): _plain(name) for name, module in model.named_modules()}
+        super().__init__(modules)
+        self.record = PassRecord()
+        self.found: dict[Step, Difference] = {}
+        self.held = held
+        self._tokens = tokens
+        self._boundaries = boundaries
+        self._keep = keep
+        self._compared = compared or held
+        self._units = units
+        self._unit = unit
         self._roundings: Memory[float] = Memory()
         for buffer in model.buffers():
             # a constant such as rotary frequencies, which must not be rounded
@@ -224,38 +267,46 @@ class HeldPass(Observer):
         self._taking = False
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
-        name = call.name.rstrip("_")
-        # autograd adds gradients in order of arrival
-        summed = call.node is not None and name == "add"
         if call.is_view or self._taking:
             return func(*args, **kwargs)
-        reads = [rounding for _, tensor in call.read if (rounding := self._rounding(tensor))]
-        if call.name in _UNSEEN or "dequantize" in name or summed:
+        name = call.name.rstrip("_")
+        read = max((self._rounding(tensor) for _, tensor in call.read), default=0.0)
+        # autograd adds gradients in order of arrival
+        summed = call.node is not None and name == "add"
+        if summed or call.name in _UNSEEN or "dequantize" in name:
             out = func(*args, **kwargs)
             for result in call.results(out):
                 # what is cast keeps its rounding; exact numbers must not be rounded
-                rounding = max([*reads, _unit(result.dtype)]) if reads else 0.0
+                rounding = max(read, _unit(result.dtype)) if read else 0.0
                 self._roundings.forget(result)
                 self._roundings.add(result, rounding)
             return out
-        read = max(reads, default=0.0)
         phase, place = self.where(call)
-        unit, least = self._units.get((place.module, phase, name), (self._unit, self._unit))
+        operation = (place.module, phase, name)
+        unit, least = self._units.get(operation, (self._unit, self._unit))
         if self._unit:
+            args, kwargs = self._perturbed(call, args, kwargs, max(unit, least))
+        out = func(*args, **kwargs)
+        if self._boundaries:
+            return out
+        for i, result in enumerate(call.judged(call.results(out))):
+            self._roundings.forget(result)
+            self._take((*operation, i), result, place.source, unit, read)
+        return out
+
+    def _perturbed(self, call: TorchCall, args: Any, kwargs: Any, unit: float) -> Any:
+        """Return the arguments, perturbed by `unit` and by what the operation's sums round."""
+        if not call.pointwise:
             # A sum of n numbers rounds about sqrt(n) times, in fp32 or better; n is at most the
             # longest dimension.
-            longest = max((n for _, t in call.read if _unit(t.dtype) for n in t.shape), default=1)
-            summing = 0.0 if call.pointwise else _unit(torch.float32) * math.sqrt(longest)
-            moved = max(unit, least) + summing
-            args, kwargs = tree_map_only(
-                Tensor, lambda t: t if call.writes(t) else self._moved(t, moved), (args, kwargs)
-            )
-        out = func(*args, **kwargs)
-        results = [] if self._boundaries else call.results(out)
-        for i, result in enumerate(call.judged(results)):
-            self._roundings.forget(result)
-            self._take((place.module, phase, name, i), result, place.source, unit, read)
-        return out
+            rounded = [tensor for _, tensor in call.read if _unit(tensor.dtype)]
+            longest = max((n for tensor in rounded for n in tensor.shape), default=1)
+            unit += _unit(torch.float32) * math.sqrt(longest)
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor if call.writes(tensor) else self._moved(tensor, unit)
+
+        return tree_map_only(Tensor, moved, (args, kwargs))
 
     def _rounding(self, tensor: Tensor) -> float:
         """Return how coarsely a tensor was rounded: in its dtype, or before a cast to it."""
@@ -269,43 +320,50 @@ class HeldPass(Observer):
         def hook(module: nn.Module, _: Any, output: Any) -> None:
             self._taking = True
             if isinstance(output, Tensor):
-                self._take((self.modules[id(module)], "forward", "output", 0), output.data)
+                name = self.modules[id(module)]
+                operation = (name, "forward", "output", 0)
+                self._take(operation, output.data)
             self._taking = False
 
         torch.compiler.reset()
         with ExitStack() as hooks:
             hooks.callback(torch.compiler.reset)
             for module in model.modules():
-                hooks.callback(module.register_forward_hook(hook).remove)
+                handle = module.register_forward_hook(hook)
+                hooks.callback(handle.remove)
             yield
 
     def _take(
         self, operation: Any, result: Tensor, source: str = "", unit: float = 0.0, read: float = 0.0
     ) -> None:
-        if result.layout != torch.strided or result.dtype not in _DTYPES or not result.numel():
+        if result.layout != torch.strided or not result.numel():
             return
-        kind = *operation, tuple(result.shape)
+        if dtype_name(result.dtype) not in _DTYPES:
+            return
+        kind = (*operation, tuple(result.shape))
         self._counts[kind] += 1
         step = Step._make((*kind, self._counts[kind]))
-        self.record.dtypes[step] = result.dtype
-        self.record.reads[step] = read
-        self.record.sources[step] = source
+        record = self.record
+        record.dtypes[step] = result.dtype
+        record.reads[step] = read
+        record.sources[step] = source
         if self._keep:
-            self.record.values[step] = result.to("cpu", copy=True)
-        if step in self._held:
+            record.values[step] = result.to("cpu", copy=True)
+        if step in self.held:
             compared = self._compared[step].to(result.device)
             self.found[step] = _compare(compared, result, self._tokens)
-            held = self._held[step].to(result.device, result.dtype)
+            held = self.held[step].to(result.device, result.dtype)
             result.copy_(self._moved(held, unit))
 
     def _moved(self, tensor: Tensor, unit: float) -> Tensor:
         """Return the tensor with each number perturbed at random by up to `unit` of it."""
         if not (unit and tensor.is_floating_point() and tensor.layout == torch.strided):
             return tensor
-        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        draws = torch.empty(tensor.shape, dtype=wide).uniform_(-unit, unit, generator=self._draws)
+        numbers = tensor.to(_wide(tensor.dtype))
+        draws = torch.empty(tensor.shape, dtype=numbers.dtype)
+        draws.uniform_(-unit, unit, generator=self._draws)
         # 1 + draws would round the draws
-        moved = torch.addcmul(tensor.to(wide), tensor.to(wide), draws.to(tensor.device))
+        moved = torch.addcmul(numbers, numbers, draws.to(tensor.device))
         inside = moved.abs() < torch.finfo(tensor.dtype).max / 2  # masks stay
         return torch.where(inside, moved.to(tensor.dtype), tensor)
 
@@ -314,7 +372,10 @@ class PassComparison:
     """The passes of one comparison; arguments as for `trace`."""
 
     def __init__(self, model: nn.Module, batch: Any, run: Any, against: Any):
-        self.model, self.batch, self._run, self._against = model, batch, run, against
+        self.model = model
+        self.batch = batch
+        self._run = run
+        self._against = against
         self.other = against if isinstance(against, nn.Module) else model
         self._boundaries = _is_compiled(model) or _is_compiled(self.other)
         self.tokens = Tokens(batch, {tuple(p.shape) for p in model.parameters()})
@@ -346,68 +407,83 @@ class PassComparison:
         return held
 
     def _parting(self, record: PassRecord) -> Verdict | None:
-        plain = self._pass(self.model).record
-        ours, theirs = (Counter(step[:-1] for step in r.dtypes) for r in (plain, record))
-        held = {s: v for s, v in record.values.items() if ours[s[:-1]] == theirs[s[:-1]]}
-        if 2 * len(held) <= len(record.values):
-            raise ConfigError(
-                f"only {len(held)} of the reference's {len(record.values)} results match one in"
-                " this pass: compare the same model on the same batch"
-            )
-        run = self._pass(self.model, held=held, keep=True)
+        model = self.model
+        plain = self._pass(model).record
+        held = _matched(record, plain)
+        run = self._pass(model, held=held, keep=True)
         if not any(bool(difference.error.any()) for difference in run.found.values()):
             return None
         coarsest = max(plain.unit, record.unit)
-        operations: dict[Any, tuple[float, float]] = {}
-        for step in run.found:  # an operation that returns integers rounds as coarsely as any
-            unit = max(_unit(run.record.dtypes[step]), _unit(record.dtypes[step])) or coarsest
-            read = max(run.record.reads[step], record.reads[step])
-            others = operations.get(step[:3], (0.0, 0.0))
-            operations[step[:3]] = (
-                max(min(unit, coarsest), others[0]),
-                max(min(read, coarsest), others[1]),
-            )
+        units = _units(run, record, coarsest)
         shown = run  # a compiled pass shows no operation to perturb
-        if _is_compiled(self.model):
-            shown = self._pass(self.model, eager=True, held=held, keep=True)
-        how: Any = {"held": held, "compared": shown.record.values, "units": operations}
-        noise = self._pass(self.model, eager=True, unit=coarsest, **how).found
+        if _is_compiled(model):
+            shown = self._pass(model, eager=True, held=held, keep=True)
+        noise = self._pass(
+            model, eager=True, held=held, compared=shown.record.values, units=units, unit=coarsest
+        ).found
         for step, found in run.found.items():
             if step not in noise:
                 continue  # the shape depends on values, as for an expert's tokens
-            unit = operations[step[:3]][0] if record.dtypes[step].is_floating_point else 0.0
+            unit = units[step[:3]][0] if record.dtypes[step].is_floating_point else 0.0
             rounding = noise[step].error + unit * found.size
+            # a single draw may leave a row nearly unmoved, so each has the mean's share too
             explained = MARGIN * (rounding + rounding.mean())
             row = int((found.error / explained.clamp(min=1e-300)).argmax())
-            error = float(found.error[row])
-            size = float(found.size[row])
-            if error <= explained[row]:
+            if found.error[row] <= explained[row]:
                 continue
-            module, phase, operation, _, shape, _ = step
-            index = tuple(int(i) for i in torch.unravel_index(found.at[row], shape))
-            value = float(run.record.values[step][index])
-            expected = float(record.values[step][index])
-            text = f"the relative difference from the reference is {error / (size or 1.0):.2g}"
-            if not size:
-                text = f"the reference is {expected:.2g} and this pass {value:.2g}"
-            text += f"; rounding explains at most {float(explained[row]) / (size or 1.0):.2g}"
-            states = self._states(module)
-            for size_of, name in _FORMATS.items():
-                near = size_of * size < 8 * error <= 16 * size_of * size
-                if 0 < unit < size_of and near and not states:
-                    text += f"; rounding to {name} would explain it"
-            for whose, other in (("this pass", plain), ("the reference", record)):
-                alone = other.alone(step, held)
-                text += f"; just before, only {whose} ran {alone}" if alone else ""
-            dtype, source = dtype_name(run.record.dtypes[step]), run.record.sources[step]
-            return Verdict(
-                cause="beyond rounding", phase=phase, layer=layer_of(module), module=module,
-                operation=operation, source=source,
-                tensor=f"output of {operation} {[*shape]} {dtype}", index=index,
-                value=value, reached=f"{plain.end}; the reference {record.end}",
-                explanation=text + states, **self.tokens.locate(shape, index)._asdict(),
-            )  # fmt: skip
+            most = float(explained[row])
+            return self._verdict_on(step, row, unit, most, run, plain, record)
         return None
+
+    def _verdict_on(
+        self,
+        step: Step,
+        row: int,
+        unit: float,
+        explained: float,
+        run: HeldPass,
+        plain: PassRecord,
+        record: PassRecord,
+    ) -> Verdict:
+        """Return the verdict on a row that differs by more than the norm that rounding explains."""
+        found = run.found[step]
+        position = torch.unravel_index(found.at[row], step.shape)
+        index = tuple(int(i) for i in position)
+        value = float(run.record.values[step][index])
+        expected = float(record.values[step][index])
+        error = float(found.error[row])
+        size = float(found.size[row])
+        scale = size or 1.0
+        if size:
+            text = f"the relative difference from the reference is {error / scale:.2g}"
+        else:
+            text = f"the reference is {expected:.2g} and this pass {value:.2g}"
+        text += f"; rounding explains at most {explained / scale:.2g}"
+        states = self._states(step.module)
+        for coarser, name in _FORMATS.items():
+            # an error of many roundings: from an eighth of one to two
+            near = coarser * size < 8 * error <= 16 * coarser * size
+            if 0 < unit < coarser and near and not states:
+                text += f"; rounding to {name} would explain it"
+        for whose, other in (("this pass", plain), ("the reference", record)):
+            alone = other.alone(step, run.held)
+            if alone:
+                text += f"; just before, only {whose} ran {alone}"
+        output = f"output of {step.operation}"
+        return Verdict(
+            cause="beyond rounding",
+            phase=step.phase,
+            layer=layer_of(step.module),
+            module=step.module,
+            operation=step.operation,
+            source=run.record.sources[step],
+            tensor=described(output, step.shape, run.record.dtypes[step]),
+            index=index,
+            value=value,
+            reached=f"{plain.end}; the reference {record.end}",
+            explanation=text + states,
+            **self.tokens.locate(step.shape, index)._asdict(),
+        )
 
     def _states(self, module: str) -> str:
         """Describe the parameters and buffers of a module that differ, and buffers that are only
@@ -418,34 +494,72 @@ class PassComparison:
         buffers = {_plain(name) for name, _ in self.model.named_buffers()}
         for name, tensor in _state(self.model, module).items():
             other = theirs.get(name, tensor)
-            difference = _compare(other.cpu(), tensor.cpu())
+            difference = _compare(other.cpu(), tensor.cpu(), Tokens())
             apart = float(difference.error.norm() / difference.size.norm())
             fine, coarse = sorted((tensor.dtype, other.dtype), key=_unit)
             # equal dtypes may differ in a last bit that another device rounded
             explained = 1e-6 if fine == coarse else _unit(coarse)
             if apart > explained:
-                zero = math.isinf(apart) and not bool(other.any())
-                found = (
-                    "only zeros in the reference"
-                    if zero
-                    else f"a relative difference of {apart:.2g}"
-                )
+                found = f"a relative difference of {apart:.2g}"
+                if math.isinf(apart) and not bool(other.any()):
+                    found = "only zeros in the reference"
                 text += f"; {name} has {found}"
             elif fine != coarse and apart > 0 and name in buffers:
                 where = "this pass" if coarse == tensor.dtype else "the reference"
-                text += f"; the buffer {name} was rounded to {dtype_name(coarse)} in {where}"
-                text += f": keep it in {dtype_name(fine)}"
+                text += (
+                    f"; the buffer {name} was rounded to {dtype_name(coarse)} in {where}: keep it"
+                    f" in {dtype_name(fine)}"
+                )
         return text
 
 
+def _matched(record: PassRecord, plain: PassRecord) -> dict[Step, Tensor]:
+    """Return the values of the results that a plain pass makes as often as the record's did."""
+    ours = Counter(step[:-1] for step in plain.dtypes)
+    theirs = Counter(step[:-1] for step in record.dtypes)
+    held = {}
+    for step, value in record.values.items():
+        same = step[:-1]  # all but `nth`
+        if ours[same] == theirs[same]:
+            held[step] = value
+    if 2 * len(held) <= len(record.values):
+        raise ConfigError(
+            f"only {len(held)} of the reference's {len(record.values)} results match one in"
+            " this pass: compare the same model on the same batch"
+        )
+    return held
+
+
+def _units(run: HeldPass, record: PassRecord, coarsest: float) -> _Units:
+    """Return by operation the coarser roundings of both passes, at most `coarsest`."""
+    operations: dict[Any, tuple[float, float]] = {}
+    for step in run.found:
+        # an operation that returns integers rounds as coarsely as any
+        unit = max(_unit(run.record.dtypes[step]), _unit(record.dtypes[step])) or coarsest
+        read = max(run.record.reads[step], record.reads[step])
+        operation = step[:3]
+        other_unit, other_read = operations.get(operation, (0.0, 0.0))
+        operations[operation] = (
+            max(min(unit, coarsest), other_unit),
+            max(min(read, coarsest), other_read),
+        )
+    return operations
+
+
 def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    own = ((_plain(n), t.detach()) for n, t in tensors if t.is_floating_point())
-    # of a whole model, only what it holds itself
-    prefix = f"{module}." if module else ""
-    state = {n: t for n, t in own if n.startswith(prefix) and (module or "." not in n)}
-    packed = (linear for name, linear in quantized_linears(model) if name == module)
-    return state | {f"{module}.weight": unpacked(linear) for linear in packed}
+    state = {}
+    for full_name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        name = _plain(full_name)
+        # of a whole model, only what it holds itself
+        own = "." not in name
+        if module:
+            own = name.startswith(f"{module}.")
+        if own and tensor.is_floating_point():
+            state[name] = tensor.detach()
+    for name, linear in quantized_linears(model):
+        if name == module:
+            state[f"{module}.weight"] = unpacked(linear)
+    return state
 
 
 def _plain(name: str) -> str:

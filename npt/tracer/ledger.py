@@ -91,7 +91,9 @@ class Ledger(Observer):
         self.watched: Location | None = None
         self.hid = False
         self._limit = limit
-        self._keep, self._asked, self._watch = keep, asked, watch
+        self._keep = keep
+        self._asked = asked
+        self._watch = watch
         self._origins: Memory[tuple[int, Origin]] = Memory()
         self._externals: Memory[External] = Memory()
         for external in externals:
@@ -102,7 +104,10 @@ class Ledger(Observer):
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """Return a tensor's origin: certain ones (0) before possible masks (1), then the oldest."""
         found = self._origins.of(tensor)
-        return min(found, key=lambda o: (o[1].meant, o[0], o[1].number), default=(0, None))[1]
+        if not found:
+            return None
+        found.sort(key=lambda item: (item[1].meant, item[0], item[1].number))
+        return found[0][1]
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
         away, now = self.clock()
@@ -110,59 +115,70 @@ class Ledger(Observer):
         self._look_at_inputs(call)
         out = func(*args, **kwargs)
         results = call.results(out)
+        # the operation whose graph node came after the watched one's
         if watch is not None and away == watch[0] and now > watch[1]:
             self.watched = self._location(call.node)
             self.hid = any(judge(t, self._limit) != Badness.FINE for t in results)
         if call.name in BLANK:
             for tensor in results:
-                if storage_key(tensor):
-                    self._blank[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
-        elif not call.is_view or call.written or call.name == "lift_fresh":
-            for position, result in enumerate(call.judged(results)):
-                badness = judge(result, self._limit)
-                if badness != Badness.FINE:
-                    self._account(call, position, result, badness)
-                elif call.written:
-                    self._origins.forget(result)
-                if call.written:
-                    self._blank.pop(storage_key(result), None)
+                key = storage_key(tensor)
+                if key:
+                    self._blank[key] = StorageWeakRef(tensor.untyped_storage())
+            return out
+        if call.is_view and not call.written and call.name != "lift_fresh":
+            return out
+        for position, result in enumerate(call.judged(results)):
+            badness = judge(result, self._limit)
+            if badness != Badness.FINE:
+                self._account(call, position, result, badness)
+            elif call.written:
+                self._origins.forget(result)
+            if call.written:
+                self._blank.pop(storage_key(result), None)
         return out
 
     def _look_at_inputs(self, call: TorchCall) -> None:
         """Judge the inputs that the operation will overwrite, and keep inputs if asked."""
-        memory = {key for t in call.written if (key := storage_key(t))}
-        again = (t for _, t in call.read if memory and storage_key(t) in memory)
-        call.replaced = {id(t): judge(t, self._limit) for t in again}
+        overwritten = {storage_key(tensor) for tensor in call.written} - {0}  # 0: no memory
+        if overwritten:
+            for _, tensor in call.read:
+                if storage_key(tensor) in overwritten:
+                    call.replaced[id(tensor)] = judge(tensor, self._limit)
         if self._keep is not None and call.number == self._keep[0]:
-            held = ((label, t.detach(), self._externals.of(t)) for label, t in call.read)
-            self._inputs = [(label, t if before else t.clone()) for label, t, before in held]
+            for label, tensor in call.read:
+                kept = tensor.detach()
+                if not self._externals.of(tensor):
+                    # later operations may overwrite it
+                    kept = kept.clone()
+                self._inputs.append((label, kept))
         if call.number == self._asked:
-            self.read_origins = {label: self.origin_of(t) for label, t in call.read}
+            self.read_origins = {label: self.origin_of(tensor) for label, tensor in call.read}
 
     def _account(self, call: TorchCall, position: int, result: Tensor, badness: Badness) -> None:
         """Give a bad result its origin: the origin of a bad input, or else a new one."""
         inherited, mask, masks = self._inherited(call, result, badness)
-        constant = result.ndim == 0 and call.name in CONSTANTS
         if call.written:
             self._origins.forget(result)
         if inherited:
             inherited.sort(key=lambda item: (item[0], item[1].number))
+            least = inherited[0][0]
             for rank, origin in inherited[:_ORIGINS_KEPT]:
-                self._origins.add(result, (rank - inherited[0][0], origin))
+                self._origins.add(result, (rank - least, origin))
             return
         blank = call.written and self._is_blank(result) and call.name not in REPLACING
         if badness == Badness.HARD and blank:
             return  # part of it may still be uninitialised
-        maybe = (t for _, t in call.read if not self._is_no_mask(t))
-        adds = call.made_of_masks(maybe) or self._masks_with(call)
-        masks_on = masks or call.name in WRITERS or adds
-        meant = constant or (badness == Badness.SOFT and masks_on)
+        meant = result.ndim == 0 and call.name in CONSTANTS
+        if badness == Badness.SOFT and not meant:
+            meant = masks or call.name in WRITERS or self._makes_a_mask(call)
         if meant and mask is not None and mask.shape:
+            # a mask that is passed on
             self._origins.add(result, (0, mask))
             return
         index = first_bad(result, self._limit, soft=meant or not masks)
         origin = self._origin(call, result, position, index)
-        origin.meant, origin.hard = meant, badness == Badness.HARD
+        origin.meant = meant
+        origin.hard = badness == Badness.HARD
         self._origins.add(result, (0, origin))
         if not meant:
             self._note(origin, call)
@@ -172,73 +188,103 @@ class Ledger(Observer):
     ) -> tuple[list[tuple[int, Origin]], Origin | None, bool]:
         """Return the origins from its inputs, the first mask, and whether there is a mask."""
         inherited: list[tuple[int, Origin]] = []
-        mask, masks, selects = None, False, call.name in WRITERS
+        mask: Origin | None = None
+        masks = False
+        selects = call.name in WRITERS
         for label, tensor in call.read:
-            replaced = call.replaced.get(id(tensor))
-            was = judge(tensor, self._limit) if replaced is None else replaced
-            if was == Badness.FINE or (self._is_blank(tensor) and call.writes(tensor)):
+            # what has been overwritten was judged before
+            was = call.replaced.get(id(tensor))
+            if was is None:
+                was = judge(tensor, self._limit)
+            if was == Badness.FINE:
                 continue
-            origins, before_pass = self._origins.of(tensor), self._externals.of(tensor)
-            soft = was == Badness.SOFT and not self._is_no_mask(tensor)
-            if not origins and soft and looks_like_a_mask(tensor):
-                masks = True
+            if call.writes(tensor) and self._is_blank(tensor):
                 continue
-            if not origins and tensor.ndim == 0 and not before_pass:
-                continue  # a constant from before the pass counts like one made in it
-            masks |= was == Badness.SOFT
+            soft = was == Badness.SOFT
+            origins = self._origins.of(tensor)
             if not origins:
+                if soft and not self._is_no_mask(tensor) and looks_like_a_mask(tensor):
+                    masks = True
+                    continue
+                if tensor.ndim == 0 and not self._externals.of(tensor):
+                    continue  # a constant from before the pass counts like one made in it
                 origins = [(0, self._from_outside(call, label, was, result, badness))]
+            masks |= soft
             for rank, origin in origins:
                 if origin.meant:
                     mask = mask or origin
                 # A selection with only -Inf left has dropped that input's NaN or +Inf.
                 elif badness >= was or not (origin.hard and selects):
-                    inherited.append((max(rank, int(was < badness)), origin))
+                    # a -Inf may be a mask, and so is the less certain origin of a NaN
+                    rank = max(rank, int(was < badness))
+                    inherited.append((rank, origin))
         return inherited, mask, masks
 
     def _origin(
         self, call: TorchCall, result: Tensor, position: int, index: tuple[int, ...]
     ) -> Origin:
-        shape, value = tuple(result.shape), element(result, index)
+        shape = tuple(result.shape)
         origin = Origin(
-            call.number, position, call.name, shape, result.dtype, index, value, (shape, index),
-            pointwise=call.pointwise, **self._location(call.node)._asdict(),
-        )  # fmt: skip
+            number=call.number,
+            output=position,
+            operation=call.name,
+            shape=shape,
+            dtype=result.dtype,
+            index=index,
+            value=element(result, index),
+            through=(shape, index),
+            pointwise=call.pointwise,
+            **self._location(call.node)._asdict(),
+        )
         if self._keep == (call.number, position):
             self._give_inputs(origin, call)
             self.kept = origin
         return origin
 
     def _give_inputs(self, origin: Origin, call: TorchCall) -> None:
-        origin.inputs, origin.constants = self._inputs, call.constants
-        named = ((label, self._external(t, origin.place.module)) for label, t in call.read)
-        origin.externals = {label: external for label, external in named if external}
+        origin.inputs = self._inputs
+        origin.constants = call.constants
+        for label, tensor in call.read:
+            external = self._external(tensor, origin.place.module)
+            if external is not None:
+                origin.externals[label] = external
 
     def _location(self, node: Any) -> Location:
         stack = read_stack(sys._getframe(), self.modules)
-        if node is None or stack.recomputing:
-            return Location("forward" if node is None else "recomputation", stack.place, "", None)
-        place = stack.place if stack.user_code else Place()
+        if node is None:
+            return Location("forward", stack.place, "", None)
+        if stack.recomputing:
+            return Location("recomputation", stack.place, "", None)
+        place = stack.place
+        name = ""
+        if not stack.user_code:
+            # a function of torch's own has no place in the user's code
+            place = Place()
+            name = node.name().rpartition("::")[2]
         if not place.module:
             place = Place(self._leaf(node), place.source)
-        name = "" if stack.user_code else node.name().rpartition("::")[2]
         return Location("backward", place, name, self.sequence(node, stack.nested))
 
     def _from_outside(
         self, call: TorchCall, label: str, was: Badness, result: Tensor, badness: Badness
     ) -> Origin:
         """Return the origin of an input that no operation made bad, and record it."""
-        tensor, ids = dict(call.read)[label], dict(call.read).get("indices")
+        read = dict(call.read)
+        tensor = read[label]
         shown = first_bad(result, self._limit, soft=badness == Badness.SOFT)
         origin = self._origin(call, result, 0, shown)
-        outside = External(f"the argument {label} of {call.name}", "outside", tensor.detach())
-        origin.external = self._external(tensor, origin.place.module, bad=True) or outside
-        whole = origin.external.tensor
+        external = self._external(tensor, origin.place.module, bad=True)
+        if external is None:
+            external = External(f"the argument {label} of {call.name}", "outside", tensor.detach())
+        origin.external = external
+        whole = external.tensor
         origin.index = first_bad(whole, self._limit)
-        if call.name == "embedding" and ids is not None and len(shown) > 1:
+        if call.name == "embedding" and "indices" in read and len(shown) > 1:
             # the bad row that was read, if the table has several
-            origin.index = (int(ids[shown[:-1]]), shown[-1])
-        origin.shape, origin.dtype = tuple(whole.shape), whole.dtype
+            row = int(read["indices"][shown[:-1]])
+            origin.index = (row, shown[-1])
+        origin.shape = tuple(whole.shape)
+        origin.dtype = whole.dtype
         origin.value = element(whole, origin.index)
         origin.hard = was == Badness.HARD
         self._origins.add(tensor, (0, origin))
@@ -247,8 +293,9 @@ class Ledger(Observer):
 
     def _external(self, tensor: Tensor, module: str, bad: bool = False) -> External | None:
         """Return an external in a tensor's memory, preferably of `module`; a bad one if `bad`."""
-        noted = self._externals.of(tensor)
-        externals = [e for e in noted if not bad or judge(e.tensor, self._limit)]
+        externals = self._externals.of(tensor)
+        if bad:
+            externals = [e for e in externals if judge(e.tensor, self._limit)]
         return min(externals, key=lambda external: external.module != module, default=None)
 
     def _note(self, origin: Origin, _call: TorchCall) -> None:
@@ -258,11 +305,18 @@ class Ledger(Observer):
     def _is_no_mask(self, tensor: Tensor) -> bool:
         return any(external.no_mask for external in self._externals.of(tensor))
 
-    def _masks_with(self, call: TorchCall) -> bool:
-        """Tell if a number in the code is beyond the limit, as in (1 - mask) * -1e9."""
-        scalars = (t for _, t in call.read if t.ndim == 0 and numbers(t) is not None)
-        made = (element(t, ()) for t in scalars if not self._externals.of(t))
-        constants = [*call.constants.values(), *made]
+    def _makes_a_mask(self, call: TorchCall) -> bool:
+        """Tell if a -Inf comes from a mask in another dtype, or from a number in the code that is
+        beyond the limit, as in (1 - mask) * -1e9.
+        """
+        maybe = [tensor for _, tensor in call.read if not self._is_no_mask(tensor)]
+        if call.made_of_masks(maybe):
+            return True
+        constants = list(call.constants.values())
+        for _, tensor in call.read:
+            scalar = tensor.ndim == 0 and numbers(tensor) is not None
+            if scalar and not self._externals.of(tensor):
+                constants.append(element(tensor, ()))
         return min(constants, default=0.0) < -self._limit or -math.inf in constants
 
     def _is_blank(self, tensor: Tensor) -> bool:
@@ -270,8 +324,11 @@ class Ledger(Observer):
         return reference is not None and not reference.expired()
 
     def _leaf(self, node: Any) -> str:
+        """Return the module of the parameter whose gradient a node accumulates."""
         variable = getattr(node, "variable", None)
-        external = self._external(variable, "") if isinstance(variable, Tensor) else None
+        if not isinstance(variable, Tensor):
+            return ""
+        external = self._external(variable, "")
         return "" if external is None else external.module
 
 
@@ -305,11 +362,11 @@ class OnePass(Ledger):
         super()._note(origin, call)
         if origin.sequence is not None:
             forward = self._places.get(origin.sequence, Place())
-            module = origin.place.module or forward.module
-            origin.place = Place(module, origin.place.source or forward.source)
+            origin.place = origin.place.completed_by(forward)
             origin.hid = origin.sequence in self._bad
         # what the operation has overwritten is lost
-        if self._noted < _ORIGINS_KEPT and not any(call.writes(t) for _, t in call.read):
+        lost = any(call.writes(tensor) for _, tensor in call.read)
+        if self._noted < _ORIGINS_KEPT and not lost:
             self._noted += 1
             self._inputs = [(label, t.detach().clone()) for label, t in call.read]
             self._give_inputs(origin, call)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from npt.hooks import only_looks
 from npt.tracer.source_location import Tokens, layer_of
-from npt.tracer.tensors import dtype_name
+from npt.tracer.tensors import described
 from npt.tracer.verdict import Verdict
 from npt.tracer.watchdogs import BadNumber
 
@@ -38,27 +38,35 @@ def mask_fault(mask: Tensor, valid: Tensor) -> BadNumber | None:
         valid: [B, T].
     """
     valid = valid.bool()
-    masked = mask <= MASKED if mask.is_floating_point() else ~mask
+    additive = mask.is_floating_point()
+    masked = mask <= MASKED if additive else ~mask
     unusable = mask.isnan() | mask.isposinf()
-    keyless, broken = masked.all(dim=-1).any(dim=1), unusable.any(dim=-1).any(dim=1)
-    bad = broken if bool(broken.any()) else keyless & valid
+    # [B, T]: a query with no key in some head, and one whose row has NaN or +Inf
+    keyless = masked.all(dim=-1).any(dim=1) & valid
+    broken = unusable.any(dim=-1).any(dim=1)
+    bad = broken if bool(broken.any()) else keyless
     if not bool(bad.any()):
         return None
-    b, t = (int(i) for i in bad.nonzero()[0])
-    name = f"attention mask {list(mask.shape)} {dtype_name(mask.dtype)}"
+    first = bad.nonzero()[0]
+    b, t = first.tolist()
+    name = described("attention mask", mask.shape, mask.dtype)
     if bad is broken:
+        value = float(mask[b, :, t].max())
+        entries = int(unusable.sum())
         message = (
-            f"{name}: {int(unusable.sum())} entries are NaN or +Inf, first in row [b={b}, t={t}],"
+            f"{name}: {entries} entries are NaN or +Inf, first in row [b={b}, t={t}],"
             " and softmax turns the row into NaN; rebuild the mask"
         )
-        return BadNumber(name, (b, t), float(mask[b, :, t].max()), message)
-    value = float(mask[b, :, t].amax(dim=-1).min())  # lowest in the head without keys
-    row = f"at most {value:g}" if mask.is_floating_point() else "all False"
-    message = (
-        f"{name}: the valid token at [b={b}, t={t}] may attend to nothing (its row is {row};"
-        f" {int((keyless & valid).sum())} of {int(valid.sum())} valid tokens affected): attention"
-        " is NaN, or finite but wrong; let every valid token attend to itself"
-    )
+    else:
+        highest = mask[b, :, t].amax(dim=-1)
+        # of the head without keys
+        value = float(highest.min())
+        row = f"at most {value:g}" if additive else "all False"
+        message = (
+            f"{name}: the valid token at [b={b}, t={t}] may attend to nothing (its row is {row};"
+            f" {int(keyless.sum())} of {int(valid.sum())} valid tokens affected): attention"
+            " is NaN, or finite but wrong; let every valid token attend to itself"
+        )
     return BadNumber(name, (b, t), value, message)
 
 
@@ -74,35 +82,44 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
     seen: list[weakref.ref[Tensor]] = []
     tokens = Tokens(batch)
     valid = tokens.valid
-    said = isinstance(batch, Mapping) and batch.get("attention_mask") is not None
-    if unpadded and valid is None and not said and tokens.shape is not None:
+    masked = isinstance(batch, Mapping) and batch.get("attention_mask") is not None
+    # a mask of another shape than [B, T] may mean padding too
+    if unpadded and valid is None and not masked and tokens.shape is not None:
         valid = torch.ones(tokens.shape, dtype=torch.bool)
 
     def check(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
-        if verdicts or not isinstance(mask, Tensor) or mask.ndim != 4 or 0 in mask.shape:
+        if verdicts or not isinstance(mask, Tensor):
             return
         usual = mask.dtype == torch.bool or mask.is_floating_point()
-        if usual and not any(reference() is mask for reference in seen):
-            seen.append(weakref.ref(mask))
-            fault = _fault_of(mask.detach(), valid)
-            if fault is not None:
-                verdicts.append(_verdict(fault, name, mask, tokens))
+        if not usual or mask.ndim != 4 or not mask.numel():
+            return
+        # every layer gets the same one
+        if any(reference() is mask for reference in seen):
+            return
+        seen.append(weakref.ref(mask))
+        fault = _fault_of(mask.detach(), valid)
+        if fault is not None:
+            verdicts.append(_verdict(fault, name, mask, tokens))
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # which has no hooks
                 hook = only_looks(partial(check, name))
-                hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                hooks.callback(handle.remove)
         yield verdicts
 
 
 def _fault_of(mask: Tensor, valid: Tensor | None) -> BadNumber | None:
     """Return a mask's fault; None also if the valid queries are unknown."""
-    rows, queries = mask.shape[0], mask.shape[2]
-    square = mask.shape[3] == queries
+    rows, _, queries, keys = mask.shape
+    square = keys == queries
     if valid is None and square:
-        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        # a token that no query may attend to is padding
+        allowed = mask
+        if mask.is_floating_point():
+            allowed = mask > torch.finfo(mask.dtype).min
         valid = allowed.any(dim=1).any(dim=1)
     if valid is None or tuple(valid.shape) != (rows, queries):
         return None
@@ -122,7 +139,7 @@ def _verdict(fault: BadNumber, module: str, mask: Tensor, tokens: Tokens) -> Ver
         layer=layer_of(module),
         module=module,
         operation="attention_mask",
-        tensor=f"attention_mask {list(mask.shape)} {dtype_name(mask.dtype)}",
+        tensor=described("attention_mask", mask.shape, mask.dtype),
         index=fault.index,
         value=fault.value,
         reached="the attention of a valid token, perhaps as finite values",

@@ -61,7 +61,8 @@ class External:
     @property
     def module(self) -> str:
         """The module that holds it; statistics are named `module: absmax`."""
-        return self.name.split(": ")[0] if ": " in self.name else self.name.rpartition(".")[0]
+        holder, colon, _ = self.name.partition(": ")
+        return holder if colon else self.name.rpartition(".")[0]
 
 
 @dataclass(eq=False)
@@ -147,35 +148,42 @@ class TorchCall:
         """
         if self.name not in ("add", "add_", "sub", "_to_copy", "to", "mul"):
             return False
-        return any(
-            extent(values)[0] <= 0.5 * torch.finfo(t.dtype).min
-            for t in inputs
-            if (values := numbers(t)) is not None and t.dtype.itemsize > 1 and not t.is_complex()
-        )
+        for tensor in inputs:
+            values = numbers(tensor)
+            if values is None or tensor.dtype.itemsize == 1 or tensor.is_complex():
+                continue
+            lowest, _ = extent(values)
+            if lowest <= 0.5 * torch.finfo(tensor.dtype).min:
+                return True
+        return False
 
 
 def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchCall:
     node = torch._C._current_autograd_node()
     # a higher-order operator, such as flex_attention
     if not isinstance(func, torch._ops.OpOverload):
-        return TorchCall(
-            number, func.name(), node, read=[*tensors_in({**dict(enumerate(args)), **kwargs})]
-        )
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        return TorchCall(number, func.name(), node, read=list(tensors_in(given)))
     name = func._schema.name.split("::")[-1]
     call = TorchCall(number, name, node, func.is_view, torch.Tag.pointwise in func.tags)
     declared = func._schema.arguments
-    named = [(declared[i], value) for i, value in enumerate(args)]
-    named += [(argument, kwargs[argument.name]) for argument in declared if argument.name in kwargs]
+    named = list(zip(declared, args, strict=False))
+    for argument in declared:
+        if argument.name in kwargs:
+            named.append((argument, kwargs[argument.name]))
     for argument, value in named:
         if isinstance(value, int | float) and not isinstance(value, bool):
             call.constants[argument.name] = value
         if name == "_ctc_loss" and isinstance(value, list):
             value = torch.tensor(value)  # lengths, which may be given in a tensor too
+        tensors = list(tensors_in(value, argument.name))
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        only = name == "lift_fresh" or (writes and (argument.kwarg_only or name in REPLACING))
-        tensors = [*tensors_in(value, argument.name)]
-        call.read += [] if only else tensors
-        call.written += [t for _, t in tensors] if writes else []
+        if writes:
+            call.written += [tensor for _, tensor in tensors]
+        # an `out` argument is overwritten unread
+        unread = writes and (argument.kwarg_only or name in REPLACING)
+        if not unread and name != "lift_fresh":
+            call.read += tensors
     return call
 
 
@@ -185,7 +193,8 @@ class Observer(TorchDispatchMode):
     def __init__(self, modules: Mapping[int, str]):
         super().__init__()
         self.supports_higher_order_operators = True
-        self.modules, self.count = modules, 0
+        self.modules = modules
+        self.count = 0
         self._home = threading.get_ident()
         self._starts = {self._home: torch._C._autograd._get_sequence_nr()}
         self._places: dict[Any, Place] = {}
@@ -196,24 +205,28 @@ class Observer(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # a wrapper subclass is unwrapped first, and its parts come back here
             return NotImplemented
-        call = call_of(self.count, func, args, kwargs or {})
+        kwargs = kwargs or {}
+        call = call_of(self.count, func, args, kwargs)
         self.count += 1
-        return self.run(call, func, args, kwargs or {})
+        return self.run(call, func, args, kwargs)
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
     def where(self, call: TorchCall) -> tuple[Phase, Place]:
         """Return an operation's phase and place; in backward, the place of its forward."""
-        stack, (away, now) = read_stack(sys._getframe(), self.modules), self.clock()
+        stack = read_stack(sys._getframe(), self.modules)
+        away, now = self.clock()
         if call.node is None or stack.recomputing:
             self._places.setdefault((away, now - 1), stack.place)
             return "forward" if call.node is None else "recomputation", stack.place
-        return "backward", self._places.get(self.sequence(call.node, stack.nested), stack.place)
+        forward = self.sequence(call.node, stack.nested)
+        return "backward", self._places.get(forward, stack.place)
 
     def clock(self) -> Sequence:
         """Return whether this is a backward thread, and its number of graph nodes so far."""
-        thread, now = threading.get_ident(), torch._C._autograd._get_sequence_nr()
+        thread = threading.get_ident()
+        now = torch._C._autograd._get_sequence_nr()
         return thread != self._home, now - self._starts.setdefault(thread, now)
 
     def sequence(self, node: Any, nested: bool) -> Sequence | None:

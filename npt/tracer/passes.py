@@ -48,13 +48,9 @@ def default_run(model: nn.Module, batch: Any) -> Run:
         batch = {**_inputs_of(model, batch), "labels": batch.labels}
     if isinstance(batch, Mapping):
         arguments = dict(batch)
-        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        ids = arguments.get("input_ids")
         if "labels" not in arguments and isinstance(ids, Tensor) and _is_language_model(model):
-            if isinstance(mask, Tensor) and mask.shape == ids.shape:
-                # padding does not predict the first token after it
-                before = F.pad(mask.bool()[..., :-1], (1, 0), value=True)
-                ids = ids.masked_fill(~(mask.bool() & before), IGNORE_INDEX)
-            arguments["labels"] = ids
+            arguments["labels"] = _labels(ids, arguments.get("attention_mask"))
         return lambda: model(**arguments)
     positional = batch if isinstance(batch, tuple | list) else (batch,)
     if isinstance(batch, list):  # of arguments, as from a data loader, or of samples
@@ -74,6 +70,15 @@ def _inputs_of(model: nn.Module, batch: Batch) -> Mapping[str, Any]:
     return model_inputs(model, batch) if is_known(model) else batch.inputs
 
 
+def _labels(ids: Tensor, mask: Any) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return ids
+    valid = mask.bool()
+    # padding does not predict the first token after it
+    before = F.pad(valid[..., :-1], (1, 0), value=True)
+    return ids.masked_fill(~(valid & before), IGNORE_INDEX)
+
+
 def _is_language_model(model: nn.Module) -> bool:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return head is not None and "labels" in inspect.signature(model.forward).parameters
@@ -85,29 +90,42 @@ def ready(model: nn.Module, batch: Any) -> Any:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if isinstance(batch, Batch):
         return batch.to(device)
-    batch = dict(batch) if isinstance(batch, Mapping) else batch
-    return tree_map_only(
-        Tensor, lambda t: t.to(device).clone() if t.is_inference() else t.to(device), batch
-    )
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
+
+    def moved(tensor: Tensor) -> Tensor:
+        there = tensor.to(device)
+        return there.clone() if tensor.is_inference() else there
+
+    return tree_map_only(Tensor, moved, batch)
 
 
 def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
     """Return the results of a pass; differentiate a scalar loss first, unless the pass has."""
-    loss = result if isinstance(result, Tensor) else getattr(result, "loss", None)
-    loss = result.get("loss") if isinstance(result, Mapping) else loss
-    named = [*model.named_parameters(), *named_inputs(batch)]
-    leaves = [(name, leaf) for name, leaf in named if leaf.is_leaf and leaf.requires_grad]
+    loss: Any = result
+    if isinstance(result, Mapping):
+        loss = result.get("loss")
+    elif not isinstance(result, Tensor):
+        loss = getattr(result, "loss", None)
+    leaves = []
+    for name, tensor in [*model.named_parameters(), *named_inputs(batch)]:
+        if tensor.is_leaf and tensor.requires_grad:
+            leaves.append((name, tensor))
+    sinks = []
     if isinstance(loss, Tensor) and loss.numel() == 1:
+        # gradients mean that run has called backward itself
         if loss.requires_grad and all(leaf.grad is None for _, leaf in leaves):
             differentiate(loss)
-        sinks = [Sink("loss", loss.detach())]
+        sinks.append(Sink("loss", loss.detach()))
     else:
-        outputs = tensors_in(result)
-        sinks = [Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in outputs]
+        for name, tensor in tensors_in(result):
+            sinks.append(Sink(f"output {name}".strip(), tensor.detach()))
     sinks += gradients_of(leaves)
     if not sinks:
-        gave = f"run returned {kind_of(result)} and made no gradients"
-        raise ConfigError(f"{gave}: return a loss or outputs, or call backward in it")
+        raise ConfigError(
+            f"run returned {kind_of(result)} and made no gradients: return a loss or outputs, or"
+            " call backward in it"
+        )
     return sinks
 
 
@@ -127,15 +145,18 @@ def differentiate(loss: Tensor) -> None:
 
 def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield a batch's tensors: entries by name, arguments by position."""
+    by_position = isinstance(batch, Tensor | list | tuple)
     for name, tensor in tensors_in(batch):
-        yield f"input {name}".strip() if isinstance(batch, Tensor | list | tuple) else name, tensor
+        yield f"input {name}".strip() if by_position else name, tensor
 
 
 def gradients_of(leaves: Iterable[tuple[str, Tensor]]) -> list[Sink]:
     """Return the gradients of named tensors, as far as they have one."""
-    named = ((name, leaf.grad) for name, leaf in leaves if leaf.grad is not None)
-    parts = (part for name, grad in named for part in tensors_in(grad, f"gradient of {name}"))
-    return [Sink(*part) for part in parts]
+    sinks = []
+    for name, leaf in leaves:
+        # a gradient may have parts; one that is None has none
+        sinks += [Sink(*part) for part in tensors_in(leaf.grad, f"gradient of {name}")]
+    return sinks
 
 
 @contextmanager
@@ -151,10 +172,14 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     inputs = (t for _, t in tensors_in(batch) if t.is_leaf and t.requires_grad)
     gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
-    held_by = ((m._buffers, *item) for m in model.modules() for item in m._buffers.items())
-    buffers = [(held, name, b, b.detach().clone()) for held, name, b in held_by if b is not None]
+    buffers = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers.append((module._buffers, name, buffer, buffer.detach().clone()))
+    python_state = random.getstate()
     numpy = sys.modules.get("numpy")  # torch may lack it
-    states = random.getstate(), numpy and numpy.random.get_state()
+    numpy_state = numpy and numpy.random.get_state()
     # cached casts of weights would have no origin in this pass
     torch.clear_autocast_cache()
     try:
@@ -164,20 +189,22 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
             torch.enable_grad(),
             torch.autograd.set_detect_anomaly(False),
         ):
+            # a bad gradient from before would not have its origin in this pass
             for leaf, _ in gradients:
                 leaf.grad = None
             yield
     finally:
         torch.clear_autocast_cache()
-        random.setstate(states[0])
+        random.setstate(python_state)
         if numpy is not None:
-            numpy.random.set_state(states[1])
+            numpy.random.set_state(numpy_state)
         for module, training in modes:
             module.training = training
         for leaf, gradient in gradients:
             leaf.grad = gradient
         with torch.no_grad():
             for held, name, buffer, copy in buffers:
+                # writing to one that is equal could spoil a graph that the caller holds
                 held[name] = buffer
                 if not torch.equal(buffer, copy):
                     buffer.copy_(copy)
@@ -190,5 +217,9 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
 
 
 def _writes(model: nn.Module) -> dict[str, int]:
-    counted = ((n, p) for n, p in model.named_parameters() if not (is_lazy(p) or p.is_inference()))
-    return {name: parameter._version for name, parameter in counted}
+    versions = {}
+    for name, parameter in model.named_parameters():
+        # a pass may initialise lazy ones, and inference tensors have no version
+        if not is_lazy(parameter) and not parameter.is_inference():
+            versions[name] = parameter._version
+    return versions

@@ -7,7 +7,7 @@ none fits, the cause is `unknown`, since a wrong guess would cost more time than
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -62,9 +62,10 @@ def explain(origin: Origin) -> Reason:
     if origin.external is not None:
         return _external(origin, origin.external)
     for operations, rule in _RULES:
-        reason = rule(origin) if operations is None or origin.operation in operations else None
-        if reason is not None:
-            return reason
+        if operations is None or origin.operation in operations:
+            reason = rule(origin)
+            if reason is not None:
+                return reason
     return Reason("unknown", f"{origin.operation} of {_given(origin)} gave {origin.value:g}")
 
 
@@ -73,8 +74,10 @@ def hidden(reason: Reason) -> Reason:
     hideable = ("invalid argument", "division by zero", "vanishing norm", "exponential overflow")
     if reason.cause not in hideable:
         return reason
-    unseen = "the loss does not show it, but its gradient is 0 times infinity"
-    return Reason("masked gradient", f"{reason.explanation}; {unseen}")
+    return Reason(
+        "masked gradient",
+        f"{reason.explanation}; the loss does not show it, but its gradient is 0 times infinity",
+    )
 
 
 def _external(origin: Origin, external: External) -> Reason:
@@ -87,8 +90,9 @@ def _external(origin: Origin, external: External) -> Reason:
 
 
 def _corrupt(external: External) -> str:
-    state = "corrupt absmax" if ": " in external.name else "corrupt weight"
-    return "corrupt input" if external.kind == "data" else state
+    if external.kind == "data":
+        return "corrupt input"
+    return "corrupt absmax" if ": " in external.name else "corrupt weight"
 
 
 def element_at(tensor: Tensor, shape: tuple[int, ...], index: tuple[int, ...]) -> float | None:
@@ -111,19 +115,40 @@ def _at(origin: Origin, tensor: Tensor | None) -> float | None:
 
 
 def _floats(origin: Origin) -> dict[str, Tensor]:
-    floats = ((n, t) for n, t in origin.inputs if t.is_floating_point() or t.is_complex())
-    return {name: t for name, t in floats if t.numel()}
+    floats = {}
+    for name, tensor in origin.inputs:
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
+            floats[name] = tensor
+    return floats
+
+
+def _has_mask(tensor: Tensor) -> bool:
+    return bool((tensor == -math.inf).any())
+
+
+def _zeros(origin: Origin) -> int:
+    """Return how many of the elements that the bad one came from are 0."""
+    return [_at(origin, tensor) for tensor in _floats(origin).values()].count(0.0)
+
+
+def largest(tensors: Mapping[str, Tensor]) -> tuple[str, float]:
+    """Return the name and size of the largest finite magnitude; "" and 0 without tensors."""
+    sizes = {name: absmax(tensor) for name, tensor in tensors.items()}
+    name = max(sizes, key=lambda name: sizes[name], default="")
+    return name, sizes.get(name, 0.0)
 
 
 def _largest(origin: Origin) -> float:
-    return max(map(absmax, _floats(origin).values()), default=0.0)
+    return largest(_floats(origin))[1]
 
 
 def _given(origin: Origin, at: float | None = None) -> str:
     """Describe the inputs: the element `at`, or the largest one, and constants."""
-    numbers = f"{at:g}" if at is not None else f"numbers up to {_largest(origin):g}"
-    constants = (value for name, value in origin.constants.items() if name in CONSTANTS)
-    return numbers + "".join(f" and the constant {value:g}" for value in constants)
+    text = f"{at:g}" if at is not None else f"numbers up to {_largest(origin):g}"
+    for name, value in origin.constants.items():
+        if name in CONSTANTS:
+            text += f" and the constant {value:g}"
+    return text
 
 
 def _result(origin: Origin, at: float | None = None) -> str:
@@ -131,28 +156,34 @@ def _result(origin: Origin, at: float | None = None) -> str:
 
 
 def _beyond(origin: Origin) -> Reason | None:
-    return Reason("beyond the limit", _result(origin)) if math.isfinite(origin.value) else None
+    if not math.isfinite(origin.value):
+        return None
+    return Reason("beyond the limit", _result(origin))
 
 
 def _constant(origin: Origin) -> Reason | None:
-    scalars = (element(t, ()) for t in _floats(origin).values() if t.ndim == 0)
+    scalars = [element(t, ()) for t in _floats(origin).values() if t.ndim == 0]
     for number in (*origin.constants.values(), *scalars):
         if not math.isfinite(number):
-            was_given = f"{origin.operation} was given the constant {number:g}"
-            return Reason("written constant", was_given)
+            return Reason(
+                "written constant", f"{origin.operation} was given the constant {number:g}"
+            )
     return None
 
 
 def _labels(origin: Origin) -> Reason | None:
-    target, logs = _input(origin, "target"), _input(origin, "self")
+    target = _input(origin, "target")
     if "nll_loss" not in origin.operation or origin.phase == "backward" or target is None:
         return None
     ignored = int(origin.constants.get("ignore_index", IGNORE_INDEX))
     if bool((target == ignored).all()):
-        labels = f"all {target.numel()} labels are {ignored}"
-        none = f"{labels}, and the mean over no labels is {origin.value:g}"
-        return Reason("no valid label", none)
-    if logs is not None and origin.value == math.inf and bool((logs == -math.inf).any()):
+        return Reason(
+            "no valid label",
+            f"all {target.numel()} labels are {ignored}, and the mean over no labels is"
+            f" {origin.value:g}",
+        )
+    logs = _input(origin, "self")
+    if logs is not None and origin.value == math.inf and _has_mask(logs):
         return Reason("masked label", "the log-probability of a label is -Inf")
     return None
 
@@ -160,20 +191,28 @@ def _labels(origin: Origin) -> Reason | None:
 def _frames(origin: Origin) -> Reason | None:
     """CTC, which puts each label on a frame of its own, and a blank between two equal ones."""
     targets = _input(origin, "targets")
-    frames, labels = _input(origin, "input_lengths"), _input(origin, "target_lengths")
-    if targets is None or frames is None or labels is None or not origin.index:
+    frames = _input(origin, "input_lengths")
+    sizes = _input(origin, "target_lengths")
+    if targets is None or frames is None or sizes is None or not origin.index:
         return None
     # without a batch they are single numbers
-    frames, labels = frames.reshape(-1), labels.reshape(-1)
+    sizes = sizes.reshape(-1)
     sample = origin.index[0]
-    have, size = int(frames[sample]), int(labels[sample])
-    start = 0 if targets.ndim == 2 else int(labels[:sample].sum())
-    own = (targets[sample] if targets.ndim == 2 else targets)[start : start + size]
-    needed = size + int((own[1:] == own[:-1]).sum())
+    have = int(frames.reshape(-1)[sample])
+    size = int(sizes[sample])
+    if targets.ndim == 2:
+        own = targets[sample][:size]
+    else:
+        # all samples' labels in one row
+        start = int(sizes[:sample].sum())
+        own = targets[start : start + size]
+    blanks = int((own[1:] == own[:-1]).sum())
+    needed = size + blanks
     if have >= needed:
         return None
-    short = f"sample {sample} has {have} frames, but its {size} labels need {needed}"
-    return Reason("too few frames", short)
+    return Reason(
+        "too few frames", f"sample {sample} has {have} frames, but its {size} labels need {needed}"
+    )
 
 
 def _cast(origin: Origin) -> Reason | None:
@@ -183,10 +222,14 @@ def _cast(origin: Origin) -> Reason | None:
     ends = torch.finfo(origin.dtype).max
     if ends >= torch.finfo(source.dtype).max:
         return None
-    at = _at(origin, source)
-    value = absmax(source) if at is None else at
-    cast = f"in {dtype_name(source.dtype)} was cast to {dtype_name(origin.dtype)}"
-    return Reason("cast overflow", f"{value:g} {cast}, whose maximum is {ends:g}")
+    value = _at(origin, source)
+    if value is None:
+        value = absmax(source)
+    return Reason(
+        "cast overflow",
+        f"{value:g} in {dtype_name(source.dtype)} was cast to {dtype_name(origin.dtype)}, whose"
+        f" maximum is {ends:g}",
+    )
 
 
 def _mask(origin: Origin) -> Reason | None:
@@ -194,18 +237,23 @@ def _mask(origin: Origin) -> Reason | None:
     if logits is None or tuple(logits.shape) != origin.shape:
         return None
     for axis in reversed(range(logits.ndim)):
-        row = logits.movedim(axis, -1)[(*origin.index[:axis], *origin.index[axis + 1 :])]
+        others = origin.index[:axis] + origin.index[axis + 1 :]
+        rows = logits.movedim(axis, -1)
+        row = rows[others]
         if bool((row == -math.inf).all()):
-            zeros = f"all {len(row)} logits of the row are -Inf, so softmax divides 0 by 0"
-            return Reason("fully masked row", zeros)
+            return Reason(
+                "fully masked row",
+                f"all {len(row)} logits of the row are -Inf, so softmax divides 0 by 0",
+            )
     return None
 
 
 def _written(origin: Origin) -> Reason | None:
     if origin.phase == "backward" and not origin.place.source:
         return None
-    fresh = "a tensor made from Python or NumPy numbers holds"
-    wrote = fresh if origin.operation == "lift_fresh" else f"{origin.operation} wrote"
+    wrote = f"{origin.operation} wrote"
+    if origin.operation == "lift_fresh":
+        wrote = "a tensor made from Python or NumPy numbers holds"
     return Reason("written constant", f"{wrote} {origin.value:g}")
 
 
@@ -213,64 +261,83 @@ def _slope(origin: Origin) -> Reason | None:
     function = origin.node.rpartition("Backward")[0]
     if origin.phase != "backward" or function not in SLOPES:
         return None
-    zeros = [at for t in _floats(origin).values() if (at := _at(origin, t)) == 0.0]
+    zeros = _zeros(origin)
     if not zeros:
         return None
     name = function.lower()
     gave = f"{origin.operation} in its backward gave {origin.value:g}"
     if origin.hid:
-        hid = f"{name} itself was not finite, which was hidden from the loss, and"
-        return Reason("masked gradient", f"{hid} {gave}")
-    if math.isnan(origin.value) and len(zeros) > 1:
-        came = f"the incoming gradient is 0 and the derivative of {name} is infinite"
-        return Reason("masked gradient", f"{came}: 0 times infinity is NaN")
+        return Reason(
+            "masked gradient",
+            f"{name} itself was not finite, which was hidden from the loss, and {gave}",
+        )
+    if math.isnan(origin.value) and zeros > 1:
+        return Reason(
+            "masked gradient",
+            f"the incoming gradient is 0 and the derivative of {name} is infinite: 0 times infinity"
+            " is NaN",
+        )
     return Reason("infinite slope", f"{name} has no finite derivative at its argument: {gave}")
 
 
 def _power(origin: Origin) -> Reason | None:
     at = _at(origin, _input(origin, "self"))
-    if at is None or (at != 0.0 and not (math.isinf(origin.value) and abs(at) < _SMALL)):
+    if at is None:
+        return None
+    overflowed = math.isinf(origin.value) and abs(at) < _SMALL
+    if at != 0.0 and not overflowed:
         return None
     return Reason("vanishing norm", _result(origin, at))
 
 
 def _division(origin: Origin) -> Reason | None:
-    inverse = "reciprocal" in origin.operation
-    divisor = _input(origin, "self" if inverse else "other")
-    above = None if inverse else _at(origin, _input(origin, "self"))
-    below = origin.constants.get("other") if divisor is None else _at(origin, divisor)
+    above = _at(origin, _input(origin, "self"))
+    divisor = _input(origin, "other")
+    if "reciprocal" in origin.operation:
+        above = 1.0
+        divisor = _input(origin, "self")
+    below = origin.constants.get("other")
+    if divisor is not None:
+        below = _at(origin, divisor)
     if below is None or abs(below) >= _SMALL:
         return None
-    if below != 0.0 and above is not None and abs(above) > HUGE:
+    if above is None:
+        above = 1.0
+    if below != 0.0 and abs(above) > HUGE:
         return None
+    quotient = f"{above:g} / {below:g} is {origin.value:g}"
     # A norm is one number for many elements; a divisor of the dividend's shape is no norm.
-    norm = divisor is not None and divisor.ndim > 0 and divisor.numel() < math.prod(origin.shape)
-    quotient = f"{1.0 if above is None else above:g} / {below:g} is {origin.value:g}"
-    if norm:
-        quotient = f"a divisor shared by many elements is {below:g}: {quotient}"
-    return Reason("vanishing norm" if norm else "division by zero", quotient)
+    elements = math.prod(origin.shape)
+    if divisor is None or divisor.ndim == 0 or divisor.numel() >= elements:
+        return Reason("division by zero", quotient)
+    return Reason("vanishing norm", f"a divisor shared by many elements is {below:g}: {quotient}")
 
 
 def _exponential(origin: Origin) -> Reason:
-    return Reason("exponential overflow", _result(origin, _at(origin, _input(origin, "self"))))
+    at = _at(origin, _input(origin, "self"))
+    return Reason("exponential overflow", _result(origin, at))
 
 
 def _domain(origin: Origin) -> Reason | None:
     at = _at(origin, _input(origin, "self"))
-    if origin.operation in POWERS and (at is None or at >= 0.0 or not math.isnan(origin.value)):
+    inside = at is None or at >= 0.0
+    if origin.operation in POWERS and (inside or not math.isnan(origin.value)):
         return None
     return Reason("invalid argument", _result(origin, at))
 
 
 def _average(origin: Origin) -> Reason | None:
-    source, name = _input(origin, "self"), origin.operation
+    source = _input(origin, "self")
     if source is None or not math.isnan(origin.value):
         return None
+    what = f"the {origin.operation} of"
     if not source.numel():
-        return Reason("division by zero", f"the {name} of no elements (shape {list(source.shape)})")
-    if name == "mean" or bool((source == -math.inf).any()) or _largest(origin) > HUGE:
+        return Reason("division by zero", f"{what} no elements (shape {list(source.shape)})")
+    if origin.operation == "mean" or _largest(origin) > HUGE:
         return None
-    return Reason("division by zero", f"the {name} of one element divides by n - 1 = 0")
+    if _has_mask(source):
+        return None
+    return Reason("division by zero", f"{what} one element divides by n - 1 = 0")
 
 
 def _normalisation(origin: Origin) -> Reason | None:
@@ -279,60 +346,70 @@ def _normalisation(origin: Origin) -> Reason | None:
     negative = _negative_variance(origin)
     if negative is not None or _largest(origin) > HUGE:
         return negative
-    epsilon = f"a variance of 0 with an epsilon of {origin.constants.get('eps', 0.0):g}"
-    return Reason("vanishing norm", f"{origin.operation} of {epsilon} is {origin.value:g}")
+    epsilon = origin.constants.get("eps", 0.0)
+    return Reason(
+        "vanishing norm",
+        f"{origin.operation} of a variance of 0 with an epsilon of {epsilon:g} is {origin.value:g}",
+    )
 
 
 def _negative_variance(origin: Origin) -> Reason | None:
     """Batch norm in eval mode, which takes the root of a buffer that is finite but below 0."""
-    external, variance = origin.externals.get("running_var"), _input(origin, "running_var")
+    external = origin.externals.get("running_var")
+    variance = _input(origin, "running_var")
     if external is None or variance is None or len(origin.index) < 2:
         return None
     channel = origin.index[1]
     held = element(variance, (channel,))
     if held + origin.constants.get("eps", 0.0) >= 0.0:
         return None
-    below = f"{external.name}[{channel}] holds {held:g}, and a variance cannot be negative"
-    return Reason(_corrupt(external), below)
+    return Reason(
+        _corrupt(external),
+        f"{external.name}[{channel}] holds {held:g}, and a variance cannot be negative",
+    )
 
 
 def _hidden_branch(origin: Origin) -> Reason | None:
-    met = [_at(origin, t) for t in _floats(origin).values()]
-    if not math.isnan(origin.value) or 0.0 not in met:
+    if not math.isnan(origin.value) or not _zeros(origin):
         return None
     cause = "masked gradient" if origin.phase == "backward" else "masked arithmetic"
     return Reason(cause, "0 was multiplied by infinity")
 
 
 def _mask_arithmetic(origin: Origin) -> Reason | None:
-    if not any(bool((t == -math.inf).any()) for t in _floats(origin).values()):
+    if not any(map(_has_mask, _floats(origin).values())):
         return None
-    numbers = f"{origin.operation} of numbers that include -Inf is {origin.value:g}"
-    return Reason("masked arithmetic", numbers)
+    return Reason(
+        "masked arithmetic", f"{origin.operation} of numbers that include -Inf is {origin.value:g}"
+    )
 
 
 def _low_precision(origin: Origin) -> Reason | None:
     if origin.dtype != torch.float16:
         return None
-    left = f"{origin.operation} of {_given(origin)} overflowed float16, whose maximum is 65504"
-    return Reason("low-precision overflow", left)
+    return Reason(
+        "low-precision overflow",
+        f"{origin.operation} of {_given(origin)} overflowed float16, whose maximum is 65504",
+    )
 
 
 def _product(origin: Origin) -> Reason | None:
-    sizes = {label: absmax(t) for label, t in _floats(origin).items()}
-    label = max(sizes, key=lambda name: sizes[name], default="")
-    largest, external = sizes.get(label, 0.0), origin.externals.get(label)
-    if largest > HUGE and external is not None:
-        size = f"{external.name} holds values up to {largest:g}, far beyond any trained model"
-        return Reason(_corrupt(external), size)
+    label, size = largest(_floats(origin))
+    external = origin.externals.get(label)
+    if size > HUGE and external is not None:
+        return Reason(
+            _corrupt(external),
+            f"{external.name} holds values up to {size:g}, far beyond any trained model",
+        )
     # an infinity from moderate numbers has another reason, unless there are many factors
-    if largest <= HUGE and not (math.isinf(origin.value) and origin.operation in LONG_PRODUCTS):
+    grows = math.isinf(origin.value) and origin.operation in LONG_PRODUCTS
+    if size <= HUGE and not grows:
         return None
-    dtype = origin.dtype
-    ends = f", whose maximum is {torch.finfo(dtype).max:g}" if dtype.is_floating_point else ""
+    text = f"{origin.operation} of {_given(origin)} overflowed {dtype_name(origin.dtype)}"
+    if origin.dtype.is_floating_point:
+        text += f", whose maximum is {torch.finfo(origin.dtype).max:g}"
     cause = "exploding gradient" if origin.phase == "backward" else "exploding product"
-    left = f"{origin.operation} of {_given(origin)} overflowed"
-    return Reason(cause, f"{left} {dtype_name(dtype)}{ends}")
+    return Reason(cause, text)
 
 
 _RULES: tuple[tuple[frozenset[str] | None, Callable[[Origin], Reason | None]], ...] = (

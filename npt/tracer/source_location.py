@@ -58,6 +58,10 @@ class Place(NamedTuple):
     module: str = ""
     source: str = ""
 
+    def completed_by(self, other: Place) -> Place:
+        """Return this place, with what is unknown from another."""
+        return Place(self.module or other.module, self.source or other.source)
+
 
 def layer_of(name: str) -> int | None:
     """Return the decoder layer's index in a dotted name: its first integer part."""
@@ -85,22 +89,24 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
     """Walk outwards from `frame` to where the engine or the trace was entered."""
     module: str | None = None
     source = fallback = ""
-    user_code = recomputing = False
-    while (
-        frame is not None
-        and frame.f_code.co_name != _ENGINE
-        and frame.f_code.co_filename not in _TRACER
-    ):
-        file = frame.f_code.co_filename
+    user_code = recomputing = nested = False
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        nested = code.co_name == _ENGINE
+        if nested or file in _TRACER:
+            break
         if not file.startswith(_OBSERVERS):
             if not file.startswith(_LIBRARIES):
-                user_code, source = True, source or _line(frame.f_code, frame.f_lasti)
+                user_code = True
+                source = source or _line(code, frame.f_lasti)
             if not file.startswith(_DISPATCH):
-                fallback = fallback or _line(frame.f_code, frame.f_lasti)
+                # an operation of a library, if no user code asked for it
+                fallback = fallback or _line(code, frame.f_lasti)
             recomputing |= file.endswith(_CHECKPOINT)
-            module = _module(frame, names) if module is None else module
+            if module is None:
+                module = _module(frame, names)
         frame = frame.f_back
-    nested = frame is not None and frame.f_code.co_name == _ENGINE
     return Stack(Place(module or "", source or fallback), user_code, recomputing, nested)
 
 
@@ -109,15 +115,23 @@ def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
     model, use the variable of a loop around the line. Other locals mislead: after a loop over
     layers, the last layer is still a local.
     """
-    code, line, variables = frame.f_code, frame.f_lineno, frame.f_locals
-    first = ("self", *code.co_varnames[: min(code.co_argcount, 1)])
-    modules = [names.get(id(variables.get(variable))) for variable in first]
-    module = next((name for name in modules if name is not None), None)
+    code = frame.f_code
+    values = frame.f_locals
+    first_argument = code.co_varnames[: min(code.co_argcount, 1)]
+    module: str | None = None
+    for variable in ("self", *first_argument):
+        if module is None:
+            module = names.get(id(values.get(variable)))
     if module:
         return module
-    around = [name for start, end, name in _loops(code.co_filename) if start <= line <= end]
-    looped = (names.get(id(variables.get(variable))) for variable in reversed(around))
-    return next((name for name in looped if name is not None), module)
+    line = frame.f_lineno
+    # the innermost loop comes last
+    for start, end, variable in reversed(_loops(code.co_filename)):
+        if start <= line <= end:
+            looped = names.get(id(values.get(variable)))
+            if looped is not None:
+                return looped
+    return module
 
 
 @functools.lru_cache(maxsize=256)
@@ -126,24 +140,31 @@ def _loops(file: str) -> list[tuple[int, int, str]]:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return []
-    return sorted(
-        (loop.body[0].lineno, loop.body[-1].end_lineno or 0, name.id)
-        for loop in ast.walk(tree)
-        if isinstance(loop, ast.For | ast.AsyncFor)
-        for name in ast.walk(loop.target)
-        if isinstance(name, ast.Name)
-    )
+    loops = []
+    for loop in ast.walk(tree):
+        if not isinstance(loop, ast.For | ast.AsyncFor):
+            continue
+        start = loop.body[0].lineno
+        end = loop.body[-1].end_lineno or 0
+        for variable in ast.walk(loop.target):
+            if isinstance(variable, ast.Name):
+                loops.append((start, end, variable.id))
+    return sorted(loops)
 
 
 @functools.lru_cache(maxsize=4096)
 def _line(code: CodeType, instruction: int) -> str:
     """Return `file.py:12 in function: expression`."""
-    expression: Any = Positions(*next(islice(code.co_positions(), instruction // 2, None)))
-    source, line = "".join(linecache.getlines(code.co_filename)), expression.lineno
+    positions = islice(code.co_positions(), instruction // 2, None)
+    expression: Any = Positions(*next(positions))
+    line = expression.lineno
+    source = "".join(linecache.getlines(code.co_filename))
     text = ast.get_source_segment(source, expression) if source else None
-    text = text or linecache.getline(code.co_filename, line)
+    if not text:
+        text = linecache.getline(code.co_filename, line)
     text = " ".join(text.split())
-    text = text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 3] + "..."
+    if len(text) > _TEXT_MAX:
+        text = text[: _TEXT_MAX - 3] + "..."
     folder, name = os.path.split(code.co_filename)
     if os.path.basename(folder).startswith("ipykernel_"):  # a notebook cell, named by a number
         name = "cell"
@@ -197,22 +218,26 @@ class Tokens:
         self.rows: list[int] = []
         self.scored: list[int] = []
         self.samples: tuple[str, ...] = ()
-        self.others = {*others, *(tuple(reversed(shape)) for shape in others)}
-        mask = batch.attention_mask if isinstance(batch, Batch) else None
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else mask
-        self.valid = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        # a gradient may come transposed
+        self.others = {*others, *(shape[::-1] for shape in others)}
+        mask: Any = None
         if isinstance(batch, Batch):
+            mask = batch.attention_mask
             shape = batch.input_ids.shape
-            self.shape = (shape[0], shape[1]) if len(shape) == 2 else None
-            self.rows, self.samples = batch.valid_index.tolist(), batch.sample_ids
-            parts = batch.labels, batch.attention_mask, batch.position_ids
-            if all(shape == part.shape for part in parts):
+            if len(shape) == 2:
+                self.shape = (shape[0], shape[1])
+            self.rows = batch.valid_index.tolist()
+            self.samples = batch.sample_ids
+            # a malformed batch predicts at no known position
+            if shape == mask.shape == batch.labels.shape == batch.position_ids.shape:
                 self.scored = batch.scored_index.tolist()
         elif isinstance(batch, Mapping):
-            for name, states in (("inputs_embeds", 3), ("input_ids", 2)):
+            mask = batch.get("attention_mask")
+            for name, dimensions in (("inputs_embeds", 3), ("input_ids", 2)):
                 value = batch.get(name)
-                if isinstance(value, Tensor) and value.ndim == states:
+                if isinstance(value, Tensor) and value.ndim == dimensions:
                     self.shape = (value.shape[0], value.shape[1])
+        self.valid = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def without_padding(self, tensor: Tensor) -> Tensor:
         """Return the tensor with 0 at padding, for the first four shapes of `locate`."""
@@ -220,13 +245,17 @@ class Tokens:
         if self.valid is None or shape in self.others or not shape:
             return tensor
         b, t = self.valid.shape
-        of_heads = len(shape) == 4 and shape[::2] == (b, t)
-        stacked = len(shape) == 3 and shape[0] % b == 0 and shape[1] == t
-        if not (shape[:2] == (b, t) or shape[0] == b * t or of_heads or stacked):
+        if len(shape) == 4 and shape[::2] == (b, t):
+            heads = shape[1]
+        elif len(shape) == 3 and shape[0] % b == 0 and shape[1] == t:
+            heads = shape[0] // b
+        elif shape[:2] == (b, t) or shape[0] == b * t:
+            heads = 1
+        else:
             return tensor
-        heads = shape[1] if of_heads else shape[0] // b if stacked else 1
         padded = ~self.valid.to(tensor.device)[:, None, :, None]
-        return tensor.reshape(b, heads, t, -1).masked_fill(padded, 0.0).reshape(shape)
+        of_heads = tensor.reshape(b, heads, t, -1)
+        return of_heads.masked_fill(padded, 0.0).reshape(shape)
 
     def locate(self, shape: tuple[int, ...], index: tuple[int, ...]) -> Owner:
         """Return the owner of an element, as far as the shape tells.
@@ -237,31 +266,35 @@ class Tokens:
         """
         if self.shape is None or not index or shape in self.others:
             return Owner()
-        readings = set(self._readings(shape, index))
-        rows, tokens = {row for row, _ in readings}, {token for _, token in readings}
+        readings = list(self._readings(shape, index))
+        rows = {row for row, _ in readings}
+        tokens = {token for _, token in readings}
         if not readings and shape[0] == self.shape[0] != self.shape[1]:
             rows = {index[0]}
-        row = rows.pop() if len(rows) == 1 else None
-        token = tokens.pop() if len(tokens) == 1 and row is not None else None
-        sample = self.samples[row] if row is not None and row < len(self.samples) else None
+        if len(rows) != 1:
+            return Owner()
+        row = rows.pop()
+        token = tokens.pop() if len(tokens) == 1 else None
+        sample = self.samples[row] if row < len(self.samples) else None
         return Owner(row, token, sample)
 
     def _readings(
         self, shape: tuple[int, ...], index: tuple[int, ...]
     ) -> Iterator[tuple[int, int]]:
         assert self.shape is not None
-        (b, t), n = self.shape, len(self.rows)
-        if len(shape) > 1 and shape[:2] == (b, t):
-            yield index[0], index[1]
-        if len(shape) == 4 and shape[0] == b and shape[2] == t:
-            yield index[0], index[2]
+        b, t = self.shape
+        first = index[0]
+        if shape[:2] == (b, t):
+            yield first, index[1]
+        if len(shape) == 4 and shape[::2] == (b, t):
+            yield first, index[2]
         if len(shape) == 3 and shape[0] > b and shape[0] % b == 0 and shape[1] == t:
-            yield index[0] // (shape[0] // b), index[1]
-        flat = []
-        if n and shape[0] in (n, 2 * n):
-            flat.append(self.rows[index[0] % n])
-        if self.scored and shape[0] == len(self.scored):
-            flat.append(self.scored[index[0]])
+            heads = shape[0] // b
+            yield first // heads, index[1]
+        valid = len(self.rows)
+        if shape[0] in (valid, 2 * valid):
+            yield divmod(self.rows[first % valid], t)
+        if shape[0] == len(self.scored):
+            yield divmod(self.scored[first], t)
         if shape[0] == b * t:
-            flat.append(index[0])
-        yield from (divmod(position, t) for position in flat)
+            yield divmod(first, t)

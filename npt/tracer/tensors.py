@@ -28,10 +28,12 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     for the parts of wrapper subclasses. Other objects, such as caches, are not searched.
     """
     items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-        items = ((part, getattr(value, part)) for part in value.__tensor_flatten__()[0])
-    elif isinstance(value, Tensor):
-        yield name, value
+    if isinstance(value, Tensor):
+        if not is_traceable_wrapper_subclass(value):
+            yield name, value
+            return
+        parts, _ = value.__tensor_flatten__()
+        items = ((part, getattr(value, part)) for part in parts)
     elif isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, tuple | list):
@@ -39,11 +41,16 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif is_dataclass(value) and not isinstance(value, type):
         items = ((f.name, getattr(value, f.name)) for f in fields(value))
     for key, item in items:
-        yield from tensors_in(item, f"{name}.{key}" if name else str(key))
+        label = f"{name}.{key}" if name else str(key)
+        yield from tensors_in(item, label)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def described(name: str, shape: Iterable[int], dtype: torch.dtype) -> str:
+    return f"{name} {list(shape)} {dtype_name(dtype)}"
 
 
 class Badness(IntEnum):
@@ -60,14 +67,18 @@ def numbers(tensor: Tensor) -> Tensor | None:
     """Return a view of a tensor's floating-point or complex numbers (of a sparse one, its values);
     None if it has none or no real memory.
     """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
     # packed 4-bit floats have no NaN
-    if not (tensor.is_floating_point() or tensor.is_complex()) or "x2" in str(tensor.dtype):
+    if "x2" in str(tensor.dtype):
         return None
     pretends = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
     if pretends or tensor.is_meta or tensor._is_zerotensor():
         return None
     values = _values(tensor).detach()
-    return values if values.layout == torch.strided and values.numel() else None
+    if values.layout != torch.strided or not values.numel():
+        return None
+    return values
 
 
 def extent(values: Tensor) -> tuple[float, float]:
@@ -84,7 +95,9 @@ def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
     low, high = extent(values)
     if math.isnan(low) or high > limit or high == math.inf:
         return Badness.HARD
-    return Badness.SOFT if low < -limit or low == -math.inf else Badness.FINE
+    if low < -limit or low == -math.inf:
+        return Badness.SOFT
+    return Badness.FINE
 
 
 def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tuple[int, ...]:
@@ -93,33 +106,43 @@ def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tup
     if values is None:
         return ()
     parts = _reals(values)
-    bad = torch.isnan(parts) | (parts == math.inf) | (parts > limit)
+    bad = torch.isnan(parts)
+    bad |= parts == math.inf
+    bad |= parts > limit
     if soft:
-        bad |= (parts == -math.inf) | (parts < -limit)
-    indices = (bad.any(dim=-1) if values.is_complex() else bad).nonzero()
+        bad |= parts == -math.inf
+        bad |= parts < -limit
+    if values.is_complex():
+        bad = bad.any(dim=-1)
+    indices = bad.nonzero()
     if not len(indices):
         return ()
     index = tuple(indices[0].tolist())
     if tensor.layout == torch.sparse_coo:
-        return (*tensor.detach()._indices()[:, index[0]].tolist(), *index[1:])
+        place = tensor.detach()._indices()[:, index[0]]
+        return (*place.tolist(), *index[1:])
     return index
 
 
 def element(tensor: Tensor, index: tuple[int, ...]) -> float:
     """Return one element; for a complex one, the larger magnitude of its parts."""
     value = tensor.detach()[index]
-    return float(_reals(value).abs().max() if value.is_complex() else value)
+    if value.is_complex():
+        value = _reals(value).abs().max()
+    return float(value)
 
 
 def absmax(tensor: Tensor) -> float:
     """Return the largest finite magnitude, 0 if there is none."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        plain = tensor.numel() and not tensor.is_quantized and not tensor.is_meta
-        return float(tensor.detach().to(torch.float64).abs().max()) if plain else 0.0
+        if not tensor.numel() or tensor.is_quantized or tensor.is_meta:
+            return 0.0
+        return float(tensor.detach().to(torch.float64).abs().max())
     values = numbers(tensor)
     if values is None:
         return 0.0
-    return float(torch.nan_to_num(_reals(values), 0.0, 0.0, 0.0).abs().max())
+    finite = torch.nan_to_num(_reals(values), 0.0, 0.0, 0.0)
+    return float(finite.abs().max())
 
 
 def count(tensor: Tensor) -> tuple[int, int]:
@@ -178,10 +201,13 @@ def stretch_of(tensor: Tensor) -> Stretch | None:
         return None
     if tensor.numel() == 0:
         return None
-    size, layout = tensor.dtype.itemsize, (*zip(tensor.shape, tensor.stride(), strict=True),)
+    layout = tuple(zip(tensor.shape, tensor.stride(), strict=True))
+    # in elements, from the first to the last
+    length = 1 + sum((n - 1) * stride for n, stride in layout)
+    size = tensor.dtype.itemsize
     start = int(tensor.storage_offset()) * size
-    end = start + (1 + sum((n - 1) * stride for n, stride in layout)) * size
-    return Stretch(key, start, end, layout, tensor.numel() * size == end - start)
+    end = start + length * size
+    return Stretch(key, start, end, layout, dense=tensor.numel() == length)
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -198,10 +224,14 @@ class Memory(Generic[N]):
 
     def of(self, tensor: Tensor) -> list[N]:
         """Return the notes on memory that the tensor overlaps, oldest first."""
-        if (here := stretch_of(tensor)) is None:
+        here = stretch_of(tensor)
+        if here is None:
             return []
-        notes = self._live(here.key)
-        return [n for _, there, n in notes if there.start < here.end and here.start < there.end]
+        found = []
+        for _, there, note in self._live(here.key):
+            if there.start < here.end and here.start < there.end:
+                found.append(note)
+        return found
 
     def add(self, tensor: Tensor, note: N) -> None:
         here = stretch_of(tensor)
@@ -216,8 +246,9 @@ class Memory(Generic[N]):
         """Drop the notes on memory that writing to the tensor replaces."""
         here = stretch_of(tensor)
         if here is not None and here.key in self._notes:
-            notes = [entry for entry in self._live(here.key) if not here.covers(entry[1])]
-            self._notes[here.key] = notes
+            self._notes[here.key] = [
+                entry for entry in self._live(here.key) if not here.covers(entry[1])
+            ]
 
     def _live(self, key: int) -> list[tuple[StorageWeakRef, Stretch, N]]:
         notes = self._notes.get(key, [])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import update_wrapper
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -37,10 +38,10 @@ from npt.tracer.passes import (
     sinks_of,
     untouched,
 )
-from npt.tracer.source_location import Place, Tokens, layer_of
-from npt.tracer.tensors import absmax, count, dtype_name, element, first_bad, tensors_in
+from npt.tracer.source_location import Tokens, layer_of
+from npt.tracer.tensors import absmax, count, described, dtype_name, element, first_bad, tensors_in
 from npt.tracer.token_ids import LOOKED_UP, reads_labels
-from npt.tracer.verdict import OUTSIDE, Operand, Phase, Verdict
+from npt.tracer.verdict import OUTSIDE, Operand, Verdict
 from npt.tracer.watchdogs import quantization_statistics
 
 P = ParamSpec("P")
@@ -51,8 +52,14 @@ OPERANDS_SHOWN = 6
 EXPLOSION = 1e18
 """A magnitude whose square nearly overflows fp32, traced if only a sum of squares overflowed."""
 
-_OVERFLOWS = {"exploding product", "exploding gradient", "cast overflow", "corrupt absmax"}
-_OVERFLOWS |= {"low-precision overflow", "exponential overflow"}
+_OVERFLOWS = {
+    "exploding product",
+    "exploding gradient",
+    "cast overflow",
+    "corrupt absmax",
+    "low-precision overflow",
+    "exponential overflow",
+}
 
 
 @dataclass
@@ -101,7 +108,8 @@ def watch(model: nn.Module, batch: Any = None, *, limit: float = math.inf) -> It
         sinks += gradients_of(model.named_parameters())
         checked = bool(sinks)
         sinks += [Sink(f"weight {name}", weight) for name, weight in model.named_parameters()]
-        watched.verdict = tracer.verdict_of(ledger, sinks) or next(iter(masks), None)
+        verdict = tracer.verdict_of(ledger, sinks)
+        watched.verdict = verdict or next(iter(masks), None)
     if not checked:
         raise ConfigError("nothing to check: call backward within watch, or assign its loss")
 
@@ -168,7 +176,7 @@ def trace(
     if against is not None:
         return PassComparison(model, batch, run, against).verdict()
     unpadded = run is None
-    if run is None:
+    if unpadded:
         batch = ready(model, batch)
         run = default_run(model, batch)
     with untouched(model, batch):
@@ -176,12 +184,16 @@ def trace(
             sinks = sinks_of(model, batch, run())
         bad = [sink.label for sink in sinks if sink.bad]
         unsure = any(sink.unsure for sink in sinks)
-        del sinks
+        del sinks  # and so this pass's gradients
+    # only a ledger can judge a mask in an output, or finite numbers
     if bad or unsure or math.isfinite(limit):
         verdict = _Tracer(model, batch, run, limit).verdict()
     if verdict is None and bad:
-        once = f"{bad[0]} was not finite once, but was finite when everything was run again"
-        return _without_operation("not repeatable", bad[0], once)
+        return _without_operation(
+            "not repeatable",
+            bad[0],
+            f"{bad[0]} was not finite once, but was finite when everything was run again",
+        )
     return verdict or next(iter(masks), None)
 
 
@@ -203,16 +215,20 @@ def _with_sample(verdict: Verdict, batch: Any, ids: tuple[str, ...]) -> Verdict:
     """Add the sample that a verdict is about: that of its row, or one of a list."""
     if verdict.row is not None:
         shape = Tokens(batch).shape
-        known = shape is not None and shape[0] == len(ids)
-        return replace(verdict, sample=ids[verdict.row]) if known else verdict
+        if shape is None or shape[0] != len(ids):
+            return verdict
+        return replace(verdict, sample=ids[verdict.row])
+    if verdict.phase != "data":
+        return verdict
     bad = (t for name, t in named_inputs(batch) if verdict.tensor.startswith(f"{name} ["))
     tensor = next(bad, None)
-    if verdict.phase != "data" or tensor is None:
+    if tensor is None:
         return verdict
-    for number, of_sample in _listed(batch, len(ids)):
+    samples = len(ids)
+    for number, of_sample in _listed(batch, samples):
         if of_sample is tensor:
             return replace(verdict, sample=ids[number])
-    if tensor.shape[:1] == (len(ids),) and len(ids) not in tensor.shape[1:]:
+    if tensor.shape[:1] == (samples,) and samples not in tensor.shape[1:]:
         row = verdict.index[0]
         return replace(verdict, row=row, sample=ids[row])
     return verdict
@@ -225,9 +241,13 @@ def _listed(batch: Any, count: int) -> Iterator[tuple[int, Tensor]]:
     rows = any(tensor.shape[:1] == (count,) for _, tensor in tensors_in(batch))
     if isinstance(batch, list) and len(batch) == count and not rows:
         for number, sample in enumerate(batch):
-            yield from ((number, tensor) for _, tensor in tensors_in(sample))
-    elif isinstance(batch, Mapping | list | tuple):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            for _, tensor in tensors_in(sample):
+                yield number, tensor
+        return
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for part in batch:
             yield from _listed(part, count)
 
 
@@ -235,7 +255,10 @@ class _Tracer:
     """The passes of one trace; arguments as for `trace`."""
 
     def __init__(self, model: nn.Module, batch: Any, run: Run, limit: float):
-        self.model, self.batch, self.run, self.limit = model, batch, run, limit
+        self.model = model
+        self.batch = batch
+        self.run = run
+        self.limit = limit
         self.tokens = Tokens(batch, {tuple(p.shape) for p in model.parameters()})
         self.modules = {id(module): name for name, module in model.named_modules()}
         self.externals = list(_externals(model, batch))
@@ -250,9 +273,12 @@ class _Tracer:
         origin, label = origins[0]
         close = self._close_up(origin, self.limit)
         if close is None:
-            gave = f"{origin.operation} gave {origin.value:g} once"
-            once = f"{gave}, but not when everything was run again"
-            return self._verdict_on(origin, rules.Reason("not repeatable", once), label)
+            reason = rules.Reason(
+                "not repeatable",
+                f"{origin.operation} gave {origin.value:g} once, but not when everything was run"
+                " again",
+            )
+            return self._verdict_on(origin, reason, label)
         verdict = self._explained(close, origins)
         if verdict.cause in _OVERFLOWS and close.external is None:
             verdict = self._with_growth(verdict, close)
@@ -266,15 +292,21 @@ class _Tracer:
         origin, label = origins[0]
         if origin.inputs or origin.external is not None:
             return self._explained(origin, origins)
-        return self._verdict_on(
-            origin, rules.Reason("unknown", f"{origin} gave {origin.value:g}"), label
-        )
+        explanation = f"{origin} gave {origin.value:g}"
+        reason = rules.Reason("unknown", explanation)
+        return self._verdict_on(origin, reason, label)
 
     def _origins(self, ledger: Ledger, sinks: list[Sink]) -> list[tuple[Origin, str]]:
         """Return the origins of what is bad, the first one first, and what each reached."""
-        suspects = [(ledger.origin_of(s.tensor), s) for s in sinks if s.bad or s.unsure]
-        # a mask that an output still shows is no fault
-        origins = [(o, s.label) for o, s in suspects if o and not (o.meant and s.unsure)]
+        origins = []
+        for sink in sinks:
+            unsure = sink.unsure
+            if not (unsure or sink.bad):
+                continue
+            origin = ledger.origin_of(sink.tensor)
+            # a mask that an output still shows is no fault
+            if origin is not None and not (unsure and origin.meant):
+                origins.append((origin, sink.label))
         if math.isfinite(self.limit) and ledger.first is not None:
             origins.append((ledger.first, f"a value above {self.limit:g}"))
         return sorted(origins, key=lambda pair: pair[0].number)
@@ -302,9 +334,10 @@ class _Tracer:
         """Return the origin with its inputs and its forward's line; None if it did not recur."""
         if origin.external is not None:
             return origin
-        keep = origin.number, origin.output
+        keep = (origin.number, origin.output)
         ledger = self._pass(limit=limit, keep=keep, watch=origin.sequence)[0]
-        close, watched = ledger.kept, ledger.watched
+        close = ledger.kept
+        watched = ledger.watched
         if close is None or close.operation != origin.operation:
             return None
         close.hid = ledger.hid
@@ -312,74 +345,101 @@ class _Tracer:
             # A double backward: the forward operation is one step further back.
             watched = self._pass(limit=limit, watch=watched.sequence)[0].watched
         if watched is not None:
-            close.place = Place(
-                close.place.module or watched.place.module,
-                close.place.source or watched.place.source,
-            )
+            close.place = close.place.completed_by(watched.place)
         return close
 
     def _with_growth(self, verdict: Verdict, origin: Origin) -> Verdict:
         """Add where the values were halfway to the overflow, in orders of magnitude."""
-        sizes = {label: absmax(t) for label, t in origin.inputs if t.is_floating_point()}
-        label = max(sizes, key=lambda name: sizes[name], default="")
-        if sizes.get(label, 0.0) <= rules.HUGE:
+        floats = {label: t for label, t in origin.inputs if t.is_floating_point()}
+        label, size = rules.largest(floats)
+        if size <= rules.HUGE:
             return verdict
-        limit = math.sqrt(sizes[label])
-        start = self._pass(limit=limit, asked=origin.number)[0].read_origins.get(label)
+        limit = math.sqrt(size)
+        origins = self._pass(limit=limit, asked=origin.number)[0].read_origins
+        start = origins.get(label)
         if start is not None and start.sequence is not None:
             start = self._close_up(start, limit)
         if start is None:
             return verdict
-        at = f"{list(start.index)}" if start.index else ""
+        at = str(list(start.index)) if start.index else ""
         if start.external is not None:
             was = f"{start.external.name}{at} was {start.value:g} before the pass"
+            verdict = replace(verdict, grew=was)
             corrupt = start.external.kind != "outside" and abs(start.value) > rules.HUGE
             if not corrupt:
-                return replace(verdict, grew=was)
+                return verdict
+            # the operation is only where it showed
             reason = rules.explain(start)
             explanation = f"{reason.explanation}; {verdict.explanation}"
-            return replace(verdict, grew=was, cause=reason.cause, explanation=explanation)
-        where = f"first above {limit:g} in {start} in {start.place.module or OUTSIDE}"
-        at = f" at {at} of {list(start.shape)}" if start.shape else ""
-        source = f", {start.place.source}" if start.place.source else ""
-        return replace(verdict, grew=f"{where}{at}: {start.value:g}{source}")
+            return replace(verdict, cause=reason.cause, explanation=explanation)
+        grew = f"first above {limit:g} in {start} in {start.place.module or OUTSIDE}"
+        if start.shape:
+            grew += f" at {at} of {list(start.shape)}"
+        grew += f": {start.value:g}"
+        if start.place.source:
+            grew += f", {start.place.source}"
+        return replace(verdict, grew=grew)
 
     def _verdict_on(self, origin: Origin, reason: rules.Reason, reached: str) -> Verdict:
-        external, module, phase = origin.external, origin.place.module, origin.phase
+        external = origin.external
         name = f"output of {origin.operation}" if external is None else external.name
+        module = origin.place.module
+        phase = origin.phase
         if external is not None and external.kind != "outside":
             phase = external.kind
-            module = external.module if phase == "state" else module
+            if phase == "state":
+                module = external.module
         owner = self.tokens.locate(origin.shape, origin.index)
-        owner = self.tokens.locate(*origin.through) if owner.row is None else owner
+        if owner.row is None:
+            # a weight belongs to no token, but the first result that it spoilt may
+            owner = self.tokens.locate(*origin.through)
         return Verdict(
-            cause=reason.cause, phase=phase, layer=layer_of(module), module=module,
-            operation=str(origin), source=origin.place.source,
-            tensor=f"{name} {list(origin.shape)} {dtype_name(origin.dtype)}", index=origin.index,
-            value=origin.value, reached=reached, explanation=reason.explanation,
-            operands=_operands(origin), **owner._asdict(),
-        )  # fmt: skip
+            cause=reason.cause,
+            phase=phase,
+            layer=layer_of(module),
+            module=module,
+            operation=str(origin),
+            source=origin.place.source,
+            tensor=described(name, origin.shape, origin.dtype),
+            index=origin.index,
+            value=origin.value,
+            reached=reached,
+            explanation=reason.explanation,
+            operands=_operands(origin),
+            **owner._asdict(),
+        )
 
 
 def _operands(origin: Origin) -> tuple[Operand, ...]:
     operands = []
     for label, tensor in origin.inputs[:OPERANDS_SHOWN]:
-        external, dtype, shape = origin.externals.get(label), tensor.dtype, tuple(tensor.shape)
-        name = label if external is None else external.name
-        number = tensor.is_floating_point() and origin.pointwise
-        at = rules.element_at(tensor, origin.shape, origin.index) if number else None
-        sizes = *count(tensor), absmax(tensor)
-        operands.append(Operand(name, dtype_name(dtype), shape, *sizes, at))
-    constants = ((name, x) for name, x in origin.constants.items() if name in rules.CONSTANTS)
-    operands += [Operand(name, "constant", (), absmax=abs(x), value=x) for name, x in constants]
+        external = origin.externals.get(label)
+        value = None
+        if origin.pointwise and tensor.is_floating_point():
+            # elsewhere the shapes do not tell which elements met
+            value = rules.element_at(tensor, origin.shape, origin.index)
+        nan, inf = count(tensor)
+        operand = Operand(
+            name=label if external is None else external.name,
+            dtype=dtype_name(tensor.dtype),
+            shape=tuple(tensor.shape),
+            nan=nan,
+            inf=inf,
+            absmax=absmax(tensor),
+            value=value,
+        )
+        operands.append(operand)
+    for name, number in origin.constants.items():
+        if name in rules.CONSTANTS:
+            constant = Operand(name, "constant", (), absmax=abs(number), value=number)
+            operands.append(constant)
     return tuple(operands)
 
 
 def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield External(name, "state", parameter.detach(), no_mask=True)
-    for name, statistic in quantization_statistics(model):
-        yield External(name, "state", statistic.detach(), no_mask=True)
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in chain(parameters, quantization_statistics(model)):
+        yield External(name, "state", tensor.detach(), no_mask=True)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield External(name, "state", buffer.detach())
     for name, tensor in named_inputs(batch):
@@ -404,51 +464,71 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
     entries = vars(batch) if isinstance(batch, Batch) else batch
     if not isinstance(vocabulary, int) or not isinstance(entries, Mapping):
         return None
-    # transformers' language models ignore the label -100 only; other losses may ignore any.
-    inner = getattr(model, "get_base_model", lambda: model)()
-    stock = type(inner).__module__.startswith(("transformers.", "npt."))
-    looked_up: dict[str, str] = {}
-    if stock and reads_labels(inner):
-        looked_up = dict.fromkeys((*LOOKED_UP, "labels"), "embedding")
-    elif "pixel_values" in entries or "input_features" in entries:
-        return None  # placeholders beyond the vocabulary are replaced before the lookup
-    else:
-        looked_up["input_ids"] = "embedding"
-        if stock and hasattr(inner, "lm_head"):
-            looked_up["labels"] = "cross_entropy"
-    for name, operation in looked_up.items():
+    for name, operation in _lookups(model, entries).items():
         ids = entries.get(name)
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             continue
-        ignored = (ids == IGNORE_INDEX) & (name == "labels")
-        bad = ((ids < 0) | (ids >= vocabulary)) & ~ignored
+        bad = (ids < 0) | (ids >= vocabulary)
+        if name == "labels":
+            bad &= ids != IGNORE_INDEX
         if not bool(bad.any()):
             continue
         index = tuple(bad.nonzero()[0].tolist())
+        explanation = (
+            f"the id {int(ids[index])} is outside [0, {vocabulary}) (ids outside: {int(bad.sum())})"
+        )
         return Verdict(
-            cause="token id", phase="data", operation=operation, index=index,
-            tensor=f"{name} {list(ids.shape)}", value=float(ids[index]),
+            cause="token id",
+            phase="data",
+            operation=operation,
+            index=index,
+            tensor=f"{name} {list(ids.shape)}",
+            value=float(ids[index]),
             reached="nothing, since the lookup was not run",
-            explanation=f"the id {int(ids[index])} is outside [0, {vocabulary}) (ids outside:"
-            f" {int(bad.sum())})",
+            explanation=explanation,
             **Tokens(batch).locate(tuple(ids.shape), index)._asdict(),
-        )  # fmt: skip
+        )
     return None
+
+
+def _lookups(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return the operation that looks up the ids of each entry."""
+    # transformers' language models ignore the label -100 only; other losses may ignore any.
+    inner = getattr(model, "get_base_model", lambda: model)()
+    stock = type(inner).__module__.startswith(("transformers.", "npt."))
+    if stock and reads_labels(inner):
+        return dict.fromkeys((*LOOKED_UP, "labels"), "embedding")
+    if "pixel_values" in entries or "input_features" in entries:
+        return {}  # placeholders beyond the vocabulary are replaced before the lookup
+    lookups = {"input_ids": "embedding"}
+    if stock and hasattr(inner, "lm_head"):
+        lookups["labels"] = "cross_entropy"
+    return lookups
 
 
 def _unexplained(sinks: list[Sink]) -> Verdict | None:
     """Return the verdict on the first bad result, if no operation made it."""
-    for sink in (sink for sink in sinks if sink.bad):
-        made = f"{sink.label} is not finite, but no operation of the pass made it"
-        return _without_operation("outside of torch", sink.label, made, sink.tensor)
+    for sink in sinks:
+        if sink.bad:
+            return _without_operation(
+                "outside of torch",
+                sink.label,
+                f"{sink.label} is not finite, but no operation of the pass made it",
+                sink.tensor,
+            )
     return None
 
 
 def _without_operation(
     cause: str, label: str, explanation: str, tensor: Tensor | None = None
 ) -> Verdict:
-    phase: Phase = "backward" if label.startswith("gradient") else "forward"
     index = () if tensor is None else first_bad(tensor)
-    value = math.nan if tensor is None else element(tensor, index)
-    words: Any = {"tensor": label, "reached": label, "explanation": explanation}
-    return Verdict(cause=cause, phase=phase, index=index, value=value, **words)
+    return Verdict(
+        cause=cause,
+        phase="backward" if label.startswith("gradient") else "forward",
+        tensor=label,
+        index=index,
+        value=math.nan if tensor is None else element(tensor, index),
+        reached=label,
+        explanation=explanation,
+    )

@@ -65,9 +65,9 @@ beyond rounding: the two passes first diverge here: compare weights, constants, 
 unknown: no rule covers this case: check the line and the operation's inputs
 """
 
-_ENTRIES = re.split(r"\n(?=\w)", _TABLE.strip())
+_ENTRIES = [entry.split(": ", 1) for entry in re.split(r"\n(?=\w)", _TABLE.strip())]
 
-CAUSES = {cause: " ".join(remedy.split()) for cause, remedy in (e.split(": ", 1) for e in _ENTRIES)}
+CAUSES = {cause: " ".join(remedy.split()) for cause, remedy in _ENTRIES}
 """The remedy of every cause."""
 
 
@@ -96,11 +96,16 @@ class Operand:
     def __str__(self) -> str:
         if self.dtype == "constant":
             return f"{self.name} = {self.value:g}"
-        size = "" if self.dtype == "bool" else f", max abs {self.absmax:g}"
-        nan = f", {self.nan} NaN" if self.nan else ""
-        inf = f", {self.inf} Inf" if self.inf else ""
-        at = "" if self.value is None else f", {self.value:g} at the bad element"
-        return f"{self.name} {list(self.shape)} {self.dtype}{size}{nan}{inf}{at}"
+        text = f"{self.name} {list(self.shape)} {self.dtype}"
+        if self.dtype != "bool":
+            text += f", max abs {self.absmax:g}"
+        if self.nan:
+            text += f", {self.nan} NaN"
+        if self.inf:
+            text += f", {self.inf} Inf"
+        if self.value is not None:
+            text += f", {self.value:g} at the bad element"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,25 +159,31 @@ class Verdict:
 
     def __str__(self) -> str:
         at = f" at {list(self.index)}" if self.index else ""
-        first_bad = f"{self.tensor}{at}: {self.value:g}{self._owner()}"
         lines = [
             f"{self.cause}: {self.explanation}",
             f"  {self.phase}: {self.operation or 'no operation'} in {self.module or OUTSIDE}",
-            f"  first bad: {first_bad}; it reached {self.reached}",
+            f"  first bad: {self.tensor}{at}: {self.value:g}{self._owner()}; it reached"
+            f" {self.reached}",
         ]
-        lines += [f"  line: {self.source}"] * bool(self.source)
+        if self.source:
+            lines.append(f"  line: {self.source}")
         lines += [f"  input: {operand}" for operand in self.operands]
-        lines += [f"  grew: {self.grew}"] * bool(self.grew)
-        return printable_lines([*lines, f"  remedy: {self.remedy}"])
+        if self.grew:
+            lines.append(f"  grew: {self.grew}")
+        lines.append(f"  remedy: {self.remedy}")
+        return printable_lines(lines)
 
     def _owner(self) -> str:
         if self.row is None:
             return "" if self.sample is None else f", in sample {self.sample}"
         # A weight belongs to no token, so this is the first token that it spoilt.
         first = "first in " if self.phase == "state" else ""
-        token = "" if self.token is None else f", token {self.token}"
-        sample = "" if self.sample is None else f" of sample {self.sample}"
-        return f", {first}row {self.row}{token}{sample}"
+        text = f", {first}row {self.row}"
+        if self.token is not None:
+            text += f", token {self.token}"
+        if self.sample is not None:
+            text += f" of sample {self.sample}"
+        return text
 
 
 def _spell(value: Any) -> Any:
@@ -180,4 +191,6 @@ def _spell(value: Any) -> Any:
         return f"{value:g}"
     if isinstance(value, dict):
         return {key: _spell(item) for key, item in value.items()}
-    return [_spell(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_spell(item) for item in value]
+    return value

@@ -10,7 +10,7 @@ every byte pattern is valid.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,33 +48,33 @@ def require(finding: BadNumber | None) -> None:
         raise NumericalError(finding.message)
 
 
-def tensor_fault(
-    named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: float = math.inf
-) -> BadNumber | None:
+def tensor_fault(named: Mapping[str, Tensor], limit: float = math.inf) -> BadNumber | None:
     """Find the first tensor with an element that is not finite, or is larger than `limit`: a
     flipped exponent bit can make a finite 1e36. Waits for the device once.
     """
-    pairs = named.items() if isinstance(named, Mapping) else named
-    items = [(name, t.detach()) for name, t in pairs if t.numel() > 0]
-    if not items:
+    tensors = {name: tensor.detach() for name, tensor in named.items() if tensor.numel()}
+    if not tensors:
         return None
-    home = items[0][1].device
-    norms = torch._foreach_norm([t for _, t in items], math.inf)
+    norms = torch._foreach_norm(list(tensors.values()), math.inf)
+    home = norms[0].device
     largest = torch.stack([norm.to(home, torch.float32) for norm in norms])
-    for (name, tensor), size in zip(items, largest.tolist(), strict=True):
-        if not (math.isfinite(size) and size <= limit):
-            return _element(name, tensor, limit)
+    for name, size in zip(tensors, largest.tolist(), strict=True):
+        if not math.isfinite(size) or size > limit:
+            return _element(name, tensors[name], limit)
     return None
 
 
 def moments_fault(moments: Mapping[str, Tensor]) -> BadNumber | None:
     """Find a moment that is not finite, or a second moment below 0, whose square root is NaN."""
     finding = tensor_fault(moments)
+    if finding is not None:
+        return finding
     for name, value in moments.items():
-        if finding is None and name.startswith("exp_avg_sq of ") and bool((value < 0).any()):
+        negative = value < 0
+        if name.startswith("exp_avg_sq of ") and bool(negative.any()):
             why = "a mean of squares cannot be negative"
-            finding = _element(name, value, math.inf, value < 0, why)
-    return finding
+            return _element(name, value, math.inf, negative, why)
+    return None
 
 
 def base_fault(model: nn.Module) -> BadNumber | None:
@@ -87,7 +87,8 @@ def base_fault(model: nn.Module) -> BadNumber | None:
     for name, layer in model.named_modules():
         if in_parts(layer):
             findings.append(within(layer, partial(_whole_fault, layer, f"{name}.")))
-    return next(filter(None, [*findings, _whole_fault(model, "")]), None)
+    findings.append(_whole_fault(model, ""))
+    return next(filter(None, findings), None)
 
 
 def _whole_fault(model: nn.Module, prefix: str) -> BadNumber | None:
@@ -103,8 +104,9 @@ def _whole_tensors(model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]
             yield dict(_statistics(name, module))
             yield {f"{name}: dequantised weight": unpacked(module)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        base = tensor.is_floating_point() and ADAPTER not in f".{name}"
-        if base and id(tensor) not in packed and not is_sharded(tensor):
+        if id(tensor) in packed or is_sharded(tensor):
+            continue
+        if tensor.is_floating_point() and ADAPTER not in f".{name}":
             yield {f"{prefix}{name}": tensor}
 
 
@@ -126,11 +128,16 @@ def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
 def _element(
     name: str, tensor: Tensor, limit: float, bad: Tensor | None = None, why: str = ""
 ) -> BadNumber:
-    bad = ~torch.isfinite(tensor) | (tensor.abs() > limit) if bad is None else bad
-    index = tuple(bad.nonzero()[0].tolist())
+    if bad is None:
+        bad = ~torch.isfinite(tensor) | (tensor.abs() > limit)
+    first = bad.nonzero()[0]
+    index = tuple(first.tolist())
     value = float(tensor[index])
-    why = why or (f"larger than {limit:g}" if math.isfinite(value) else "not finite")
+    if not why:
+        why = f"larger than {limit:g}" if math.isfinite(value) else "not finite"
     remedy = "go back to the last checkpoint" if ADAPTER in name else "reload it from a checkpoint"
     at = list(index) if index else ""
-    share = f"{int(bad.sum())} of {tensor.numel()} elements"
-    return BadNumber(name, index, value, f"{name}{at} is {value:g} ({share}: {why}); {remedy}")
+    message = (
+        f"{name}{at} is {value:g} ({int(bad.sum())} of {tensor.numel()} elements: {why}); {remedy}"
+    )
+    return BadNumber(name, index, value, message)
