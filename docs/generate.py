@@ -22,7 +22,7 @@ import npt.guard  # noqa: E402
 from npt.cli.main import GROUPS as VERBS_BY_GROUP  # noqa: E402
 from npt.cli.main import STATUSES, VERBS, make_parser  # noqa: E402
 from npt.config import GROUPS, flag_of, kinds_of  # noqa: E402
-from npt.flags import ALIASES, RETIRED, shown_default  # noqa: E402
+from npt.flags import ALIASES, REPLACED, shown_default  # noqa: E402
 from npt.train.resolve import EMBEDDED, SETTINGS, with_defaults  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
@@ -168,7 +168,7 @@ def flags_page() -> str:
     lines += table(["name", "flag"], ([f"`--{a}`", f"`--{b}`"] for a, b in ALIASES.items()))
     lines += ["These flags do not exist; use the replacement:", ""]
     lines += table(
-        ["name", "replacement"], ([f"`--{name}`", text] for name, text in RETIRED.items())
+        ["name", "replacement"], ([f"`--{name}`", text] for name, text in REPLACED.items())
     )
     return "\n".join(lines)
 

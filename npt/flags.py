@@ -39,74 +39,37 @@ ALIASES = {
     "resume_from_checkpoint": "resume",
     "output": "output_dir",
 }
-"""Other names of flags, from scripts of transformers and PEFT and from older versions of NPT."""
+"""Other names of flags, from scripts of transformers and PEFT."""
 
-_RETIRED = """
+_ELSEWHERE = """
 mixed_precision fp16 bf16: use --use_fp16 (unquantised base) or --compute_dtype (4-bit base)
-micro_batch: npt replay traces the refused micro-batches, or the largest of a refused window
 optimizer_type: the optimizer is always AdamW, with fp32 moments
 modulation_scale: use --additive_scale and --mult_bound
 log_file: a run writes metrics.jsonl and events.jsonl to --output_dir
-behaviour: use npt evaluate --divergence_prompts
-lm_eval lm_eval_tasks_path lm_eval_limit: pass npt.student_view(model) to lm_eval
-context_length: use --max_length, the tokens that npt evaluate reads at once
-assisted draft_tokens: pass npt.student_view(model) to generate as assistant_model
-compile: remove it; compiling converted layers does not make them faster
 report_to: use --use_wandb, --use_tensorboard or neither
 project wandb_entity wandb_group wandb_tags: set WANDB_PROJECT, WANDB_ENTITY etc.
 save_strategy eval_strategy evaluation_strategy: use --save_steps and --eval_steps
-dataset_mix: use --replay_dataset for a second dataset; join others into one file
-stages: a run has one --strategy; train further in a second run with --adapter
 layer_weights: layers weigh alike; use --logit_kl_weight, whose loss weighs them by their effect
 token_weighting: tokens weigh alike; npt collect finds prompts with disagreement, to train on
-smooth_l1_beta cosine_weight jsd_weight: add a loss of your own with register_loss
-init_a init_std_a init_std_b init_std_m: remove it; a random start has deviations 0.02, 0.001 and 0
-rank_budget: use --adapter_rank, the mean rank of a closed-form start
 padding_side: remove it; rows are padded on the right, which changes no result
-max_refused_share: remove it; a run stops if a fifth of its micro-batches is refused
-max_memory: use npt doctor --plan; a micro-batch that does not fit is computed in halves
-logit_temperature: remove it; the losses on the logits use temperature 1
-rank_timeout: remove it; a process waits 600 seconds for the others
-stop_on_divergence: remove it; a run that diverges prints a warning
-trace_every: use --trace_steps /100 to record every hundredth step
-spike_sigmas: use --skip_spikes (beyond ten robust standard deviations)
-base_precision: remove it; model.dequantize() unpacks the weights of a loaded folder
-sharded: use npt pretrain --shard_base
-fidelity message: remove it; npt push uploads the model card saved with the adapter
-attribution: call npt.evaluate(..., unquantized=base) for the cost of quantisation
+lm_eval lm_eval_tasks_path lm_eval_limit: pass npt.student_view(model) to lm_eval
 temperature top_p: npt generate writes the most likely tokens; sample with npt.student_view
-alpha token: remove it; npt consolidate finds an update for every token, within --max_kl
-calibration_inputs calibration_rounds: remove it; the closed-form start reads its text once
-no_trial: remove it; npt doctor --plan runs the model only with --measure
-products: remove it; npt doctor --plan --measure times whole windows
-gpu: use npt doctor --plan --device cuda, and compare the total with the memory of your GPU
+max_memory: use npt doctor --plan; a micro-batch that does not fit is computed in halves
 device_map: use --shard_base to share a base larger than one GPU among processes
-help_all: use --help, which shows every flag
-sample_steps: use npt generate --compare for texts, npt report for multipliers
 """
-RETIRED: dict[str, str] = {}
-"""Flags that do not exist, and what to use instead."""
+REPLACED: dict[str, str] = {}
+"""Flags of the original scripts and of transformers' that do not exist, and what to use instead."""
 
-for _line in _RETIRED.strip().splitlines():
+for _line in _ELSEWHERE.strip().splitlines():
     _names, _, _remedy = _line.partition(": ")
-    RETIRED |= dict.fromkeys(_names.split(), _remedy)
+    REPLACED |= dict.fromkeys(_names.split(), _remedy)
 
 _OF_OTHER_VERBS = {
     "seed": "remove it; this verb draws no random numbers",
     "device": "set NPT_DEVICE=cpu or NPT_DEVICE=cuda",
 }
 """Flags of some verbs, and what to use with the others."""
-_INSTEAD = RETIRED | _OF_OTHER_VERBS
-
-RETIRED_VALUES = {
-    "loss": {
-        "mse": "nmse is the same error as a share of the target's square",
-        "smooth_l1": "register one of your own with npt.register_loss",
-        "cosine": "direction measures the angle too",
-    },
-    "logit_loss": {"jsd": "kl and reverse_kl are its two sides"},
-}
-"""Values that a flag no longer takes, and what to use instead."""
+_INSTEAD = REPLACED | _OF_OTHER_VERBS
 
 
 def canonical(name: str, known: Collection[str]) -> str:
@@ -128,12 +91,6 @@ def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
         return f": {_INSTEAD[plain]}"
     near = difflib.get_close_matches(plain, [*known, *ALIASES], n=1)
     return f": did you mean {mark}{near[0]}?" if near else ""
-
-
-def _retired_value(name: str, value: Any) -> str | None:
-    """Return the end of a message about a value that a flag no longer takes, else None."""
-    instead = RETIRED_VALUES.get(name, {}).get(str(value))
-    return None if instead is None else f"{value} does not exist any more: {instead}"
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -195,9 +152,6 @@ class OneLineParser(argparse.ArgumentParser):
             if near:
                 hint = f"did you mean {near[0]}?"
             self.error(f"there is no verb {value}: {hint}")
-        instead = _retired_value(action.dest, value)
-        if instead is not None:
-            self.error(f"--{action.dest} {instead}")
         super()._check_value(action, value)
 
     def _flags(self) -> list[str]:
@@ -368,9 +322,6 @@ def checked_settings(
             raise ConfigError(
                 f"{where}: {name} is given twice, once as {written}: remove one of them"
             )
-        instead = _retired_value(name, value)
-        if instead is not None:
-            raise ConfigError(f"{where}: {name} {instead}")
         settings[name] = _typed(where, name, value, kinds[name])
     return settings
 

@@ -11,7 +11,7 @@ from npt.config import GROUPS, BaseConfig, DataConfig, NPTConfig, TrainConfig, f
 from npt.errors import ConfigError
 from npt.flags import (
     ALIASES,
-    RETIRED,
+    REPLACED,
     OneLineParser,
     add_settings,
     build,
@@ -103,7 +103,6 @@ def test_dashes_negations_and_the_names_of_transformers_scripts_are_taken(
         ("--zzz", "there is no flag --zzz (see npt pretrain --help)"),
         ("--mixed_precision fp16", "no flag --mixed_precision: use --use_fp16"),
         ("--optimizer-type=adamw", "no flag --optimizer-type: the optimizer is always AdamW"),
-        ("--stages local:1", "there is no flag --stages: a run has one --strategy"),
         ("--padding_side left", "rows are padded on the right"),
         ("stray", "'stray' does not belong to any flag"),
     ],
@@ -121,7 +120,7 @@ def test_a_wrong_argument_is_one_line_and_status_2(
 
 def test_no_other_name_hides_a_flag() -> None:
     assert not set(ALIASES) & set(FLAGS) and set(ALIASES.values()) <= set(FLAGS)
-    assert not set(RETIRED) & {*FLAGS, *ALIASES}
+    assert not set(REPLACED) & {*FLAGS, *ALIASES}
     assert all(canonical(name, FLAGS) == name for name in FLAGS)
 
 
@@ -224,12 +223,6 @@ def test_a_pipe_or_a_file_of_weights_is_no_yaml(tmp_path: Path) -> None:
 def test_a_missing_yaml_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is neither a file nor a preset: name"):
         read_yaml(str(tmp_path / "none.yaml"), CLASSES)
-
-
-def test_a_value_that_went_is_named_in_a_file_too(tmp_path) -> None:
-    (tmp_path / "c.yaml").write_text("loss: mse\n")
-    with pytest.raises(ConfigError, match=r"c\.yaml: loss mse does not exist any more: nmse"):
-        read_yaml(str(tmp_path / "c.yaml"), CLASSES)
 
 
 @pytest.mark.parametrize(
