@@ -65,9 +65,9 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("base_hash", "strategy"), (str,)),
     "last_evaluation": (int, type(None)),
     "best_kl": (*_NUMBER, type(None)),
-    **dict.fromkeys(
-        ("refused_by_kind", "counted_from", "position", "settings", "data", "initial"), (dict,)
-    ),
+    "samples_at_once": (list,),
+    **dict.fromkeys(("refused_by_kind", "refused_by_epoch", "counted_from"), (dict,)),
+    **dict.fromkeys(("position", "settings", "data", "initial"), (dict,)),
 }
 
 
@@ -286,20 +286,14 @@ def _check_counts(path: Path, record: Mapping[str, Any]) -> None:
     for name in _COUNTS:
         if not all(map(_is_count, _leaves(record[name]))):
             raise CheckpointError(f"{path}: {name} is {shown(record[name])}, expected counts")
-    at_once = record.get("samples_at_once", [])  # missing in earlier versions
-    by_process = isinstance(at_once, list) and all(
-        n is None or (_is_count(n) and n) for n in at_once
-    )
-    if not by_process:
+    at_once = record["samples_at_once"]
+    if not all(n is None or (_is_count(n) and n) for n in at_once):
         raise CheckpointError(
             f"{path}: samples_at_once is {shown(at_once)}, expected a count or null for each"
             " process"
         )
-    refused = record.get("refused_by_epoch", {})  # missing in earlier versions
-    by_epoch = isinstance(refused, dict) and all(
-        epoch.isdecimal() and _is_count(n) for epoch, n in refused.items()
-    )
-    if not by_epoch:
+    refused = record["refused_by_epoch"]
+    if not all(epoch.isdecimal() and _is_count(n) for epoch, n in refused.items()):
         raise CheckpointError(
             f"{path}: refused_by_epoch is {shown(refused)}, expected counts by epoch"
         )

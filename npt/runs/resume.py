@@ -42,19 +42,6 @@ _OF_ONE_START = ("resume", "output_dir")
 _RECORDED = {"adapter", "processes", "teacher", "teacher_attention", *_OF_ONE_START}
 """Entries among a run's settings that need not be settings of every run."""
 
-_WITHOUT_EFFECT = {
-    "smooth_l1_beta", "cosine_weight", "jsd_weight", "calibration_inputs", "calibration_rounds",
-    "max_memory", "rank_timeout", "report_to", "project", "wandb_entity", "wandb_group",
-    "wandb_tags", "sample_steps", "trace_every", "compile",
-}  # fmt: skip
-"""Settings of earlier versions that do not change how a run goes on, whatever their value."""
-_AS_NOW = {
-    "init_std_a": 0.02, "init_std_b": 0.001, "init_std_m": 0.0, "init_a": "normal",
-    "padding_side": "right", "layer_weights": "uniform", "token_weighting": "none",
-    "logit_temperature": 1.0, "max_refused_share": 0.2, "spike_sigmas": 10.0,
-}  # fmt: skip
-"""Settings of earlier versions, with the value that every run has now."""
-
 
 @dataclass(frozen=True)
 class RunOrigin:
@@ -182,12 +169,11 @@ def changed_settings(
         CheckpointError: one must not change, or a recorded one is unknown here: its default might
             mean another model or other data.
     """
-    known = {*now, *_RECORDED, *_WITHOUT_EFFECT}
+    known = {*now, *_RECORDED}
     unknown = []
     for name, value in recorded.items():
         # what an unknown setting has switched off cannot be missed
-        off: tuple[Any, ...] = (None, False, "", [], {}, _AS_NOW.get(name))
-        if name not in known and value not in off:
+        if name not in known and value not in (None, False, "", [], {}):
             unknown.append(f"{shown(name)} {shown(value)}")
     if unknown:
         listed = ", ".join(unknown[:5])

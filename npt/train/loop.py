@@ -426,8 +426,8 @@ class Loop:
         self.micro_batches = state["micro_batches"]
         self.diagnoses = state["diagnoses"]
         self.refused = Counter(state["refused_by_kind"])
-        by_epoch = state.get("refused_by_epoch", {})  # earlier versions did not count
-        self.refused_by_epoch = Counter({int(epoch): n for epoch, n in by_epoch.items()})
+        by_epoch = state["refused_by_epoch"].items()
+        self.refused_by_epoch = Counter({int(epoch): number for epoch, number in by_epoch})
         self._refusals_logged = self.refused.total()
         self.guard.counts.in_a_row = state["in_a_row"]
         self.guard.forensics.left = max(0, self.guard.settings.trace - self.diagnoses)

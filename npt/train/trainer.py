@@ -255,7 +255,7 @@ class Trainer:
         state.restore(self.setup.model, loop.guard.window)
         loop.load_state(checkpoint.record)
         index = self.setup.processes.index
-        samples_at_once = checkpoint.record.get("samples_at_once", [])
+        samples_at_once = checkpoint.record["samples_at_once"]
         samples = samples_at_once[index] if index < len(samples_at_once) else None
         # on a sharded base all processes must split a micro-batch alike
         if samples is not None and not is_sharded(self.setup.model):
