@@ -19,8 +19,10 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
     Raises:
         ConfigError: the form is invalid, or the model lacks a layer.
     """
-    if spec.strip() in ("all", "upper_half"):
-        return tuple(range(0 if spec.strip() == "all" else num_layers // 2, num_layers))
+    if spec.strip() == "all":
+        return tuple(range(num_layers))
+    if spec.strip() == "upper_half":
+        return tuple(range(num_layers // 2, num_layers))
     chosen: set[int] = set()
     for part in spec.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
@@ -29,7 +31,8 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
                 f"--layers is {spec!r}; pass upper_half, all, a range like 8-15 or a list like"
                 " 3,5,7"
             )
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1])
+        last = int(match[2] or first)
         if last < first:
             raise ConfigError(f"--layers has the range {part.strip()}; write {last}-{first}")
         if last >= num_layers:
@@ -42,9 +45,15 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
 
 def format_layers(layers: tuple[int, ...]) -> str:
     """Return indices as ranges, (4, 5, 6, 9) -> '4-6,9', which `resolve_layers` reads."""
-    runs = itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
-    spans = [[index for _, index in run] for _, run in runs]
-    return ",".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)
+    spans = []
+    # consecutive indices differ from their places by the same number
+    for _, run in itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0]):
+        indices = [index for _, index in run]
+        span = f"{indices[0]}"
+        if len(indices) > 1:
+            span += f"-{indices[-1]}"
+        spans.append(span)
+    return ",".join(spans)
 
 
 def check_fit(
@@ -59,7 +68,8 @@ def check_fit(
     """
     chosen = resolve_layers(config.layers, model_config.num_hidden_layers)
     ranks = config.ranks_of(len(chosen))
-    largest, mean = max(ranks), sum(ranks) / len(ranks)
+    largest = max(ranks)
+    mean = sum(ranks) / len(ranks)
     flag = "adapter_rank" if config.ranks is None else "ranks"
     if largest > model_config.hidden_size:
         raise ConfigError(
