@@ -81,7 +81,8 @@ class ContextCode:
     def scaled(self, factor: float) -> ContextCode:
         """Return the code times a factor; raise NumericalError if that is not finite."""
         codes = {index: factor * code for index, code in self.codes.items()}
-        return ContextCode(codes, {**self.record, "scale": self.record.get("scale", 1.0) * factor})
+        scale = self.record.get("scale", 1.0) * factor
+        return ContextCode(codes, {**self.record, "scale": scale})
 
     def __add__(self, other: ContextCode) -> ContextCode:
         """Return the sum of two codes.
@@ -89,13 +90,10 @@ class ContextCode:
         Raises:
             ModelError: they are of different adapters, or have other layers or ranks.
         """
-        first, second = ({i: len(c) for i, c in each.codes.items()} for each in (self, other))
-        for index in sorted({*first, *second}):
-            if first.get(index) != second.get(index):
-                here, there = (
-                    f"rank {rank}" if rank is not None else "no code"
-                    for rank in (first.get(index), second.get(index))
-                )
+        for index in sorted({*self.codes, *other.codes}):
+            here = self._form_of(index)
+            there = other._form_of(index)
+            if here != there:
                 raise ModelError(
                     f"the codes differ in layer {index}: {here} and {there}; add codes of one"
                     " adapter"
@@ -110,7 +108,12 @@ class ContextCode:
         record: dict[str, Any] = {"sum": [self.record, other.record]}
         if hashes:
             record["adapter_hash"] = hashes.pop()
-        return ContextCode({i: self.codes[i] + other.codes[i] for i in first}, record)
+        codes = {index: code + other.codes[index] for index, code in self.codes.items()}
+        return ContextCode(codes, record)
+
+    def _form_of(self, index: int) -> str:
+        code = self.codes.get(index)
+        return "no code" if code is None else f"rank {len(code)}"
 
     def numbers(self) -> dict[int, int]:
         """Return by layer how many numbers of the code are not 0."""
@@ -143,9 +146,9 @@ class ContextCode:
                     " --output or ContextCode.save"
                 )
             for name, header in headers.items():
-                dtype, shape = header
                 if not _LAYER.fullmatch(name):
                     raise DataError(f"{path} has the extra tensor {shown(name)}; {RESTORE}")
+                dtype, shape = header
                 if dtype != "F32" or len(shape) != 1 or not shape[0]:
                     raise DataError(
                         f"{path}: {name} is {described(header)}, expected F32 [R]; {RESTORE}"
@@ -191,7 +194,8 @@ def context_code(
     wanted: dict[int, list[Tensor]] = {}
     for count, pair in enumerate(pairs, start=1):
         with_context, alone = (as_row(model, ids) for ids in pair)
-        last, other = (int(row[0, -1]) for row in (with_context, alone))
+        last = int(with_context[0, -1])
+        other = int(alone[0, -1])
         if last != other:
             raise ConfigError(
                 f"query {count} ends with token {last} after the context and with token {other}"
@@ -215,13 +219,14 @@ def _last_states(model: PreTrainedModel, row: Tensor) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
 
     def keep(index: int, name: str, stages: dict[str, Tensor | None]) -> None:
-        if (stage := stages.get(name)) is not None:
+        stage = stages.get(name)
+        if stage is not None:
             found[index] = stage[0, -1].clone()
 
-    observers = [
-        (layer.npt, partial(keep, index, "z" if layer.npt.scale is None else "stream"))
-        for index, layer in npt_layers(model)
-    ]
+    observers = []
+    for index, layer in npt_layers(model):
+        name = "z" if layer.npt.scale is None else "stream"
+        observers.append((layer.npt, partial(keep, index, name)))
     with observed(observers), evaluating(model), adapter_mode(model, "student"):
         model.model(row, use_cache=False)
     return found
@@ -236,21 +241,25 @@ def _changes(
     queries: N rows of ids, [T] each; wanted: `_last_states` of each with its context, [N, ...].
     """
     rows = pad_sequence(list(queries), batch_first=True)  # causal: what follows changes nothing
-    places = torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in queries])
+    lasts = torch.tensor([len(row) - 1 for row in queries])
+    places = torch.arange(len(rows)), lasts
     changes: dict[int, Tensor] = {}
-    now: dict[int, dict[str, Tensor]] = {}
+    now: dict[tuple[int, str], Tensor] = {}
 
     def keep(index: int, stages: dict[str, Tensor | None]) -> None:
         for name in ("h", "l"):
-            if (stage := stages.get(name)) is not None:
-                now.setdefault(index, {})[name] = stage[places]
+            stage = stages.get(name)
+            if stage is not None:
+                now[index, name] = stage[places]
 
     def change(adapter: NPTAdapter, index: int, z: Tensor) -> Tensor:
         z = z[places]
         if adapter.scale is None:
             return (wanted[index] - z).mean(dim=0)
-        state, own = (now[index][name].to(z.dtype) for name in ("h", "l"))
+        state = now[index, "h"].to(z.dtype)
+        own = now[index, "l"].to(z.dtype)
         size = adapter.size_of(state)
+        # the stream of this pass, in which earlier layers have d already
         stream, _, _ = adapter.apply_to(STREAM, state + own, size * (z / adapter.scale))
         missing = ((wanted[index] - stream) / size).mean(dim=0)
         if not bool(torch.isfinite(missing).all()):
@@ -264,7 +273,7 @@ def _changes(
     def give(adapter: NPTAdapter, index: int, z: Tensor) -> Tensor:
         changes[index] = change(adapter, index, z)
         changed = z.clone()
-        changed[places] += changes[index]
+        changed[places] += changes[index]  # later layers see it
         return changed
 
     layers = npt_layers(model)

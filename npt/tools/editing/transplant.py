@@ -76,21 +76,25 @@ def transplanted(
     def count(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal cached
         past = kwargs.get("past_key_values")
-        cached = int(past.get_seq_length()) if past is not None else 0
+        cached = 0 if past is None else int(past.get_seq_length())
 
     def recode(values: Tensor, z: Tensor) -> Tensor:
         values = values.to(z)
+        if add:
+            values = z + values
+        values = values.expand_as(z)
         if position is None:
-            return z + values if add else values.expand_as(z)
+            return values
         if z.ndim != 3:
             raise ModelError(
                 f"npt.transplanted at position {position} acts on rows of tokens, which training"
                 " and npt.evaluate do not keep: exit its context first, or pass the position None"
             )
-        if not 0 <= position - cached < z.shape[1]:
-            return z
+        place = position - cached
+        if not 0 <= place < z.shape[1]:
+            return z  # the token is in another pass of the generation
         changed = z.clone()
-        changed[:, position - cached] = z[:, position - cached] + values if add else values
+        changed[:, place] = values[:, place]
         return changed
 
     recodes = {index: partial(recode, values) for index, values in code.codes.items()}
@@ -175,9 +179,11 @@ def transplant(
         NumericalError: the modulation is not finite.
     """
     modulation = modulation_of(model, ids_from, token_from)
-    row_from, row_to = as_row(model, ids_from), as_row(model, ids_to)
+    row_from = as_row(model, ids_from)
+    row_to = as_row(model, ids_to)
     position = token_index(row_to, token_to)
-    donor, receiver = next_token(model, row_from), next_token(model, row_to)
+    donor = next_token(model, row_from)
+    receiver = next_token(model, row_to)
     with transplanted(model, modulation, position):
         changed = next_token(model, row_to)
     return Transplant(donor, receiver, changed, modulation.token, position)

@@ -16,7 +16,6 @@ probes of earlier updates are rows that must stay as they are.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -74,8 +73,11 @@ MOST_PENALTY = 1e8
 ROUNDS = 8
 """Penalties that are tried."""
 
-NEAR_BOUND, AIM = 0.8, 0.9
-"""Shares of the bound: a KL that is near enough, and the one to try for."""
+NEAR_BOUND = 0.8
+"""Share of the bound from which a KL is near enough."""
+
+AIM = 0.9
+"""Share of the bound to try for."""
 
 JUDGED_CONTINUATIONS = 2
 """Continuations after a context that an edit is judged on."""
@@ -217,15 +219,20 @@ def general_text(
         )
     if bound is None:
         set_apart = max(1, len(samples) * BOUND_TOKENS // wanted)
-        samples, bound = samples[:-set_apart], samples[-set_apart:]
+        bound = samples[-set_apart:]
+        samples = samples[:-set_apart]
     return General(second_moments(model, samples, layers), _first_tokens(bound, BOUND_TOKENS))
 
 
 def _first_tokens(samples: Sequence[Sample], count: int) -> list[Sample]:
     """Return the first samples, with `count` tokens or a few more in all."""
-    ends = itertools.accumulate(len(sample.input_ids) for sample in samples)
-    before = [0, *ends][:-1]
-    return [sample for sample, start in zip(samples, before, strict=True) if start < count]
+    first = []
+    for sample in samples:
+        if count <= 0:
+            break
+        first.append(sample)
+        count -= len(sample.input_ids)
+    return first
 
 
 def find_update(
@@ -247,6 +254,7 @@ def find_update(
     rows = gathered(model, tokenizer, facts, context, probes, seed)
     layers = tuple(general.moments)
     streams = list(opened(model, rows.alone(), min(layers)))
+    # of one fact the mean change is its own; of many it is what any text before a token makes
     common = 1 - 1 / max(1, len(facts))
     wanted = wanted_outputs(model, rows, streams, layers, common=common)
     forgetting = Forgetting(model, general.bound, layers)
@@ -265,11 +273,13 @@ def find_update(
                     "the KL on general text is NaN; run npt trace to find the operation"
                 )
         if kl <= max_kl:
-            found, kept = update, (penalty, kl)
+            found = update
+            kept = penalty, kl
             if kl >= NEAR_BOUND * max_kl:
                 break
         else:
             too_low = penalty, kl
+        # the least penalty keeps the bound, or the greatest does not
         if too_low is None or too_low[0] == MOST_PENALTY:
             break
         penalty = min(_next_penalty(too_low, kept, max_kl), MOST_PENALTY)
@@ -298,9 +308,11 @@ def _next_penalty(
     penalty, kl = too_low
     if kept is None:
         return penalty * max(1.5, (kl / max_kl) ** 2)
-    fell = math.log(kl / max(kept[1], 1e-12))
+    kept_penalty, kept_kl = kept
+    fell = math.log(kl / max(kept_kl, 1e-12))
     wanted = math.log(kl / (AIM * max_kl)) / fell
-    return penalty * (kept[0] / penalty) ** min(max(wanted, 0.1), 0.9)
+    wanted = min(max(wanted, 0.1), 0.9)  # the bracket shrinks even where the KL is not linear
+    return penalty * (kept_penalty / penalty) ** wanted
 
 
 def gathered(
@@ -323,14 +335,14 @@ def gathered(
             if not context:
                 probes += continuations(model, tokenizer, read, count, seed)
         if context:
-            probes += pieces(tokenizer, context) if not facts else ()
+            if not facts:
+                probes += pieces(tokenizer, context)
             probes += continuations(model, tokenizer, context, count, seed)
         apart = contrasts(model, tokenizer, prompts, found, seed)
-    earlier = [
-        text_after(ids[:-count], ids[-count:])
-        for update in consolidated(model)
-        for ids, count in update.probes
-    ]
+    earlier = []
+    for update in consolidated(model):
+        for ids, length in update.probes:
+            earlier.append(text_after(ids[:-length], ids[-length:]))
     probes = [probe for probe in probes if probe.tail]
     if not probes:
         raise ConfigError("the context has too few tokens to learn from: lengthen it")
