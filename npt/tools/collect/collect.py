@@ -36,7 +36,9 @@ from npt.tools.collect.prompts import read_prompts
 
 _DATE = "the chat template's date"
 
-_KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "acceptance"))
+_KL = COLUMNS.index("kl")
+_TOP1 = COLUMNS.index("top1")
+_ACCEPTANCE = COLUMNS.index("acceptance")
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def collect(
         ModelError: no adapters are attached.
     """
     attached_config(model)
-    config, output = data_config if data_config is not None else DataConfig(), Path(output)
+    config = data_config or DataConfig()
+    output = Path(output)
     check_output(output)
     if config.context_column is not None:
         raise ConfigError(
@@ -118,8 +121,8 @@ def collect(
             f"--max_new_tokens {max_new_tokens} must be at least 1 and leave room in --max_length"
             f" {config.max_length} for a prompt of two tokens"
         )
-    identity = base if base is not None else base_identity(model)
-    origin = {"base_hash": identity.strict, "adapter_hash": adapter_hash(model)}
+    base = base or base_identity(model)
+    origin = {"base_hash": base.strict, "adapter_hash": adapter_hash(model)}
     settings = {
         **origin,
         "--max_new_tokens": max_new_tokens,
@@ -147,14 +150,16 @@ def collect(
         figures = file.figures
         resumed = figures.prompts
         _skip(prompts, figures, output)
-        while stop.number is None and (batch := list(itertools.islice(prompts, batch_size))):
+        while stop.number is None:
+            batch = list(itertools.islice(prompts, batch_size))
+            if not batch:
+                break
             comparisons = compare_prompts(model, batch, max_new_tokens, ends)
             differing = _differing(comparisons)
             texts = _student_completions(model, differing, max_new_tokens, ends)
-            records = [
-                _record(tokenizer, comparison, text) | origin
-                for comparison, text in zip(differing, texts, strict=True)
-            ]
+            records = []
+            for comparison, text in zip(differing, texts, strict=True):
+                records.append({**_record(tokenizer, comparison, text), **origin})
             figures = _added(figures, comparisons)
             file.commit(records, figures)
             report(figures.prompts)
@@ -222,16 +227,18 @@ def _student_completions(
     difference, its own token there, and how it goes on.
     """
     starts = [c.student_start for c in differing]
+    begun = [(*c.prompt.input_ids, *c.student_start) for c in differing]
     limits = [0 if start[-1] in ends else max_new_tokens - len(start) for start in starts]
-    begun = [(*c.prompt.input_ids, *start) for c, start in zip(differing, starts, strict=True)]
+    names = [c.prompt.id for c in differing]
     with adapter_mode(model, "student"):
-        rests = continue_greedily(model, begun, limits, ends, [c.prompt.id for c in differing])
+        rests = continue_greedily(model, begun, limits, ends, names)
     return [(*start, *rest) for start, rest in zip(starts, rests, strict=True)]
 
 
 def _record(tokenizer: Any, c: Comparison, by_student: Sequence[int]) -> dict[str, Any]:
     assert c.position is not None
-    prompt, at = c.prompt.input_ids, c.figures[c.position]
+    prompt = c.prompt.input_ids
+    at = c.figures[c.position]
     return {
         "id": c.prompt.id,
         "prompt": tokenizer.decode(list(prompt), skip_special_tokens=True),

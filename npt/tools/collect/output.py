@@ -65,7 +65,8 @@ class Output:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):
         check_output(path)
-        self.path, self._settings = path, dict(settings)
+        self.path = path
+        self._settings = dict(settings)
         with self._writing("choose another file"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -104,7 +105,8 @@ class Output:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._handle, self._bytes)
                 raise
-        self._bytes, self.figures = size, figures
+        self._bytes = size
+        self.figures = figures
 
     def finish(self) -> None:
         """Remove the progress: the file is complete."""

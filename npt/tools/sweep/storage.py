@@ -102,7 +102,8 @@ class Storage:
         logging.getLogger("alembic").setLevel(logging.ERROR)
         # Optuna's heartbeats are experimental
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        self._beat, self._grace = beat, grace
+        self._beat = beat
+        self._grace = grace
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
         try:
             address = sqlalchemy.make_url(url)
@@ -113,8 +114,9 @@ class Storage:
                 " sqlite:///study.db"
             ) from error
         self._shown = address.render_as_string(hide_password=True)
-        file = address.database if address.get_backend_name() == "sqlite" else None
-        if address.get_backend_name() == "sqlite" and file in (None, "", ":memory:"):
+        local = address.get_backend_name() == "sqlite"
+        file = address.database or ":memory:"
+        if local and file == ":memory:":
             raise ConfigError(
                 "--storage is an in-memory SQLite database, which other workers cannot join; use a"
                 " file, like sqlite:///study.db"
@@ -122,9 +124,9 @@ class Storage:
         # Optuna raises RuntimeError for tables of another version
         failures = (OSError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
         try:
-            if file is not None:
+            if local:
                 Path(file).parent.mkdir(parents=True, exist_ok=True)
-            self._storage = self._opened(url, local=file is not None)
+            self._storage = self._opened(url, local)
             self._study = optuna.create_study(
                 storage=self._storage, study_name=name, load_if_exists=True, direction="minimize"
             )
@@ -196,7 +198,9 @@ class Storage:
         attempts = self._attempts()
         for key in trials:
             attempt = attempts.get(key)
-            if attempt and attempt.state == TrialState.WAITING and self._take(attempt._trial_id):
+            if attempt is None or attempt.state != TrialState.WAITING:
+                continue
+            if self._take(attempt._trial_id):  # else another worker was faster
                 return Claim(key, attempt._trial_id)
         return None
 
@@ -266,9 +270,14 @@ class Storage:
         silent = f"its worker sent no heartbeat for {self._grace:.0f} s"
         for key, attempt in self._attempts().items():
             attributes = attempt.user_attrs
-            row = {"trial": attempt.number, "worker": str(attributes.get("worker", ""))}
-            moments = {"started": attempt.datetime_start, "ended": attempt.datetime_complete}
-            row |= {name: at and at.isoformat(timespec="seconds") for name, at in moments.items()}
+            started = attempt.datetime_start
+            ended = attempt.datetime_complete
+            row: dict[str, Any] = {
+                "trial": attempt.number,
+                "worker": str(attributes.get("worker", "")),
+                "started": started and started.isoformat(timespec="seconds"),
+                "ended": ended and ended.isoformat(timespec="seconds"),
+            }
             if attempt.state == TrialState.COMPLETE:
                 with self._sound():
                     rows[key] = {**row, **_checked(attributes["row"])}
@@ -283,9 +292,10 @@ class Storage:
         """
 
         def rank(attempt: FrozenTrial) -> tuple[int, int]:
-            last_first = attempt.state == TrialState.FAIL
             order = _STATES.index(attempt.state.name)
-            return order, -attempt.number if last_first else attempt.number
+            if attempt.state == TrialState.FAIL:
+                return order, -attempt.number
+            return order, attempt.number
 
         attempts: dict[str, FrozenTrial] = {}
         with self._sound():

@@ -31,7 +31,8 @@ def rows_of(design: Design, figures: Mapping[str, Row]) -> list[Row]:
     """Return a row for every trial, finished or not; `figures` are the outcomes by key."""
     rows = []
     for trial in design.trials:
-        values, outcome = trial.settings.values(), figures.get(trial.key, {})
+        values = trial.settings.values()
+        outcome = figures.get(trial.key, {})
         row: Row = {
             "key": trial.key,
             "parts": ";".join(origin.part for origin in trial.origins),
