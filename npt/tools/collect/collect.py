@@ -105,6 +105,7 @@ def collect(
         NumericalError: logits are not finite.
         ModelError: no adapters are attached.
     """
+    # refuse what can be refused before the base is read for its hash
     attached_config(model)
     config = data_config or DataConfig()
     output = Path(output)
@@ -123,6 +124,7 @@ def collect(
         )
     base = base or base_identity(model)
     origin = {"base_hash": base.strict, "adapter_hash": adapter_hash(model)}
+    # the records depend on all of these: a later call goes on only with the same
     settings = {
         **origin,
         "--max_new_tokens": max_new_tokens,
@@ -155,6 +157,7 @@ def collect(
             if not batch:
                 break
             comparisons = compare_prompts(model, batch, max_new_tokens, ends)
+            # the student writes only where it would differ
             differing = _differing(comparisons)
             texts = _student_completions(model, differing, max_new_tokens, ends)
             records = []
@@ -163,6 +166,7 @@ def collect(
             figures = _added(figures, comparisons)
             file.commit(records, figures)
             report(figures.prompts)
+        # after a signal the progress stays, for the next call
         if stop.number is None:
             file.finish()
     tokens = max(1, figures.tokens)
@@ -181,7 +185,8 @@ def collect(
 
 def _added(figures: Compared, comparisons: Sequence[Comparison]) -> Compared:
     """Return the figures with those of further prompts."""
-    sums = torch.cat([c.figures for c in comparisons]).sum(dim=0).tolist()
+    per_token = torch.cat([c.figures for c in comparisons])
+    sums = per_token.sum(dim=0).tolist()
     digest = figures.prompts_sha256
     for comparison in comparisons:
         digest = _digest_after(digest, comparison.prompt)

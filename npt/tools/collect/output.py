@@ -179,13 +179,16 @@ def check_output(path: Path) -> None:
     """Refuse what is no file, a file that no interrupted collection has left, and a folder that
     cannot be written to, with a ConfigError.
     """
-    if path.exists():
-        if not path.is_file():
-            raise ConfigError(f"--output {path} exists and is not a file; choose another file")
-        if path.stat().st_size and not progress_of(path).exists():
-            raise ConfigError(f"--output {path} exists; choose another file or remove it")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--output {path} exists and is not a file; choose another file")
+    begun = progress_of(path).exists()
+    if path.exists() and path.stat().st_size and not begun:
+        raise ConfigError(f"--output {path} exists; choose another file or remove it")
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    writable = os.access(folder, os.W_OK | os.X_OK)
+    if not folder.is_dir() or not writable:
         raise ConfigError(
             f"--output {path}: {folder} is not a folder that can be written to; choose another file"
         )

@@ -68,8 +68,12 @@ def prompt_record(
     if sample is None:
         return {"id": str(number), "input_ids": []}
     ids = list(sample.input_ids)
-    labels = sample.labels or ()
-    masked = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
+    masked = 0
+    # where the first label is; without one nothing is masked
+    for place, label in enumerate(sample.labels or ()):
+        if label != IGNORE_INDEX:
+            masked = place
+            break
     if masked or column is not None:
         ids = ids[:masked][-length:]
     elif ids[-1] == tokenizer.eos_token_id:

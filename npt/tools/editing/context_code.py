@@ -156,7 +156,7 @@ class ContextCode:
             tensors = {name: stored.get_tensor(name) for name in headers}
         if faulty := non_finite(tensors):
             raise DataError(f"{path}: {faulty} is not finite; {RESTORE}")
-        if len(record) > RECORD_BYTES:
+        if len(record) > RECORD_BYTES:  # before it is parsed
             raise DataError(
                 f"{path}: the record has {len(record):,} characters, more than the limit of"
                 f" {RECORD_BYTES:,}; {RESTORE}"
@@ -192,8 +192,9 @@ def context_code(
     """
     queries: list[Tensor] = []
     wanted: dict[int, list[Tensor]] = {}
-    for count, pair in enumerate(pairs, start=1):
-        with_context, alone = (as_row(model, ids) for ids in pair)
+    for count, (read, query) in enumerate(pairs, start=1):
+        with_context = as_row(model, read)
+        alone = as_row(model, query)
         last = int(with_context[0, -1])
         other = int(alone[0, -1])
         if last != other:
@@ -202,7 +203,8 @@ def context_code(
                 " alone; end both with the same token"
             )
         queries.append(alone[0])
-        for index, state in _last_states(model, with_context).items():
+        states = _last_states(model, with_context)
+        for index, state in states.items():
             wanted.setdefault(index, []).append(state)
     if not queries:
         raise ConfigError("there are no queries: pass at least one pair of a query's token ids")
@@ -262,7 +264,7 @@ def _changes(
         # the stream of this pass, in which earlier layers have d already
         stream, _, _ = adapter.apply_to(STREAM, state + own, size * (z / adapter.scale))
         missing = ((wanted[index] - stream) / size).mean(dim=0)
-        if not bool(torch.isfinite(missing).all()):
+        if not torch.isfinite(missing).all():
             raise NumericalError(
                 f"layer {index}: the stream of a query's last token is not finite; find the cause"
                 " with npt trace"
@@ -279,6 +281,7 @@ def _changes(
     layers = npt_layers(model)
     observers = [(layer.npt, partial(keep, index)) for index, layer in layers]
     recodes = {index: partial(give, layer.npt, index) for index, layer in layers}
+    # one pass: `give` finds a layer's d and changes the code before the next layer runs
     with (
         observed(observers),
         recoded(model, recodes),

@@ -248,7 +248,7 @@ def print_retention(retention: Retention, console: Console, text: str = "held-ou
         kl = FIGURES["kl"].write(f["kl"], f["kl_se"])
         ratio = FIGURES["perplexity_ratio"].write(f["perplexity_ratio"], f["perplexity_ratio_se"])
         for prefix, what in (("", "what was written"), ("paraphrases_", "paraphrases")):
-            if f"{prefix}after" in r:
+            if f"{prefix}after" in r:  # if there are such texts
                 say(
                     console,
                     f"{stream}: log-probability of {what} {r[f'{prefix}before']:.3f} nats before,"

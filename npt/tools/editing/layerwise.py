@@ -133,13 +133,15 @@ def second_moments(
                 if index in layers:
                     rows = seen.product[valid].to(torch.float32)
                     sums[index] = rows.t() @ rows + sums.get(index, 0.0)
+    moments = {}
     for index, total in sums.items():
-        if not bool(torch.isfinite(total).all()):
+        if not torch.isfinite(total).all():
             raise NumericalError(
                 f"layer {index}: a product on general text is not finite; find the cause with npt"
                 " trace"
             )
-    return {index: damped(total / tokens) for index, total in sums.items()}
+        moments[index] = damped(total / tokens)
+    return moments
 
 
 def damped(moments: Tensor) -> Tensor:
@@ -198,9 +200,10 @@ def outputs(
                 stream = stream.through([layer])
                 if index in parts:
                     parts[index].append(stream.hidden[tails].to(torch.float32))
-    found = {index: torch.cat(each) for index, each in parts.items()}
-    for index, states in found.items():
-        if not bool(torch.isfinite(states).all()):
+    found = {}
+    for index, states in parts.items():
+        found[index] = torch.cat(states)
+        if not torch.isfinite(found[index]).all():
             raise NumericalError(
                 f"layer {index}: a state of the probes is not finite; find the cause with npt trace"
             )

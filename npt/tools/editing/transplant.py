@@ -73,6 +73,7 @@ def transplanted(
             )
     cached = 0
 
+    # a layer sees only the tokens of its own pass; where these begin, the model's cache knows
     def count(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal cached
         past = kwargs.get("past_key_values")
@@ -85,7 +86,7 @@ def transplanted(
         values = values.expand_as(z)
         if position is None:
             return values
-        if z.ndim != 3:
+        if z.ndim != 3:  # training keeps the valid tokens of all rows in one
             raise ModelError(
                 f"npt.transplanted at position {position} acts on rows of tokens, which training"
                 " and npt.evaluate do not keep: exit its context first, or pass the position None"

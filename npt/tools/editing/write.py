@@ -253,6 +253,7 @@ def find_update(
     check_asked(facts, context, max_kl)
     rows = gathered(model, tokenizer, facts, context, probes, seed)
     layers = tuple(general.moments)
+    # opened once: what lies below the first layer to be patched is the same in every round
     streams = list(opened(model, rows.alone(), min(layers)))
     # of one fact the mean change is its own; of many it is what any text before a token makes
     common = 1 - 1 / max(1, len(facts))
@@ -260,6 +261,7 @@ def find_update(
     forgetting = Forgetting(model, general.bound, layers)
     found: Consolidation | None = None
     penalty = LEAST_PENALTY
+    # penalties with their KL: the greatest that exceeds the bound, the least that keeps it
     too_low: tuple[float, float] | None = None
     kept: tuple[float, float] | None = None
     for _ in range(ROUNDS):
@@ -327,6 +329,7 @@ def gathered(
     check_length(model, tokenizer, context)
     probes: list[Probe] = []
     with evaluating(model), adapter_mode(model, "student"):
+        # of a plain text, all but the last word stands for the prompt
         prompts = [fact.prompt or fact.answer.strip().rsplit(" ", 1)[0] for fact in facts]
         found = subjects(model, tokenizer, prompts)
         for fact, (first, _) in zip(facts, found, strict=True):
@@ -346,7 +349,10 @@ def gathered(
     probes = [probe for probe in probes if probe.tail]
     if not probes:
         raise ConfigError("the context has too few tokens to learn from: lengthen it")
-    return Rows(sorted(probes, key=Probe.length), sorted(apart, key=Probe.length), earlier)
+    # by length, so that batches have little padding
+    probes.sort(key=Probe.length)
+    apart.sort(key=Probe.length)
+    return Rows(probes, apart, earlier)
 
 
 def judged_probes(

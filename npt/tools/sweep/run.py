@@ -73,7 +73,7 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
         return {**run(bases, trial.settings), "runs": 1}
     started = time.perf_counter()
     runs = 0
-    best: Row = {}
+    best: Row = {}  # of the largest value that trained, or of the first run
 
     def trains(value: float) -> bool:
         nonlocal best, runs
@@ -94,6 +94,7 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
         bracket = (high, None)
     else:
         for _ in range(trial.bisect.rounds):
+            # rounded, so that the value in the table is the one that ran
             middle = float(f"{math.sqrt(low * high):.4g}")
             if trains(middle):
                 low = middle
@@ -151,6 +152,7 @@ def _trained(trainer: Trainer) -> Row:
         kl = trainer.initial.aim.kl
         reason = str(error).partition(";")[0][:500]  # the rest is about the run folder
         return {"outcome": "diverged", "reason": reason, "kl_start": kl}
+    # without a row, the trial waits again
     if result.signal is not None or result.fidelity is None:
         raise StoppedError(result.signal or 15)
     fidelity = result.fidelity
@@ -164,6 +166,7 @@ def _trained(trainer: Trainer) -> Row:
     elif fidelity.aim.kl > GROWN * start:
         outcome = "worse"
         reason = "the KL has grown"
+    # sorted: equal runs give equal rows
     refusals = [f"{kind} {number}" for kind, number in sorted(result.refused_by_kind.items())]
     names = ("kl", "kl_se", "perplexity_ratio", "top1", "acceptance")
     return {

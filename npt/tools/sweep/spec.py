@@ -167,9 +167,11 @@ def design_of(content: Any, where: str) -> Design:
             f"{where} has no parts; write at least one, like parts: {{first: {{grid:"
             " {learning_rate: [1.0e-4, 1.0e-3]}}}"
         )
-    name = str(top.get("name") or ("" if "name" in top else Path(where).stem))
-    odd = "/" in name or "\\" in name or name in (".", "..") or len(name) > NAME
-    if odd or not name.strip() or not name.isprintable():
+    name = str(top.get("name", Path(where).stem) or "")
+    # it names a folder, on any system
+    odd = "/" in name or "\\" in name or name in (".", "..")
+    shown_well = name.strip() and name.isprintable() and len(name) <= NAME
+    if odd or not shown_well:
         raise ConfigError(
             f"{where}: name {name[:NAME]!r} cannot be a folder name; use up to {NAME} letters,"
             " digits and spaces"
@@ -183,6 +185,7 @@ def design_of(content: Any, where: str) -> Design:
         entries = _mapping(f"{where}: part {part}", entries, _PART)
         parts.append(part_name)
         for trial in _trials_of(where, part_name, entries, shared, seeds):
+            # equal settings run once, and count for every part that has them
             first = trials.get(trial.key, trial)
             origins = tuple(dict.fromkeys(first.origins + trial.origins))
             trials[trial.key] = replace(first, origins=origins)
@@ -243,11 +246,11 @@ def _trial(
         TrialSettings.of({**flags, bisect.setting: bisect.high}, seed)  # both ends must work
         flags[bisect.setting] = bisect.low
     settings = TrialSettings.of(flags, seed)
-    search = None if bisect is None else astuple(bisect)
     # includes defaults: if a version changes one, its trials are new
-    text = json.dumps([settings.values(), search], sort_keys=True, allow_nan=False)
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Trial(key, settings, flags, bisect, (origin,))
+    content = [settings.values(), bisect and astuple(bisect)]
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Trial(digest[:16], settings, flags, bisect, (origin,))
 
 
 def _name(where: str, written: Any) -> str:
@@ -338,7 +341,8 @@ def _drawn(source: random.Random, low: Any, high: Any = None, log: bool = False)
     if isinstance(low, list):
         return low[source.randrange(len(low))]
     if log:
-        value = math.exp(source.uniform(math.log(low), math.log(high)))
+        exponent = source.uniform(math.log(low), math.log(high))
+        value = math.exp(exponent)
     else:
         value = source.uniform(low, high)
     if isinstance(low, int) and isinstance(high, int):

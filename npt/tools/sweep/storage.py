@@ -282,8 +282,8 @@ class Storage:
                 with self._sound():
                     rows[key] = {**row, **_checked(attributes["row"])}
             elif attempt.state == TrialState.FAIL:
-                reason = printable(str(attributes.get("error", silent)))
-                rows[key] = {**row, "outcome": "failed", "reason": reason}
+                reason = str(attributes.get("error", silent))
+                rows[key] = {**row, "outcome": "failed", "reason": printable(reason)}
         return rows
 
     def _attempts(self) -> dict[str, FrozenTrial]:
@@ -299,7 +299,8 @@ class Storage:
 
         attempts: dict[str, FrozenTrial] = {}
         with self._sound():
-            for attempt in sorted(self._study.get_trials(deepcopy=False), key=rank):
+            stored = self._study.get_trials(deepcopy=False)
+            for attempt in sorted(stored, key=rank):
                 if "key" in attempt.user_attrs:
                     attempts.setdefault(attempt.user_attrs["key"], attempt)
         return attempts

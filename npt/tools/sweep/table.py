@@ -39,9 +39,12 @@ def rows_of(design: Design, figures: Mapping[str, Row]) -> list[Row]:
             "arms": ";".join(origin.arm for origin in trial.origins),
         }
         for name in dict.fromkeys([*SETTINGS, *design.varied]):
-            value = values[name]
-            row[name] = ",".join(map(str, value)) if isinstance(value, list) else value
-        row |= {name: outcome.get(name) for name in MEASURES}
+            row[name] = values[name]
+            if isinstance(row[name], list):
+                row[name] = ",".join(map(str, row[name]))
+        for name in MEASURES:
+            row[name] = outcome.get(name)
+        # the value that was searched for stands in the column of its setting
         if trial.bisect is not None:
             row[trial.bisect.setting] = row["limit_low"]
         rows.append(row)
