@@ -106,6 +106,7 @@ def attach(
     chosen = check_fit(config, model.config)
     for index in chosen:
         check_layer(index, layers[index])
+    # the class is swapped, which an instance's own forward would hide
     for index, decoder_layer in enumerate(layers):
         if is_replaced(decoder_layer):
             raise ModelError(

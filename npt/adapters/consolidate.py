@@ -91,7 +91,8 @@ def unconsolidate(model: PreTrainedModel, number: int | None = -1) -> tuple[Cons
     if not -len(history) <= number < len(history):
         raise ConfigError(f"there is no update {number} to undo: the model has {len(history)}")
     number %= len(history)
-    _set_updates(model, history[:number] + history[number + 1 :])
+    left = history[:number] + history[number + 1 :]
+    _set_updates(model, left)
     return history[number : number + 1]
 
 
@@ -121,7 +122,7 @@ def check_update(model: PreTrainedModel, update: Consolidation) -> None:
                     f"layer {index}: the update has {part.dtype} {list(part.shape)}, the model"
                     f" needs torch.float32 {shape}"
                 )
-            if not bool(torch.isfinite(part).all()):
+            if not torch.isfinite(part).all():
                 raise ConfigError(f"layer {index}: the update has a value that is not finite")
 
 

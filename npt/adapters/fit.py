@@ -25,6 +25,7 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
         return tuple(range(num_layers // 2, num_layers))
     chosen: set[int] = set()
     for part in spec.split(","):
+        # at most nine digits: int() refuses some thousands
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if not match:
             raise ConfigError(
@@ -47,9 +48,10 @@ def format_layers(layers: tuple[int, ...]) -> str:
     """Return indices as ranges, (4, 5, 6, 9) -> '4-6,9', which `resolve_layers` reads."""
     spans = []
     # consecutive indices differ from their places by the same number
-    for _, run in itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0]):
+    runs = itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
+    for _, run in runs:
         indices = [index for _, index in run]
-        span = f"{indices[0]}"
+        span = str(indices[0])
         if len(indices) > 1:
             span += f"-{indices[-1]}"
         spans.append(span)
@@ -67,25 +69,25 @@ def check_fit(
             code are to be active than it has.
     """
     chosen = resolve_layers(config.layers, model_config.num_hidden_layers)
+    hidden = model_config.hidden_size
     ranks = config.ranks_of(len(chosen))
     largest = max(ranks)
     mean = sum(ranks) / len(ranks)
     flag = "adapter_rank" if config.ranks is None else "ranks"
-    if largest > model_config.hidden_size:
+    if largest > hidden:
+        hint = " (by default it is four times --active)" if config.active else ""
         raise ConfigError(
-            f"--{flag} is {largest}, larger than the model's hidden size"
-            f" {model_config.hidden_size}; lower it"
-            f"{' (by default it is four times --active)' if config.active else ''}"
+            f"--{flag} is {largest}, larger than the model's hidden size {hidden}; lower it{hint}"
         )
     if config.active > mean:
         raise ConfigError(
             f"--active is {config.active}, but a code has only {mean:g} numbers (--{flag}); lower"
             " it, or pass 0 for all of them"
         )
-    if config.token_rank > model_config.hidden_size:
+    if config.token_rank > hidden:
         raise ConfigError(
             f"--token_rank is {config.token_rank}, larger than the model's hidden size"
-            f" {model_config.hidden_size}; lower it"
+            f" {hidden}; lower it"
         )
     check_length(max_length or 0, model_config)
     return chosen

@@ -111,10 +111,12 @@ def modulate(
         y' in y's dtype, then m and s in z's dtype, each None if absent.
     """
     out = y.to(z.dtype)
-    m = s = None
+    m = None
     if mult is not None:
-        m = MULTIPLIERS[form.mult_form](F.linear(z, mult), form.mult_bound)
+        u = F.linear(z, mult)
+        m = MULTIPLIERS[form.mult_form](u, form.mult_bound)
         out = m * out
+    s = None
     if add is not None:
         s = form.additive_scale * F.linear(z, add)
         out = out + s
@@ -165,9 +167,9 @@ class NPTAdapter(nn.Module):
         self.mode: Mode = "student"
         self.observer: Observer | None = None
         self.recode: Callable[[Tensor], Tensor] | None = None
+        rank = config.rank
         sizes = {"ffn": ffn_size, "hidden": hidden_size}
         widths = {target: sizes[TARGETS[target].width] for target in config.targets}
-        rank = config.rank
 
         def normal(rows: int, columns: int, std: float) -> nn.Parameter:
             if std == 0:
@@ -190,8 +192,10 @@ class NPTAdapter(nn.Module):
         self.register_buffer("scale", None)
         if config.token_part:
             self.scale = torch.ones(rank, dtype=torch.float32)
-            self.b = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32))
+            none = torch.zeros(hidden_size, dtype=torch.float32)
+            self.b = nn.Parameter(none)
         if config.token_rank:
+            # one factor is 0, so that L is; of two, none would get a gradient
             self.L_in = normal(config.token_rank, hidden_size, STD_A)
             self.L_out = normal(hidden_size, config.token_rank, 0.0)
         if config.active:
@@ -344,9 +348,12 @@ def student_stream(
     if adapter.scale is None:
         if not floor:
             z = adapter.code(attention)
-            z = z if adapter.recode is None else adapter.recode(z)
+            if adapter.recode is not None:
+                z = adapter.recode(z)
         read = z
-        kept = hidden + attention if adapter.config.residual == "keep" else hidden
+        kept = hidden
+        if adapter.config.residual == "keep":
+            kept = hidden + attention
     else:
         # without its hooks, which have seen it in attention
         x1 = layer.input_layernorm.forward(hidden)
@@ -357,7 +364,8 @@ def student_stream(
         if not floor:
             size = adapter.size_of(state)
             z = adapter.code((attention - own) / size)
-            z = z if adapter.recode is None else adapter.recode(z)
+            if adapter.recode is not None:
+                z = adapter.recode(z)
             # back from nats to the units of the stream
             read = size * (z / adapter.scale)
         kept = state + own

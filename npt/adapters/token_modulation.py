@@ -47,8 +47,11 @@ def recoded(
         ModelError: codes are replaced already.
     """
     adapters = {index: layer.npt for index, layer in npt_layers(model) if index in recodes}
-    if any(adapter.recode is not None for adapter in adapters.values()):
-        raise ModelError("a code is transplanted already; exit that npt.transplanted context first")
+    for adapter in adapters.values():
+        if adapter.recode is not None:
+            raise ModelError(
+                "a code is transplanted already; exit that npt.transplanted context first"
+            )
     try:
         for index, adapter in adapters.items():
             adapter.recode = recodes[index]
@@ -110,20 +113,21 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
         terms[index] = {}
         for target in targets:
             pair = kept.get(f"m_{target}"), kept[f"s_{target}"]
-            finite = (bool(term.isfinite().all()) for term in pair if term is not None)
-            if not all(finite):
-                raise NumericalError(
-                    f"layer {index}: the {target} modulation of token {token} is not finite; find"
-                    " the cause with npt trace"
-                )
             terms[index][target] = pair
+            for term in pair:
+                if term is not None and not term.isfinite().all():
+                    raise NumericalError(
+                        f"layer {index}: the {target} modulation of token {token} is not finite;"
+                        " find the cause with npt trace"
+                    )
     return TokenModulation(codes, terms, token, int(ids[0, token]))
 
 
 def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
     """Return token ids as one row [1, T] on the model's device; raise ConfigError if invalid."""
     row = torch.as_tensor(ids)
-    row = row.unsqueeze(0) if row.ndim == 1 else row
+    if row.ndim == 1:
+        row = row.unsqueeze(0)
     one_text = row.ndim == 2 and len(row) == 1 and row.numel() > 0
     if not one_text or row.is_floating_point():
         raise ConfigError(
@@ -135,7 +139,8 @@ def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
         raise ConfigError(
             f"the text has token ids outside 0 to {last}; use the model's own tokenizer"
         )
-    return row.to(next(model.parameters()).device, torch.int64)
+    device = next(model.parameters()).device
+    return row.to(device, torch.int64)
 
 
 def token_index(ids: Tensor, token: int) -> int:

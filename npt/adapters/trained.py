@@ -80,9 +80,10 @@ def trained_output(
     adapter = layer.npt
     taught = hidden + attention if teach else None
     if adapter.mode == "floor" or not is_fusable(layer, hidden):
-        with torch.no_grad():
-            if taught is not None:
-                taught = taught + layer.mlp(layer.post_attention_layernorm(taught))
+        if taught is not None:
+            with torch.no_grad():
+                x = layer.post_attention_layernorm(taught)
+                taught = taught + layer.mlp(x)
         output, terms = student_output(layer, hidden, attention)
         energy = modulation_energy(terms)
         if energy is None:
@@ -140,12 +141,14 @@ def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[
     if taught is None:
         read = layer.post_attention_layernorm(stream)
         return read, read.detach()
-    both = layer.post_attention_layernorm(torch.cat([stream, taught]))
-    own = both[: len(stream)]
+    n = len(stream)
+    states = torch.cat([stream, taught])
+    both = layer.post_attention_layernorm(states)
+    own = both[:n]
     # gate needs its rows adjacent, and so does up
     x = torch.cat([both, own])
     if not both.requires_grad:
-        own = x[: len(stream)]  # not a view of `both`, which can then be freed
+        own = x[:n]  # not a view of `both`, which can then be freed
     return own, x.detach()
 
 
@@ -215,6 +218,7 @@ class _MLP(torch.autograd.Function):
             multiply(module, product_weight(module, x.dtype), rows, out)
         of_mlp = LowRank(z, weights[:4], config)
         energy = product_forward(gate, up, of_mlp, product, taught)
+        # p of student and teacher in one product; without a teacher, the second part is empty
         weight = product_weight(mlp.down_proj, x.dtype)
         both = multiply(mlp.down_proj, weight, inputs)
         down, teacher = both.split([n, len(inputs) - n])
@@ -267,6 +271,7 @@ class _MLP(torch.autograd.Function):
         if deeper:
             if weight is None:
                 weight = product_weight(mlp.down_proj, gate.dtype)
+            # into the memory of p, which is not read again
             of_product = multiply_backward(mlp.down_proj, weight, grad, out=product)
             del weight  # free it before the next products
             of_both = [torch.empty_like(y) for y in (gate, up) if ctx.goes_on]
@@ -357,12 +362,13 @@ class LowRank:
         if mult is None:
             return None
         codes = self.z[rows]
-        room = self._rooms[2 * product]
-        u = torch.mm(codes, mult.t(), out=room[: len(codes)])
+        room = self._rooms[2 * product][: len(codes)]
+        u = torch.mm(codes, mult.t(), out=room)
         c = u.sigmoid_().sub_(0.5)
         if energy is not None:
             norm = torch.linalg.vector_norm(c, dim=-1)
-            energy[rows] += norm.square_().mul_(self.slope * self.slope / c.shape[-1])
+            weight = self.slope * self.slope / c.shape[-1]
+            energy[rows] += norm.square_().mul_(weight)
         return c
 
     def modulated(self, product: int, rows: slice, y: Tensor, c: Tensor | None) -> Tensor:
@@ -371,8 +377,8 @@ class LowRank:
         add = self.adds[product]
         if add is None:
             return part if c is None else torch.addcmul(part, c, part, value=self.slope)
-        room = self._rooms[2 * product + 1]
-        moved = torch.addmm(part, self.z[rows], add.t(), out=room[: len(part)])
+        room = self._rooms[2 * product + 1][: len(part)]
+        moved = torch.addmm(part, self.z[rows], add.t(), out=room)
         return moved if c is None else moved.addcmul_(c, part, value=self.slope)
 
     def additive_energy(self) -> Tensor:
@@ -454,7 +460,8 @@ def product_forward(
     if low.kernels is not None:
         return low.kernels.forward(low, gate, up, out, taught)
     if taught is not None:
-        taught.mul_(F.silu(out, inplace=True))
+        activation = F.silu(out, inplace=True)
+        taught.mul_(activation)
     energy = low.additive_energy()
     for rows in low.blocks(gate):
         gate_c = low.c(0, rows, energy)
@@ -496,7 +503,8 @@ def modulated_forward(y: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
     """Return m y + s [N, O] of one product, and its energy [N]."""
     out = torch.empty_like(y)
     if low.kernels is not None:
-        return out, low.kernels.forward(low, y, None, out)
+        energy = low.kernels.forward(low, y, None, out)
+        return out, energy
     energy = low.additive_energy()
     for rows in low.blocks(y):
         c = low.c(0, rows, energy)
@@ -589,7 +597,8 @@ def _strength(adapter: NPTAdapter, z: Tensor, middle: float, half: float) -> Ten
             at_bounds = m.sub_(middle).abs_().gt_(SATURATED * half)
             sums[2] += at_bounds.sum() / channels
     sums[0].fill_(len(z))
-    sums[3] = torch.linalg.vector_norm(z, dim=-1).sum()
+    norms = torch.linalg.vector_norm(z, dim=-1)
+    sums[3] = norms.sum()
     sums[5] = torch.count_nonzero(z)
     # |s|^2 = z'(alpha^2 B'B) z, so the wide s is not computed
     gram = z.new_zeros(z.shape[-1], z.shape[-1])

@@ -87,12 +87,15 @@ def save_adapter(
 
 def check_savable(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Raise AdapterFileError for tensors that are not fp32 or not finite."""
-    wrong = {name: t.dtype for name, t in tensors.items() if t.dtype != torch.float32}
-    faults = [f"{name} is {dtype}, but adapters are fp32" for name, dtype in wrong.items()]
-    if (bad := non_finite(tensors)) is not None:
-        faults.append(f"{bad} is not finite")
-    if faults:
-        raise AdapterFileError(f"{faults[0]}; the adapter is not saved to {folder}")
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise AdapterFileError(
+                f"{name} is {tensor.dtype}, but adapters are fp32; the adapter is not saved to"
+                f" {folder}"
+            )
+    bad = non_finite(tensors)
+    if bad is not None:
+        raise AdapterFileError(f"{bad} is not finite; the adapter is not saved to {folder}")
 
 
 def write_adapter(
@@ -108,21 +111,21 @@ def write_adapter(
 
     Args as for `save_adapter`. tensors: by name, to write instead of the model's own.
     """
+    base_name = base_name or model.config._name_or_path or "unknown"
     record = {
         "peft_type": "NPT",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name or model.config._name_or_path or "unknown",
+        "base_model_name_or_path": base_name,
         **base.as_record(),
         "npt": asdict(attached_config(model)),
     }
-    if (recipe := Recipe.of(model)) is not None:
+    recipe = Recipe.of(model)
+    if recipe is not None:
         record[ENTRY] = asdict(recipe)
-    tensors = {**adapter_tensors(model), **(tensors or {})}
-    save_file(
-        {PREFIX + name: t.detach().to("cpu").contiguous() for name, t in tensors.items()},
-        folder / WEIGHTS_NAME,
-        metadata={"format": "pt"},
-    )
+    stored = {}
+    for name, tensor in {**adapter_tensors(model), **(tensors or {})}.items():
+        stored[PREFIX + name] = tensor.detach().cpu().contiguous()
+    save_file(stored, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     write_json(folder / CONFIG_NAME, record)
     write_text(folder / CARD_NAME, card(record, fidelity))
     if consolidated(model):
@@ -232,7 +235,8 @@ def from_pretrained(
     """
     stored = find_adapter(adapter, revision)
     recipe = stored.recipe
-    name = base_name or stored.record.get("base_model_name_or_path")
+    recorded = stored.record.get("base_model_name_or_path")
+    name = base_name or recorded
     if recipe is None or not isinstance(name, str):
         raise AdapterFileError(
             f"{stored.folder} does not record how its base was loaded: load the base as in training"
@@ -285,11 +289,12 @@ def read_adapter(
     check_tensors(path, read_headers(path, AdapterFileError), wanted, AdapterFileError)
     on_disk = read_tensors(path, wanted, AdapterFileError)
     tensors = {name: on_disk[PREFIX + name] for name in shapes}
-    if (bad := non_finite(tensors)) is not None:
+    bad = non_finite(tensors)
+    if bad is not None:
         raise AdapterFileError(f"{path}: {bad} has a non-finite value; load another checkpoint")
     for name, tensor in tensors.items():
         # the forward divides by it
-        if name.endswith(".scale") and not bool((tensor > 0).all()):
+        if name.endswith(".scale") and not (tensor > 0).all():
             raise AdapterFileError(
                 f"{path}: {name} has a factor that is not above 0; restore the file from the"
                 " original"
@@ -344,6 +349,7 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
             f"{path} has no entry 'npt', so the folder has no NPT adapter: pass one that"
             " npt.save_adapter wrote"
         )
+    # what an earlier version wrote is still an adapter: it may have the retired ones, or lack later
     settings = {name: value for name, value in settings.items() if name not in _RETIRED}
     known = {field.name for field in fields(NPTConfig)}
     odd = sorted(known ^ (_LATER | settings.keys()))

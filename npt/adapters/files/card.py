@@ -77,7 +77,8 @@ def _fidelity(fidelity: Mapping[str, Any]) -> str:
     for name, label in _LABELS.items():
         figures = fidelity.get(name)
         if isinstance(figures, Mapping):
-            rows.append([label, *(_figure(figures, key) for key in FIGURES)])
+            cells = [_figure(figures, key) for key in FIGURES]
+            rows.append([label, *cells])
     if not rows:
         return ""
     headings = ["model", *(figure.short for figure in FIGURES.values())]
@@ -100,9 +101,10 @@ def export_card(settings: Mapping[str, Any], base: str) -> str:
     form = settings["npt"]
     needs = "torch and transformers"
     stored = "not quantised"
-    if "quantization_config" in settings:
+    packing = settings.get("quantization_config")
+    if packing is not None:
         needs = "torch, transformers, accelerate and bitsandbytes"
-        kind = settings["quantization_config"]["bnb_4bit_quant_type"]
+        kind = packing["bnb_4bit_quant_type"]
         stored = f"quantised to 4 bits ({kind})"
     name = base if _base_line(base) else Path(base).name
     return f"""---

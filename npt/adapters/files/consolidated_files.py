@@ -20,20 +20,23 @@ PATCHES_NAME = "consolidated.safetensors"
 
 def write_consolidated(model: PreTrainedModel, folder: Path, base: BaseIdentity) -> None:
     """Write the model's updates to an adapter's folder."""
-    history = consolidated(model)
     tensors = {}
+    updates = []
+    history = consolidated(model)
     for number, update in enumerate(history):
-        for index, patch in update.patches.items():
-            for name, tensor in zip(_names(number, index), patch, strict=True):
-                tensors[name] = tensor.contiguous()
-    save_file(tensors, folder / PATCHES_NAME, metadata={"format": "pt"})
-    record = {
-        "base_model_name_or_path": getattr(model.config, "_name_or_path", "") or "unknown",
-        **base.as_record(),
-        "updates": [
+        for index, (outer, inner) in update.patches.items():
+            outer_name, inner_name = _names(number, index)
+            tensors[outer_name] = outer.contiguous()
+            tensors[inner_name] = inner.contiguous()
+        updates.append(
             {"layers": list(update.patches), "record": update.record, "probes": update.probes}
-            for update in history
-        ],
+        )
+    save_file(tensors, folder / PATCHES_NAME, metadata={"format": "pt"})
+    base_name = getattr(model.config, "_name_or_path", "")
+    record = {
+        "base_model_name_or_path": base_name or "unknown",
+        **base.as_record(),
+        "updates": updates,
     }
     write_json(folder / HISTORY_NAME, record)
 
@@ -62,11 +65,13 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidati
     headers = read_headers(patches_path, AdapterFileError)
     check_names(patches_path, headers, wanted, AdapterFileError)
     tensors = read_tensors(patches_path, wanted, AdapterFileError)
+    # a header says nothing of the model: whether the patches fit it is checked here
     updates = []
     for number, (layers, record, probes) in enumerate(history):
         patches = {}
         for index in layers:
             outer, inner = (tensors[name] for name in _names(number, index))
+            # before `check_update`, which reads both sizes
             if outer.ndim != 2 or inner.ndim != 2:
                 raise AdapterFileError(
                     f"{folder}: update {number} is invalid: layer {index} has shapes"

@@ -100,12 +100,15 @@ def write_export(model: Any, tokenizer: Any, folder: Path) -> tuple[int, int]:
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     kind = model.config.model_type
+    prefix = FAMILIES[kind].prefix
     for name in CODE_FILES:  # written for a Llama; other families differ only in names
         code = (CODE / name).read_text(encoding="utf-8")
-        code = code.replace("Llama", FAMILIES[kind].prefix)
+        code = code.replace("Llama", prefix)
         code = code.replace("llama", kind)
         write_text(folder / name, code)
-    write_text(folder / "README.md", export_card(settings, str(model.config._name_or_path)))
+    base = str(model.config._name_or_path)
+    readme = export_card(settings, base)
+    write_text(folder / "README.md", readme)
     return files, size
 
 
@@ -119,6 +122,9 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
     packed = {id(module) for _, module in quantized_linears(model)}
     # next to 4-bit weights, the rest of the base computes in fp32
     dtype = torch.float32 if packed else declared_dtype(model)
+    # JSON has no keys but strings
+    ranks = {str(index): layer.npt.config.rank for index, layer in npt_layers(model)}
+    patches = {str(index): len(inner) for index, (_, inner) in _patches(model).items()}
     settings |= {
         "model_type": f"npt_{model.config.model_type}",
         "architectures": [f"NPT{family}ForCausalLM"],
@@ -129,10 +135,10 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
         },
         "dtype": str(dtype).removeprefix("torch."),
         "npt": {
-            "ranks": {str(index): layer.npt.config.rank for index, layer in npt_layers(model)},
+            "ranks": ranks,
             "targets": list(config.targets),
             "keep_residual": config.residual == "keep",
-            "patches": {str(index): len(inner) for index, (_, inner) in _patches(model).items()},
+            "patches": patches,
             **{name: getattr(config, name) for name in _FORM},
         },
     }
@@ -156,19 +162,20 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
 
 def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor to store, with its name."""
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    for name, tensor in model.state_dict().items():
-        if tied and name == "lm_head.weight":
-            continue
+    tensors = model.state_dict()
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        del tensors["lm_head.weight"]
+    for name, tensor in tensors.items():
         if name.endswith(".npt.log_tau"):
             tensor = tensor.clone()  # layers share it, but a file may not
         statistic = ".weight." in name  # of a 4-bit weight
         if ".npt." not in name and not statistic:
             tensor = _smallest(tensor)
         yield name, tensor
-    for index, patch in _patches(model).items():
-        for part, tensor in zip(("outer", "inner"), patch, strict=True):
-            yield f"model.layers.{index}.npt.{part}", tensor.contiguous()
+    for index, (outer, inner) in _patches(model).items():
+        adapter = f"model.layers.{index}.npt"
+        yield f"{adapter}.outer", outer.contiguous()
+        yield f"{adapter}.inner", inner.contiguous()
 
 
 def _patches(model: PreTrainedModel) -> dict[int, Patch]:

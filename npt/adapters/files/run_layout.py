@@ -22,12 +22,12 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first, without symbolic links."""
     if not folder.is_dir():
         return []
-    found = {}
+    found = []
     for path in folder.iterdir():
         match = _STEP.fullmatch(path.name)
         if match and path.is_dir() and not path.is_symlink():
-            found[int(match[1]), path.name] = path
-    return [path for _, path in sorted(found.items())]
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found)]
 
 
 def adapter_places(folder: Path) -> list[Path]:

@@ -46,7 +46,8 @@ class LayerAdapter(nn.Module):
 
     def __init__(self, config, index: int):
         super().__init__()
-        self.form = form = config.npt
+        form = config.npt
+        self.form = form
         rank = form["ranks"][str(index)]
         d = config.hidden_size
         f = config.intermediate_size
@@ -56,6 +57,7 @@ class LayerAdapter(nn.Module):
             return nn.Parameter(torch.zeros(shape, dtype=torch.float32))
 
         self.A = empty(rank, d)
+        # M does not act on the stream, and the stream has a B in every form
         shifted = [t for t in form["targets"] if form["additive"] or t == "stream"]
         multiplied = [t for t in form["targets"] if form["multiplicative"] and t != "stream"]
         self.B = nn.ParameterDict({t: empty(width[t], rank) for t in shifted})
@@ -69,9 +71,9 @@ class LayerAdapter(nn.Module):
             self.L_out = empty(d, form["token_rank"])
         if form["active"]:
             self.log_tau = empty(1)
-        self.patched = str(index) in form["patches"]
+        size = form["patches"].get(str(index))
+        self.patched = size is not None
         if self.patched:
-            size = form["patches"][str(index)]
             self.outer = empty(d, size)
             self.inner = empty(size, f)
 
@@ -182,7 +184,9 @@ class NPTModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
         loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model = loaded
+        if isinstance(loaded, tuple):  # with `output_loading_info`
+            model, _ = loaded
         for name, parameter in model.named_parameters():
             if ".npt." in name or hasattr(parameter, "quant_state"):
                 continue
