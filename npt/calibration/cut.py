@@ -102,8 +102,9 @@ class Cut:
         Raises:
             NumericalError: they are not finite.
         """
+        code = self.code[:rank]
         back = self.back[:, :rank] / config.additive_scale
-        code, back, factor = balanced(self.code[:rank], back)
+        code, back, factor = balanced(code, back)
         solved = {"A": code, f"B.{STREAM}": back}
         if self.token_part is not None:
             solved["b"] = self.token_part.bias
@@ -111,12 +112,12 @@ class Cut:
             if config.token_rank:
                 solved["L_in"] = self.token_part.inner
                 solved["L_out"] = self.token_part.outer
-        finite = [bool(torch.isfinite(tensor).all()) for tensor in solved.values()]
-        if not all(finite):
-            raise NumericalError(
-                f"calibration: the directions of layer {index} are non-finite, so the adapters are"
-                " unchanged; pass --init random"
-            )
+        for tensor in solved.values():
+            if not torch.isfinite(tensor).all():
+                raise NumericalError(
+                    f"calibration: the directions of layer {index} are non-finite, so the adapters"
+                    " are unchanged; pass --init random"
+                )
         return solved
 
     @property

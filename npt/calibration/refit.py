@@ -134,9 +134,10 @@ def _moments(layer: NPTLayer, walks: list[Walk]) -> Tensor:
     reads, of what the layer is to add and what it can read.
     """
     width = len(layer.npt.b)
+    device = layer.npt.b.device
     read = read_width(width, layer.npt.config.token_rank)
     shape = 2 * width + read, width + read
-    total = torch.zeros(shape, dtype=torch.float64, device=layer.npt.b.device)
+    total = torch.zeros(shape, dtype=torch.float64, device=device)
     for walk in walks:
         part = within(layer, partial(_look, layer, walk))
         if walk.counts:
@@ -188,7 +189,7 @@ def _solved(
         NumericalError: the student's states are not finite.
     """
     index = layer.self_attn.layer_idx
-    if not bool(torch.isfinite(total).all()):
+    if not torch.isfinite(total).all():
         raise NumericalError(
             f"calibration: the student's states at layer {index} are not finite; find the cause"
             " with npt trace. The adapters are unchanged"

@@ -49,7 +49,9 @@ def draw_samples(
     config = DataConfig(max_length=max_length)
     items = iter(records_from(data, config, "data"))
     first = next(items, None)
-    rest: Iterable[Any] = [] if first is None else itertools.chain([first], items)
+    rest: Iterable[Any] = []
+    if first is not None:
+        rest = itertools.chain([first], items)
     if not isinstance(first, Sample):
         rest = cut(rest, tokenizer, config)
     read = []

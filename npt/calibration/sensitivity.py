@@ -73,12 +73,14 @@ class Sensitivity:
     def add(self, seen: Mapping[str, Tensor]) -> None:
         """Add the rows [N, D] that `_watched` names to the sums, which `average` makes means."""
         stream = seen["state"] if self.form.token_part else seen["stream"]
-        stream = stream.to(torch.float32)
-        size = stream.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
-        usual = torch.minimum(size, LARGEST * size.median())
+        squares = stream.to(torch.float32).square()
+        size = squares.mean(dim=-1, keepdim=True).sqrt()
+        size = size.clamp_min(1e-12)
+        median = size.median()
+        usual = torch.minimum(size, LARGEST * median)
         if self.form.token_part:
             # the norms multiply a gradient at a state of about 0 by 1 / sqrt(eps), layer by layer
-            usual = torch.where(size < SMALLEST * size.median(), 0.0, usual)
+            usual = torch.where(size < SMALLEST * median, 0.0, usual)
             size = bounded(size)
         scaled = seen["attention output"] / size
         sensed = seen["gradient"] * usual
