@@ -214,8 +214,10 @@ def examine(
         except TemplateLimitError:  # it would take as long for every record
             raise
         except Exception as error:  # tokenizers and templates raise errors of any kind
-            given = record.get("id") if isinstance(record, Mapping) else None
-            report.note(name, error, str(number if given is None else given))
+            place = number
+            if isinstance(record, Mapping) and record.get("id") is not None:
+                place = record["id"]
+            report.note(name, error, str(place))
             continue
         for sample in samples:
             report.add(sample)
@@ -233,9 +235,11 @@ def readable(config: DataConfig, report: DataReport) -> Iterator[tuple[Record, s
     if not is_local(config.dataset_name):
         yield from ((record, config.dataset_name) for record in open_source(config))
         return
+    streaming = replace(config, streaming=True)
     for path in local_files(config.dataset_name, config.dataset_split):
         try:
-            for record in reader_of(path).read(path, replace(config, streaming=True)):
+            reader = reader_of(path)
+            for record in reader.read(path, streaming):
                 if isinstance(record, FileError):
                     report.note(str(path), record)
                 else:

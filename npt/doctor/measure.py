@@ -162,10 +162,11 @@ def tensors_of(*owners: Any) -> Iterator[Tensor]:
             if owner.is_leaf and owner.grad is not None:
                 waiting.append(owner.grad)
         if isinstance(owner, dict):
-            waiting += [*owner.keys(), *owner.values()]
+            waiting += owner.keys()
+            waiting += owner.values()
         elif isinstance(owner, list | tuple | set | frozenset):
-            waiting += list(owner)
+            waiting += owner
         elif isinstance(owner, Tensor | nn.Module | torch.optim.Optimizer | QuantState) or (
             is_dataclass(owner) and not isinstance(owner, type)
         ):
-            waiting += list(vars(owner).values())
+            waiting += vars(owner).values()

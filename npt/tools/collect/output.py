@@ -90,13 +90,15 @@ class Output:
         Raises:
             ConfigError: the disk is full or gone.
         """
-        lines = "".join(to_json(record) + "\n" for record in records).encode()
+        text = "".join(to_json(record) + "\n" for record in records)
+        lines = text.encode()
         left = memoryview(lines)
         with self._writing("free disk space and repeat the command, which goes on from here"):
             try:
                 os.ftruncate(self._handle, self._bytes)
                 while left:
-                    left = left[os.write(self._handle, left) :]
+                    written = os.write(self._handle, left)
+                    left = left[written:]
                 os.fsync(self._handle)
                 size = self._bytes + len(lines)
                 progress = {"settings": self._settings, "bytes": size, "figures": asdict(figures)}
@@ -169,8 +171,9 @@ def read_progress(path: Path) -> dict[str, Any]:
         return {}
     begun = read_json(progress, ConfigError)
     check_entries(progress, "", begun, _ENTRIES, ConfigError)
-    check_entries(progress, "figures.", begun["figures"], _FIGURES, ConfigError)
-    if min(begun["bytes"], begun["figures"]["prompts"]) < 0:
+    figures = begun["figures"]
+    check_entries(progress, "figures.", figures, _FIGURES, ConfigError)
+    if begun["bytes"] < 0 or figures["prompts"] < 0:
         raise ConfigError(f"{progress} has a count below 0; {RESTORE}")
     return begun
 

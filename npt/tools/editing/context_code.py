@@ -98,7 +98,8 @@ class ContextCode:
                     f"the codes differ in layer {index}: {here} and {there}; add codes of one"
                     " adapter"
                 )
-        hashes = {each.record.get("adapter_hash") for each in (self, other)} - {None}
+        hashes = {self.record.get("adapter_hash"), other.record.get("adapter_hash")}
+        hashes.discard(None)  # codes made by hand have none
         if len(hashes) > 1:
             one, two = sorted(str(each)[:12] for each in hashes)
             raise ModelError(
@@ -209,8 +210,9 @@ def context_code(
     if not queries:
         raise ConfigError("there are no queries: pass at least one pair of a query's token ids")
     stacked = {index: torch.stack(states) for index, states in wanted.items()}
+    codes = _changes(model, queries, stacked)
     origin = {**(record or {}), "queries": len(queries), "adapter_hash": adapter_hash(model)}
-    return ContextCode(_changes(model, queries, stacked), origin)
+    return ContextCode(codes, origin)
 
 
 @torch.no_grad()

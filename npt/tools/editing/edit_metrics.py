@@ -86,13 +86,8 @@ class Forgetting:
         compared = zip(self._opened, self._final(model, mode), self._states[mode], strict=True)
         for stream, now, before in compared:
             predicted = predicting(stream.batch)
-            per_token = compare_tokens(
-                now,
-                before,
-                stream.batch.labels[:, 1:][predicted],
-                model.lm_head,
-                model.config.vocab_size,
-            )
+            targets = stream.batch.labels[:, 1:][predicted]
+            per_token = compare_tokens(now, before, targets, model.lm_head, model.config.vocab_size)
             samples = predicted.nonzero()[:, 0]
             parts.append(per_sample_sums(per_token, samples, len(predicted)))
         return figures(torch.cat(parts))

@@ -132,7 +132,8 @@ def second_moments(
                 stream = replace(stream, hidden=seen.output)
                 if index in layers:
                     rows = seen.product[valid].to(torch.float32)
-                    sums[index] = rows.t() @ rows + sums.get(index, 0.0)
+                    products = rows.t() @ rows
+                    sums[index] = products + sums.get(index, 0.0)
     moments = {}
     for index, total in sums.items():
         if not torch.isfinite(total).all():
@@ -199,14 +200,16 @@ def outputs(
             for index, layer in _span(model, layers):
                 stream = stream.through([layer])
                 if index in parts:
-                    parts[index].append(stream.hidden[tails].to(torch.float32))
+                    states = stream.hidden[tails]
+                    parts[index].append(states.to(torch.float32))
     found = {}
-    for index, states in parts.items():
-        found[index] = torch.cat(states)
-        if not torch.isfinite(found[index]).all():
+    for index, of_batches in parts.items():
+        states = torch.cat(of_batches)
+        if not torch.isfinite(states).all():
             raise NumericalError(
                 f"layer {index}: a state of the probes is not finite; find the cause with npt trace"
             )
+        found[index] = states
     return found
 
 

@@ -266,14 +266,13 @@ def _rendered(tokenizer: Any, user: str, context: str, *, to_answer: bool) -> st
     at the beginning of the user's.
     """
     asked = {"role": "user", "content": user}
-    if not context:
-        return render(tokenizer, [asked], to_answer=to_answer)
-    system = {"role": "system", "content": context}
-    try:
-        return render(tokenizer, [system, asked], to_answer=to_answer)
-    except TemplateError:
-        asked = {"role": "user", "content": f"{context}\n\n{user}"}
-        return render(tokenizer, [asked], to_answer=to_answer)
+    if context:
+        system = {"role": "system", "content": context}
+        try:
+            return render(tokenizer, [system, asked], to_answer=to_answer)
+        except TemplateError:
+            asked["content"] = f"{context}\n\n{user}"
+    return render(tokenizer, [asked], to_answer=to_answer)
 
 
 def _turn(tokenizer: Any, user: str, context: str = "") -> tuple[int, ...]:

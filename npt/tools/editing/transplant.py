@@ -183,11 +183,15 @@ def transplant(
     row_from = as_row(model, ids_from)
     row_to = as_row(model, ids_to)
     position = token_index(row_to, token_to)
-    donor = next_token(model, row_from)
-    receiver = next_token(model, row_to)
     with transplanted(model, modulation, position):
         changed = next_token(model, row_to)
-    return Transplant(donor, receiver, changed, modulation.token, position)
+    return Transplant(
+        donor=next_token(model, row_from),
+        receiver=next_token(model, row_to),
+        transplanted=changed,
+        token_from=modulation.token,
+        token_to=position,
+    )
 
 
 @torch.no_grad()

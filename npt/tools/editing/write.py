@@ -221,7 +221,8 @@ def general_text(
         set_apart = max(1, len(samples) * BOUND_TOKENS // wanted)
         bound = samples[-set_apart:]
         samples = samples[:-set_apart]
-    return General(second_moments(model, samples, layers), _first_tokens(bound, BOUND_TOKENS))
+    moments = second_moments(model, samples, layers)
+    return General(moments, _first_tokens(bound, BOUND_TOKENS))
 
 
 def _first_tokens(samples: Sequence[Sample], count: int) -> list[Sample]:
@@ -265,7 +266,8 @@ def find_update(
     too_low: tuple[float, float] | None = None
     kept: tuple[float, float] | None = None
     for _ in range(ROUNDS):
-        update = Consolidation(solve(model, streams, wanted, general.moments, penalty))
+        patches = solve(model, streams, wanted, general.moments, penalty)
+        update = Consolidation(patches)
         kl = 0.0
         if math.isfinite(max_kl):
             with applied(model, update):
@@ -290,14 +292,14 @@ def find_update(
             f"--max_kl {max_kl} is too low: even an update that hardly changes the texts exceeds"
             " it; raise --max_kl"
         )
+    texts = tuple((probe.before + probe.tail, len(probe.tail)) for probe in rows.probes)
     record = {
         "texts": [fact.text if fact.prompt else fact.answer for fact in facts],
         "context": context,
         "max_kl": max_kl,
-        "tokens": sum(len(probe.tail) for probe in rows.probes),
+        "tokens": sum(length for _, length in texts),
         "penalty": kept[0],
     }
-    texts = tuple((probe.before + probe.tail, len(probe.tail)) for probe in rows.probes)
     return replace(found, record=record, probes=texts)
 
 

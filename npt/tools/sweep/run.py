@@ -80,7 +80,7 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
         between()
         row = run(bases, trial.at(value))
         runs += 1
-        stable = bool(row["outcome"] == "stable")
+        stable: bool = row["outcome"] == "stable"
         if stable or not best:
             best = row
         return stable

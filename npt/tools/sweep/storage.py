@@ -19,6 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +77,10 @@ def _checked(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(row.get("outcome"), str):
         raise TypeError(f"outcome is {shown(row.get('outcome'))}")
     return row
+
+
+def _moment(at: datetime | None) -> str | None:
+    return None if at is None else at.isoformat(timespec="seconds")
 
 
 def _reason(error: BaseException) -> str:
@@ -270,13 +275,11 @@ class Storage:
         silent = f"its worker sent no heartbeat for {self._grace:.0f} s"
         for key, attempt in self._attempts().items():
             attributes = attempt.user_attrs
-            started = attempt.datetime_start
-            ended = attempt.datetime_complete
             row: dict[str, Any] = {
                 "trial": attempt.number,
                 "worker": str(attributes.get("worker", "")),
-                "started": started and started.isoformat(timespec="seconds"),
-                "ended": ended and ended.isoformat(timespec="seconds"),
+                "started": _moment(attempt.datetime_start),
+                "ended": _moment(attempt.datetime_complete),
             }
             if attempt.state == TrialState.COMPLETE:
                 with self._sound():
@@ -301,8 +304,9 @@ class Storage:
         with self._sound():
             stored = self._study.get_trials(deepcopy=False)
             for attempt in sorted(stored, key=rank):
-                if "key" in attempt.user_attrs:
-                    attempts.setdefault(attempt.user_attrs["key"], attempt)
+                key = attempt.user_attrs.get("key")
+                if key is not None:
+                    attempts.setdefault(key, attempt)
         return attempts
 
     def _wait(self, trial: Trial) -> None:
