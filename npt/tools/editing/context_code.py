@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, evaluating, npt_layers
+from npt.adapters.converted import npt_layers
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.adapters.layer import NPTAdapter
 from npt.adapters.token_modulation import as_row, observed, recoded
@@ -45,6 +45,7 @@ from npt.config.adapter import STREAM
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.files import to_json, write_bytes
 from npt.stored import RESTORE, described, non_finite, opened, parse_json, read_headers, shown
+from npt.tools.editing.layerwise import reading
 
 RECORD = "npt_context_code"
 """Entry of the file's metadata that holds the record, as JSON."""
@@ -215,7 +216,6 @@ def context_code(
     return ContextCode(codes, origin)
 
 
-@torch.no_grad()
 def _last_states(model: PreTrainedModel, row: Tensor) -> dict[int, Tensor]:
     """Return by layer what a code is to reach at a row's last token: the stream [D], or without a
     token part the code itself [R].
@@ -231,12 +231,11 @@ def _last_states(model: PreTrainedModel, row: Tensor) -> dict[int, Tensor]:
     for index, layer in npt_layers(model):
         name = "z" if layer.npt.scale is None else "stream"
         observers.append((layer.npt, partial(keep, index, name)))
-    with observed(observers), evaluating(model), adapter_mode(model, "student"):
+    with observed(observers), reading(model):
         model.model(row, use_cache=False)
     return found
 
 
-@torch.no_grad()
 def _changes(
     model: PreTrainedModel, queries: Sequence[Tensor], wanted: Mapping[int, Tensor]
 ) -> dict[int, Tensor]:
@@ -284,11 +283,6 @@ def _changes(
     observers = [(layer.npt, partial(keep, index)) for index, layer in layers]
     recodes = {index: partial(give, layer.npt, index) for index, layer in layers}
     # one pass: `give` finds a layer's d and changes the code before the next layer runs
-    with (
-        observed(observers),
-        recoded(model, recodes),
-        evaluating(model),
-        adapter_mode(model, "student"),
-    ):
+    with observed(observers), recoded(model, recodes), reading(model):
         model.model(rows, use_cache=False)
     return {index: each.float().cpu() for index, each in changes.items()}

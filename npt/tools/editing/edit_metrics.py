@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, decoder_layers, evaluating, is_attached, npt_layers
+from npt.adapters.converted import decoder_layers, is_attached, npt_layers
 from npt.adapters.layer import Mode
 from npt.adapters.token_modulation import observed, recoded
 from npt.console import say
@@ -188,7 +188,6 @@ class Baseline:
             words.append(likely.cpu())
         return torch.cat(words)
 
-    @torch.no_grad()
     def _through_code(self, model: PreTrainedModel) -> float:
         """Return the answers' log-probability without their context if only the codes of the
         converted layers, at the tokens that predict the answers, are those with the context.
@@ -219,15 +218,15 @@ def _with_tail(tail: Tensor, z: Tensor) -> Tensor:
     return torch.cat([z[:, : -tail.shape[1]], tail], dim=1)
 
 
-@torch.no_grad()
 def mean_log_probability(
     model: PreTrainedModel, samples: Sequence[Sample], stream: Mode = "student"
 ) -> float:
     """Return the log-probability of the samples' targets, in nats, summed over a sample's tokens
     and averaged over samples; raise NumericalError if it is NaN.
     """
-    with evaluating(model), adapter_mode(model, stream):
-        sums = [float(each.double().sum()) for each in log_probabilities(model, samples)]
+    with reading(model, stream):
+        found = log_probabilities(model, samples)
+    sums = [float(each.double().sum()) for each in found]
     value = math.fsum(sums) / len(sums)
     if math.isnan(value):
         raise NumericalError(

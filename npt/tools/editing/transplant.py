@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
+from npt.adapters.converted import attached_config, npt_layers
 from npt.adapters.token_modulation import (
     TokenModulation,
     as_row,
@@ -28,6 +28,7 @@ from npt.adapters.token_modulation import (
 from npt.distill.logit_losses import kl_of_logs
 from npt.errors import ConfigError, ModelError
 from npt.tools.editing.context_code import ContextCode
+from npt.tools.editing.layerwise import reading
 
 
 @contextmanager
@@ -194,9 +195,9 @@ def transplant(
     )
 
 
-@torch.no_grad()
 def next_token(model: PreTrainedModel, row: Tensor) -> Tensor:
     """Return the student's next-token log-probabilities [V] after a row of tokens."""
-    with evaluating(model), adapter_mode(model, "student"):
-        logits = model(row, use_cache=False, logits_to_keep=1).logits[0, -1]
+    with reading(model):
+        output = model(row, use_cache=False, logits_to_keep=1)
+    logits = output.logits[0, -1]
     return torch.log_softmax(logits.to(torch.float32), dim=-1).cpu()

@@ -25,14 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.consolidate import Consolidation, applied, apply_update, consolidated
-from npt.adapters.converted import (
-    adapter_mode,
-    decoder_layers,
-    evaluating,
-    is_attached,
-    is_sharded,
-    npt_layers,
-)
+from npt.adapters.converted import decoder_layers, is_attached, is_sharded, npt_layers
 from npt.adapters.fit import resolve_layers
 from npt.base.families import check_family
 from npt.calibration.samples import draw_samples
@@ -41,7 +34,7 @@ from npt.data.continuation import bare_tokens
 from npt.data.source import Given
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.tools.editing.edit_metrics import Forgetting, mean_log_probability
-from npt.tools.editing.layerwise import Rows, opened, second_moments, solve, wanted_outputs
+from npt.tools.editing.layerwise import Rows, opened, reading, second_moments, solve, wanted_outputs
 from npt.tools.editing.probes import (
     CONTINUATION_TOKENS,
     Fact,
@@ -330,7 +323,7 @@ def gathered(
     """Return the probes of facts and contexts, their contrasts, and those of earlier updates."""
     check_length(model, tokenizer, context)
     probes: list[Probe] = []
-    with evaluating(model), adapter_mode(model, "student"):
+    with reading(model):
         # of a plain text, all but the last word stands for the prompt
         prompts = [fact.prompt or fact.answer.strip().rsplit(" ", 1)[0] for fact in facts]
         found = subjects(model, tokenizer, prompts)
@@ -365,7 +358,7 @@ def judged_probes(
     """
     if facts:
         return [answer_probe(tokenizer, f, f.prompt, context or f.text) for f in facts]
-    with evaluating(model), adapter_mode(model, "student"):
+    with reading(model):
         apart = continuations(model, tokenizer, context, JUDGED_CONTINUATIONS, seed + 1)
         return [probe for probe in apart if probe.tail]
 
