@@ -73,7 +73,9 @@ def check_fit(
     ranks = config.ranks_of(len(chosen))
     largest = max(ranks)
     mean = sum(ranks) / len(ranks)
-    flag = "adapter_rank" if config.ranks is None else "ranks"
+    flag = "ranks"
+    if config.ranks is None:
+        flag = "adapter_rank"
     if largest > hidden:
         hint = " (by default it is four times --active)" if config.active else ""
         raise ConfigError(

@@ -145,8 +145,9 @@ def spend(budget: int, worth: Mapping[int, Sequence[float]]) -> dict[int, int]:
         _, index = heapq.heappop(queue)
         ranks[index] += 1
         rank = ranks[index]
-        if rank < len(worth[index]):
-            heapq.heappush(queue, (-worth[index][rank], index))
+        values = worth[index]
+        if rank < len(values):
+            heapq.heappush(queue, (-values[rank], index))
     return ranks
 
 

@@ -153,16 +153,19 @@ def _look(layer: NPTLayer, walk: Walk) -> Tensor:
     context = stream.context_of(layer)
     read = walk.taught + attention_output(layer, walk.taught, **context)
     walk.attention = attention_output(layer, stream.hidden, **context)
-    walk.taught = stream.clean(read + layer.mlp(layer.post_attention_layernorm(read)))
+    x2 = layer.post_attention_layernorm(read)
+    walk.taught = stream.clean(read + layer.mlp(x2))
     h = stream.rows(stream.hidden)
-    size = bounded(layer.npt.size_of(h.to(torch.float32)))
+    size = layer.npt.size_of(h.to(torch.float32))
+    size = bounded(size)
     # without its hooks, which have seen it in attention
     x1 = layer.input_layernorm.forward(h)
     x = read_by(x1, size, layer.npt.config.token_rank)
     y = stream.rows(read - stream.hidden) / size
     a = stream.rows(walk.attention) / size
     columns = torch.cat([a, x], dim=-1)
-    return product(torch.cat([y, columns], dim=-1), columns)
+    rows = torch.cat([y, columns], dim=-1)
+    return product(rows, columns)
 
 
 def _steps(layer: NPTLayer, walks: list[Walk]) -> None:

@@ -75,7 +75,9 @@ def draw_samples(
 def _shortened(sample: Sample, length: int) -> Sample:
     if len(sample.input_ids) <= length:
         return sample
-    labels = None if sample.labels is None else sample.labels[:length]
+    labels = sample.labels
+    if labels is not None:
+        labels = labels[:length]
     lengths: tuple[int, ...] | None = None
     if sample.lengths is not None:
         lengths = ()

@@ -102,8 +102,9 @@ class Sensitivity:
         rest = part.left(covariance, cross, cross, inputs)
         # the mean of e'S e is the trace of E e e' S
         lost = (rest * sensitivity).sum() / (covariance * sensitivity).sum()
+        known = 1.0 - float(lost)
         cut = Cut.of(rest, sensitivity)
-        return replace(cut, token_part=part, known=1.0 - float(lost)).to(home)
+        return replace(cut, token_part=part, known=known).to(home)
 
     def average(self, processes: ProcessGroup, tokens: int) -> None:
         """Turn the sums into means over the tokens of all processes, in place to save memory."""
@@ -204,9 +205,9 @@ def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> Exi
         seen[index, "stream"] = inputs[0]
 
     stack = ExitStack()
-    stack.callback(layer.input_layernorm.register_forward_hook(state).remove)
-    stack.callback(layer.self_attn.register_forward_hook(attention).remove)
-    stack.callback(layer.post_attention_layernorm.register_forward_pre_hook(stream).remove)
+    stack.enter_context(layer.input_layernorm.register_forward_hook(state))
+    stack.enter_context(layer.self_attn.register_forward_hook(attention))
+    stack.enter_context(layer.post_attention_layernorm.register_forward_pre_hook(stream))
     return stack
 
 

@@ -52,9 +52,11 @@ def set_threshold(
     log_tau.fill_(-100.0)
     for _ in range(ROUNDS):
         sizes, tokens = student_codes(model, samples, batch_size)
-        kept = min(active * tokens * len(layers), len(sizes))
+        wanted = active * tokens * len(layers)
+        kept = min(wanted, len(sizes))
         smallest, _ = torch.kthvalue(sizes, len(sizes) - kept + 1)
-        log_tau.fill_(smallest.clamp_min(SMALLEST).log())
+        tau = smallest.clamp_min(SMALLEST)
+        log_tau.fill_(tau.log())
     return float(log_tau)
 
 

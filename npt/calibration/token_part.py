@@ -62,12 +62,14 @@ class TokenPart:
         # whitened on both sides, the SVD's error is the cost of the cut in nats
         root, inverse = roots(sensitivity)
         of_x, _ = roots(of_inputs)
-        directions, _, _ = torch.linalg.svd(root @ full @ of_x)
+        whitened = root @ full @ of_x
+        directions, _, _ = torch.linalg.svd(whitened)
         directions = directions[:, :rank]
         outer = inverse @ directions
         inner = directions.T @ root @ full
         # one learning rate fits both factors if their sizes are equal
-        even = (outer.square().mean(dim=0) / inner.square().mean(dim=1)).pow(0.25)
+        ratios = outer.square().mean(dim=0) / inner.square().mean(dim=1)
+        even = ratios.pow(0.25)
         even = torch.where(torch.isfinite(even) & (even > 0), even, 1.0)
         bias = mean_a - outer @ (inner @ mean_x)
         return cls(inner * even.unsqueeze(1), outer / even, bias)

@@ -263,7 +263,8 @@ def _changes(
         own = now[index, "l"].to(z.dtype)
         size = adapter.size_of(state)
         # the stream of this pass, in which earlier layers have d already
-        stream, _, _ = adapter.apply_to(STREAM, state + own, size * (z / adapter.scale))
+        read = size * (z / adapter.scale)
+        stream, _, _ = adapter.apply_to(STREAM, state + own, read)
         missing = ((wanted[index] - stream) / size).mean(dim=0)
         if not torch.isfinite(missing).all():
             raise NumericalError(

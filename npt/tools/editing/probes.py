@@ -142,7 +142,9 @@ def wordings(tokenizer: Any, fact: Fact, context: str, skipped: int) -> Iterator
     own = bare_tokens(tokenizer, fact.text)
     fronts = [(read, alone, lead) for lead in LEADS]
     if has_template(tokenizer):
-        fronts.append((_turn(tokenizer, REQUEST, context), _turn(tokenizer, REQUEST), ""))
+        in_context = _turn(tokenizer, REQUEST, context)
+        by_itself = _turn(tokenizer, REQUEST)
+        fronts.append((in_context, by_itself, ""))
     for read, alone, lead in fronts:
         tokens = bare_tokens(tokenizer, lead + fact.text)
         # the sentence has the same tokens at its end after every lead

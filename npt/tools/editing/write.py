@@ -286,8 +286,9 @@ def find_update(
             " it; raise --max_kl"
         )
     texts = tuple((probe.before + probe.tail, len(probe.tail)) for probe in rows.probes)
+    written = [fact.text if fact.prompt else fact.answer for fact in facts]
     record = {
-        "texts": [fact.text if fact.prompt else fact.answer for fact in facts],
+        "texts": written,
         "context": context,
         "max_kl": max_kl,
         "tokens": sum(length for _, length in texts),

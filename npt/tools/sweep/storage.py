@@ -303,7 +303,8 @@ class Storage:
         attempts: dict[str, FrozenTrial] = {}
         with self._sound():
             stored = self._study.get_trials(deepcopy=False)
-            for attempt in sorted(stored, key=rank):
+            by_rank = sorted(stored, key=rank)
+            for attempt in by_rank:
                 key = attempt.user_attrs.get("key")
                 if key is not None:
                     attempts.setdefault(key, attempt)
