@@ -160,7 +160,7 @@ def _backward(
     """Write the requested gradients of a tile. Those of M z and B z may overwrite them."""
     rows, columns, within, at, low_at, code = _tile(z, count, width, low_width, rank, RANK, BM, BN)
     of_out = tl.load(grad + at, mask=within, other=0.0)
-    weight = 0.0  # what the energy's gradient is multiplied by: 2 / F, as it is a mean of squares
+    weight = 0.0  # the gradient of the energy, a mean of squares, times 2 / F
     if of_energy is not None:
         weight = tl.load(of_energy + rows, mask=rows < count, other=0.0)[:, None] * (2.0 / width)
     y = tl.load(gate + at, mask=within, other=0.0)

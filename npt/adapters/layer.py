@@ -113,8 +113,7 @@ def modulate(
     out = y.to(z.dtype)
     m = None
     if mult is not None:
-        u = F.linear(z, mult)
-        m = MULTIPLIERS[form.mult_form](u, form.mult_bound)
+        m = MULTIPLIERS[form.mult_form](F.linear(z, mult), form.mult_bound)
         out = m * out
     s = None
     if add is not None:

@@ -82,8 +82,7 @@ def trained_output(
     if adapter.mode == "floor" or not is_fusable(layer, hidden):
         if taught is not None:
             with torch.no_grad():
-                x = layer.post_attention_layernorm(taught)
-                taught = taught + layer.mlp(x)
+                taught = taught + layer.mlp(layer.post_attention_layernorm(taught))
         output, terms = student_output(layer, hidden, attention)
         energy = modulation_energy(terms)
         if energy is None:
@@ -142,8 +141,7 @@ def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[
         read = layer.post_attention_layernorm(stream)
         return read, read.detach()
     n = len(stream)
-    states = torch.cat([stream, taught])
-    both = layer.post_attention_layernorm(states)
+    both = layer.post_attention_layernorm(torch.cat([stream, taught]))
     own = both[:n]
     # gate needs its rows adjacent, and so does up
     x = torch.cat([both, own])
@@ -469,8 +467,8 @@ def product_forward(
         up_c = low.c(1, rows, energy)
         up_out = low.modulated(1, rows, up, up_c)
         # unmodulated, gate_out is a view of gate, which backward reads
-        activation = F.silu(gate_out, inplace=low.changes(0))
-        torch.mul(activation, up_out, out=out[rows])
+        inplace = low.changes(0)
+        torch.mul(F.silu(gate_out, inplace=inplace), up_out, out=out[rows])
     return energy
 
 
@@ -588,14 +586,15 @@ def _strength(adapter: NPTAdapter, z: Tensor, middle: float, half: float) -> Ten
     multiplier = MULTIPLIERS[form.mult_form]
     channels = sum(len(mult) for mult in adapter.M.values())
     block = BLOCK.get(z.device.type, BLOCK["cuda"])
+    limit = SATURATED * half
     for mult in adapter.M.values():
-        for codes in z.split(max(1, block // len(mult))):
+        length = max(1, block // len(mult))
+        for codes in z.split(length):
             m = multiplier(F.linear(codes, mult), form.mult_bound)
-            change = (m - 1.0).abs_()
-            sums[1] += change.sum() / channels
+            # without names, which would keep a block while the next is computed
+            sums[1] += (m - 1.0).abs_().sum() / channels
             # in fp32: a sum of bools is four times as slow on a CPU
-            at_bounds = m.sub_(middle).abs_().gt_(SATURATED * half)
-            sums[2] += at_bounds.sum() / channels
+            sums[2] += m.sub_(middle).abs_().gt_(limit).sum() / channels
     sums[0].fill_(len(z))
     norms = torch.linalg.vector_norm(z, dim=-1)
     sums[3] = norms.sum()

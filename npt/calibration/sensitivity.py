@@ -73,8 +73,8 @@ class Sensitivity:
     def add(self, seen: Mapping[str, Tensor]) -> None:
         """Add the rows [N, D] that `_watched` names to the sums, which `average` makes means."""
         stream = seen["state"] if self.form.token_part else seen["stream"]
-        squares = stream.to(torch.float32).square()
-        size = squares.mean(dim=-1, keepdim=True).sqrt()
+        stream = stream.to(torch.float32)
+        size = stream.square().mean(dim=-1, keepdim=True).sqrt()
         size = size.clamp_min(1e-12)
         median = size.median()
         usual = torch.minimum(size, LARGEST * median)

@@ -112,18 +112,20 @@ def write_adapter(
     Args as for `save_adapter`. tensors: by name, to write instead of the model's own.
     """
     base_name = base_name or model.config._name_or_path or "unknown"
+    settings = asdict(attached_config(model))
     record = {
         "peft_type": "NPT",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         **base.as_record(),
-        "npt": asdict(attached_config(model)),
+        "npt": settings,
     }
     recipe = Recipe.of(model)
     if recipe is not None:
         record[ENTRY] = asdict(recipe)
     stored = {}
-    for name, tensor in {**adapter_tensors(model), **(tensors or {})}.items():
+    tensors = {**adapter_tensors(model), **(tensors or {})}
+    for name, tensor in tensors.items():
         stored[PREFIX + name] = tensor.detach().cpu().contiguous()
     save_file(stored, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     write_json(folder / CONFIG_NAME, record)

@@ -212,7 +212,9 @@ def context_code(
         raise ConfigError("there are no queries: pass at least one pair of a query's token ids")
     stacked = {index: torch.stack(states) for index, states in wanted.items()}
     codes = _changes(model, queries, stacked)
-    origin = {**(record or {}), "queries": len(queries), "adapter_hash": adapter_hash(model)}
+    origin = dict(record or {})
+    origin["queries"] = len(queries)
+    origin["adapter_hash"] = adapter_hash(model)
     return ContextCode(codes, origin)
 
 

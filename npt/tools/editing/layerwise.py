@@ -132,8 +132,7 @@ def second_moments(
                 stream = replace(stream, hidden=seen.output)
                 if index in layers:
                     rows = seen.product[valid].to(torch.float32)
-                    products = rows.t() @ rows
-                    sums[index] = products + sums.get(index, 0.0)
+                    sums[index] = rows.t() @ rows + sums.get(index, 0.0)
     moments = {}
     for index, total in sums.items():
         if not torch.isfinite(total).all():
@@ -249,21 +248,16 @@ def _patch(
     seen: Sequence[Seen], tails: Sequence[Tensor], wanted: Tensor, moments: Tensor, penalty: float
 ) -> Patch:
     """Return the patch of one layer. tails: the rows' own tokens in each batch, [B, T] bool."""
-    products = []
-    outputs = []
-    scales = []
-    for each, tail in zip(seen, tails, strict=True):
-        products.append(each.product[tail].to(torch.float32))
-        outputs.append(each.output[tail].to(torch.float32))
-        if each.scale is not None:
-            scales.append(each.scale[tail].to(torch.float32))
-    now = torch.cat(outputs)
+    pairs = list(zip(seen, tails, strict=True))
+    p = torch.cat([each.product[tail].to(torch.float32) for each, tail in pairs])
+    now = torch.cat([each.output[tail].to(torch.float32) for each, tail in pairs])
     missing = wanted.to(now.device) - now
+    scales = [each.scale[tail] for each, tail in pairs if each.scale is not None]
     if scales:
         # m multiplies the patch too; some forms of m reach 0, where nothing can be made up for
-        m = torch.cat(scales)
+        m = torch.cat(scales).to(torch.float32)
         missing = missing * m / m.square().clamp_min(LEAST_SCALE**2)
-    return least_squares(torch.cat(products), missing, moments, penalty)
+    return least_squares(p, missing, moments, penalty)
 
 
 def _patched(seen: Seen, patch: Patch) -> Tensor:

@@ -317,8 +317,8 @@ def log_probabilities(model: Any, samples: Iterable[Sample]) -> list[Tensor]:
         batch = batch.to(device)
         labels = batch.labels[:, 1:]
         predicted = labels != IGNORE_INDEX
-        logits = model.lm_head(final_states(model, batch))
-        log_p = torch.log_softmax(logits.float(), dim=-1)
+        # in one statement: a name would keep the logits while the next batch's are computed
+        log_p = torch.log_softmax(model.lm_head(final_states(model, batch)).float(), dim=-1)
         targets = labels[predicted].to(log_p.device)
         each = log_p.gather(-1, targets.unsqueeze(-1))[:, 0]
         counts = predicted.sum(dim=1).tolist()

@@ -296,9 +296,10 @@ class Storage:
 
         def rank(attempt: FrozenTrial) -> tuple[int, int]:
             order = _STATES.index(attempt.state.name)
+            number = attempt.number
             if attempt.state == TrialState.FAIL:
-                return order, -attempt.number
-            return order, attempt.number
+                number = -number
+            return order, number
 
         attempts: dict[str, FrozenTrial] = {}
         with self._sound():

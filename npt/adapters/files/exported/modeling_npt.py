@@ -111,11 +111,9 @@ class LayerAdapter(nn.Module):
         with torch.autocast(y.device.type, enabled=False):
             out = y.to(z.dtype)
             if target in self.M:
-                u = F.linear(z, self.M[target])
-                out = self.multiplier(u) * out
+                out = self.multiplier(F.linear(z, self.M[target])) * out
             if target in self.B:
-                s = self.form["additive_scale"] * F.linear(z, self.B[target])
-                out = out + s
+                out = out + self.form["additive_scale"] * F.linear(z, self.B[target])
             return out.to(y.dtype)
 
     def patch(self, y: Tensor, p: Tensor) -> Tensor:
