@@ -94,7 +94,7 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
         bracket = (high, None)
     else:
         for _ in range(trial.bisect.rounds):
-            # rounded, so that the value in the table is the one that ran
+            # four digits, to be read in a table
             middle = float(f"{math.sqrt(low * high):.4g}")
             if trains(middle):
                 low = middle
