@@ -52,9 +52,12 @@ class AttachReport:
     def of(cls, model: PreTrainedModel) -> AttachReport:
         """Return the report on a model with adapters."""
         trainable = sum(p.numel() for p in adapter_parameters(model).values())
-        # numel() of a 4-bit weight counts bytes, each of two parameters
-        states = [(p, getattr(p, "quant_state", None)) for p in model.parameters()]
-        everything = sum(p.numel() if s is None else s.shape.numel() for p, s in states)
+        everything = 0
+        for parameter in model.parameters():
+            # numel() of a 4-bit weight counts bytes, each of two parameters
+            state = getattr(parameter, "quant_state", None)
+            shape = parameter.shape if state is None else state.shape
+            everything += shape.numel()
         layers = tuple(index for index, _ in npt_layers(model))
         return cls(layers, len(decoder_layers(model)), trainable, everything - trainable)
 
@@ -82,8 +85,9 @@ def attach(
         ConfigError: layers are out of range, or a rank exceeds the hidden size.
         ModelError: the model cannot be converted or has adapters already.
     """
-    config = config if config is not None else NPTConfig()
+    config = config or NPTConfig()
     model = viewed(model)
+    # all checks come before the first change
     if is_attached(model):
         raise ModelError("the model already has NPT adapters: call npt.detach(model) first")
     layers = decoder_layers(model)
@@ -102,6 +106,7 @@ def attach(
     chosen = check_fit(config, model.config)
     for index in chosen:
         check_layer(index, layers[index])
+    # the class is swapped, which an instance's own forward would hide
     for index, decoder_layer in enumerate(layers):
         if is_replaced(decoder_layer):
             raise ModelError(
@@ -112,6 +117,7 @@ def attach(
     adapters = {}
     with torch.inference_mode(False):  # inference tensors could not be trained
         for index, form in config_by_layer(config, chosen).items():
+            # a seed per layer: its start does not depend on which others are converted
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
             adapters[index] = NPTAdapter(form, *sizes, generator).to(devices[0])
     if config.active:
@@ -141,7 +147,8 @@ def detach(model: PreTrainedModel) -> None:
     model = viewed(model)
     if not is_attached(model):
         return
-    record, converted = attached(model), npt_layers(model)
+    record = attached(model)
+    converted = npt_layers(model)
     back = {npt_class: base_class for base_class, npt_class in NPT_FORMS.items()}
     for index, layer in converted:
         if type(layer) not in back:
@@ -189,14 +196,15 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
     with torch.inference_mode(False), torch.no_grad():
         for name, tensor in adapter_tensors(model).items():
             if tensor.shape != shapes[name]:
-                owner, _, leaf = name.rpartition(".")
                 fresh = tensor.new_empty(shapes[name])
                 if isinstance(tensor, nn.Parameter):
                     fresh = nn.Parameter(fresh, tensor.requires_grad)
+                owner, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(owner), leaf, fresh)
                 tensor = fresh
             tensor.copy_(tensors[name])
-    record.config, record.random_start = config, False
+    record.config = config
+    record.random_start = False
 
 
 def add_multipliers(model: PreTrainedModel) -> None:
@@ -210,10 +218,9 @@ def add_multipliers(model: PreTrainedModel) -> None:
         for _, layer in npt_layers(model):
             adapter = layer.npt
             adapter.config = replace(adapter.config, modulation="both")
+            zeros = {t: torch.zeros_like(adapter.B[t]) for t in adapter.config.multiplied}
             # as a dict, so that torch sorts them as it does in `attach`
-            adapter.M.update(
-                {t: nn.Parameter(torch.zeros_like(adapter.B[t])) for t in adapter.config.multiplied}
-            )
+            adapter.M.update({t: nn.Parameter(zero) for t, zero in zeros.items()})
 
 
 def at_random_start(model: PreTrainedModel) -> bool:

@@ -91,7 +91,8 @@ def unconsolidate(model: PreTrainedModel, number: int | None = -1) -> tuple[Cons
     if not -len(history) <= number < len(history):
         raise ConfigError(f"there is no update {number} to undo: the model has {len(history)}")
     number %= len(history)
-    _set_updates(model, history[:number] + history[number + 1 :])
+    left = history[:number] + history[number + 1 :]
+    _set_updates(model, left)
     return history[number : number + 1]
 
 
@@ -111,14 +112,17 @@ def check_update(model: PreTrainedModel, update: Consolidation) -> None:
             )
         module = patched_module(layers[index])
         check_patchable(module)
-        needed = [module.out_features, len(inner)], [len(inner), module.in_features]
-        for part, shape in zip((outer, inner), needed, strict=True):
+        needed = [
+            (outer, [module.out_features, len(inner)]),
+            (inner, [len(inner), module.in_features]),
+        ]
+        for part, shape in needed:
             if part.dtype != torch.float32 or list(part.shape) != shape:
                 raise ModelError(
                     f"layer {index}: the update has {part.dtype} {list(part.shape)}, the model"
                     f" needs torch.float32 {shape}"
                 )
-            if not bool(torch.isfinite(part).all()):
+            if not torch.isfinite(part).all():
                 raise ConfigError(f"layer {index}: the update has a value that is not finite")
 
 
@@ -142,14 +146,14 @@ def _set_updates(model: PreTrainedModel, history: tuple[Consolidation, ...]) -> 
     model = viewed(model)
     layers = decoder_layers(model)
     changed = {index for update in consolidated(model) + history for index in update.patches}
-    composed: dict[int, Patch | None] = {}
+    composed: dict[int, Patch | None] = dict.fromkeys(changed)
     with torch.inference_mode(False):  # gradients must be able to pass through the patches
         for index in changed:
             patches = [update.patches[index] for update in history if index in update.patches]
-            composed[index] = None
             if patches:
                 outer, inner = summed(patches)
                 composed[index] = outer.clone(), inner.clone()
+        # only once all are in memory: an error must not leave some layers changed
         for index, patch in composed.items():
             set_patch(patched_module(layers[index]), patch)
     setattr(model, _HISTORY, history)

@@ -19,17 +19,21 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
     Raises:
         ConfigError: the form is invalid, or the model lacks a layer.
     """
-    if spec.strip() in ("all", "upper_half"):
-        return tuple(range(0 if spec.strip() == "all" else num_layers // 2, num_layers))
+    if spec.strip() == "all":
+        return tuple(range(num_layers))
+    if spec.strip() == "upper_half":
+        return tuple(range(num_layers // 2, num_layers))
     chosen: set[int] = set()
     for part in spec.split(","):
+        # at most nine digits: int() refuses some thousands
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if not match:
             raise ConfigError(
                 f"--layers is {spec!r}; pass upper_half, all, a range like 8-15 or a list like"
                 " 3,5,7"
             )
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1])
+        last = int(match[2] or first)
         if last < first:
             raise ConfigError(f"--layers has the range {part.strip()}; write {last}-{first}")
         if last >= num_layers:
@@ -42,9 +46,16 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
 
 def format_layers(layers: tuple[int, ...]) -> str:
     """Return indices as ranges, (4, 5, 6, 9) -> '4-6,9', which `resolve_layers` reads."""
+    spans = []
+    # consecutive indices differ from their places by the same number
     runs = itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
-    spans = [[index for _, index in run] for _, run in runs]
-    return ",".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)
+    for _, run in runs:
+        indices = [index for _, index in run]
+        span = str(indices[0])
+        if len(indices) > 1:
+            span += f"-{indices[-1]}"
+        spans.append(span)
+    return ",".join(spans)
 
 
 def check_fit(
@@ -58,24 +69,27 @@ def check_fit(
             code are to be active than it has.
     """
     chosen = resolve_layers(config.layers, model_config.num_hidden_layers)
+    hidden = model_config.hidden_size
     ranks = config.ranks_of(len(chosen))
-    largest, mean = max(ranks), sum(ranks) / len(ranks)
-    flag = "adapter_rank" if config.ranks is None else "ranks"
-    if largest > model_config.hidden_size:
+    largest = max(ranks)
+    mean = sum(ranks) / len(ranks)
+    flag = "ranks"
+    if config.ranks is None:
+        flag = "adapter_rank"
+    if largest > hidden:
+        hint = " (by default it is four times --active)" if config.active else ""
         raise ConfigError(
-            f"--{flag} is {largest}, larger than the model's hidden size"
-            f" {model_config.hidden_size}; lower it"
-            f"{' (by default it is four times --active)' if config.active else ''}"
+            f"--{flag} is {largest}, larger than the model's hidden size {hidden}; lower it{hint}"
         )
     if config.active > mean:
         raise ConfigError(
             f"--active is {config.active}, but a code has only {mean:g} numbers (--{flag}); lower"
             " it, or pass 0 for all of them"
         )
-    if config.token_rank > model_config.hidden_size:
+    if config.token_rank > hidden:
         raise ConfigError(
             f"--token_rank is {config.token_rank}, larger than the model's hidden size"
-            f" {model_config.hidden_size}; lower it"
+            f" {hidden}; lower it"
         )
     check_length(max_length or 0, model_config)
     return chosen

@@ -59,14 +59,18 @@ def _tile(z, count, width, low_width, rank, RANK: tl.constexpr, BM: tl.constexpr
     """
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
-    within = (rows < count)[:, None] & (columns < width)[None, :]
-    at = rows[:, None] * width + columns[None, :]
-    low_at = rows[:, None] * low_width + columns[None, :]
+    row = rows[:, None]
+    column = columns[None, :]
+    within = (row < count) & (column < width)
+    at = row * width + column
+    # the room holds the terms side by side, so its rows are longer
+    low_at = row * low_width + column
     code = z
     if RANK:
-        ranks = tl.arange(0, RANK)
-        known = (rows < count)[:, None] & (ranks < rank)[None, :]
-        code = tl.load(z + rows[:, None] * rank + ranks[None, :], mask=known, other=0.0)
+        # RANK is padded; zeros there add nothing to the product
+        entry = tl.arange(0, RANK)[None, :]
+        known = (row < count) & (entry < rank)
+        code = tl.load(z + row * rank + entry, mask=known, other=0.0)
     return rows, columns, within, at, low_at, code
 
 
@@ -74,9 +78,11 @@ def _tile(z, count, width, low_width, rank, RANK: tl.constexpr, BM: tl.constexpr
 def _low(term, code, at, within, columns, width, rank, RANK: tl.constexpr):
     """Return a tile of M z or B z: the product with the weight `term`, or `term` at RANK 0."""
     if RANK:
-        ranks = tl.arange(0, RANK)
-        known = (ranks < rank)[:, None] & (columns < width)[None, :]
-        weight = tl.load(term + columns[None, :] * rank + ranks[:, None], mask=known, other=0.0)
+        # the weight [O, R] is read transposed, [RANK, BN]
+        entry = tl.arange(0, RANK)[:, None]
+        column = columns[None, :]
+        known = (entry < rank) & (column < width)
+        weight = tl.load(term + column * rank + entry, mask=known, other=0.0)
         return tl.dot(code, weight, input_precision="tf32")
     return tl.load(term + at, mask=within, other=0.0)
 
@@ -120,10 +126,12 @@ def _forward(
         squares += slope * slope * c * c + s * s
         moved = silu * moved
     if taught is not None:
+        # before `out` is overwritten: it still holds the teacher's gate
         y = tl.load(out + at, mask=within, other=0.0)
         of_up = tl.load(taught + at, mask=within, other=0.0)
         tl.store(taught + at, y * _sigmoid(y) * of_up, mask=within)
     tl.store(out + at, moved, mask=within)
+    # one sum per tile and row instead of an atomic, whose order would change from run to run
     total = tl.reduce(tl.where(within, squares, 0.0), 1, _plus)
     tl.store(energy + rows * tl.num_programs(0) + tl.program_id(0), total, mask=rows < count)
 
@@ -152,7 +160,7 @@ def _backward(
     """Write the requested gradients of a tile. Those of M z and B z may overwrite them."""
     rows, columns, within, at, low_at, code = _tile(z, count, width, low_width, rank, RANK, BM, BN)
     of_out = tl.load(grad + at, mask=within, other=0.0)
-    weight = 0.0
+    weight = 0.0  # the gradient of the energy, a mean of squares, times 2 / F
     if of_energy is not None:
         weight = tl.load(of_energy + rows, mask=rows < count, other=0.0)[:, None] * (2.0 / width)
     y = tl.load(gate + at, mask=within, other=0.0)
@@ -164,6 +172,7 @@ def _backward(
         moved_up, c_up, s_up = _modulated(
             y_up, up_mult, up_add, code, low_at, within, columns, width, rank, alpha, slope, RANK
         )
+        # silu(x) = x sigmoid(x), and its derivative is sigmoid(x) (1 + x (1 - sigmoid(x)))
         opened = _sigmoid(moved)
         _leave(
             of_out * moved * opened, y_up, c_up, s_up, weight, of_up, of_up_mult, of_up_add,
@@ -200,17 +209,20 @@ def backward(
     """Backpropagate `forward` from the gradient [N, F] of its output: add to the gradients in
     `low`; write those of gate and up to `of_products`, if given.
     """
-    work, grad = _Work(low, gate, leaves=True), grad.contiguous()
+    work = _Work(low, gate, leaves=True)
     into = [sums for sums in low.grad_weights if sums is not None]
-    sums = [torch.zeros_like(work.weights[0])] if work.joined else into
-    tensors = (grad, gate, up, low.grad_energy, *of_products)
+    of_weights = into
+    if work.joined:
+        of_weights = [torch.zeros_like(work.weights[0])]
+    tensors = (grad.contiguous(), gate, up, low.grad_energy, *of_products)
     for rows in work.blocks():
         work.launch(_backward, rows, tensors, work.terms(rows), work.room(rows))
-        for (weight, part), of_weight in zip(work.products(rows), sums, strict=True):
+        for (weight, part), of_weight in zip(work.products(rows), of_weights, strict=True):
             low.grad_z[rows].addmm_(part, weight)
             of_weight.addmm_(part.t(), work.z[rows])
     if work.joined:
-        for of_weight, part in zip(into, sums[0].split(work.width), strict=True):
+        joined = of_weights[0].split(work.width)
+        for of_weight, part in zip(into, joined, strict=True):
             of_weight.add_(part)
 
 
@@ -224,17 +236,25 @@ class _Work:
     """
 
     def __init__(self, low: LowRank, like: Tensor, leaves: bool = False):
-        self.low, self.z, self.count, self.width = low, low.z.contiguous(), *like.shape
-        self.rank, own = _multiplied(low), self.z.shape[-1]
+        self.low = low
+        self.z = low.z.contiguous()
+        self.count, self.width = like.shape
+        self.rank = _multiplied(low)
         self.tile = TILES[self.rank > 0]
         self.weights = [weight for weight in low.weights if weight is not None]
-        self.joined = own <= SMALL and len(self.weights) > 1
-        self.columns = len(self.weights) * self.width if leaves or not self.rank else 0
+        rank = self.z.shape[-1]
+        self.joined = rank <= SMALL and len(self.weights) > 1
+        self.columns = 0
+        if leaves or not self.rank:
+            self.columns = len(self.weights) * self.width
         # tiles have 32-bit addresses, and the second dimension of a grid has 16 bits
-        most = min((1 << 29) // max(self.width, self.columns), 65535 * self.tile["BM"])
-        self.length = min(max(own, ROOM // self.columns), most) if self.columns else most
-        if self.joined and self.columns:
-            self.weights = [torch.cat(self.weights)]
+        addressed = (1 << 29) // max(self.width, self.columns)
+        self.length = min(addressed, 65535 * self.tile["BM"])
+        if self.columns:
+            fitting = max(rank, ROOM // self.columns)
+            self.length = min(fitting, self.length)
+            if self.joined:
+                self.weights = [torch.cat(self.weights)]
         self.memory = like.new_empty(min(self.length, self.count), self.columns)
 
     def blocks(self) -> Iterator[slice]:
@@ -263,19 +283,23 @@ class _Work:
 
     def launch(self, kernel: Any, rows: slice, tensors: Any, *terms: Any) -> None:
         """Launch a kernel for all tiles of a block."""
-        block = [None if tensor is None else tensor[rows] for tensor in (*tensors, self.z)]
-        count, rank = rows.stop - rows.start, self.z.shape[-1]
-        four = [term for each in terms for term in [*each, None, None][:4]]
-        numbers = (count, self.width, self.columns, rank, self.low.alpha, self.low.slope)
+        arguments = [None if tensor is None else tensor[rows] for tensor in (*tensors, self.z)]
+        for group in terms:
+            # kernels take four terms, of gate and up; a product by itself has two
+            arguments += [*group, None, None][:4]
+        count = rows.stop - rows.start
+        arguments += [count, self.width, self.columns, self.z.shape[-1]]
+        arguments += [self.low.alpha, self.low.slope]
         grid = (triton.cdiv(self.width, self.tile["BN"]), triton.cdiv(count, self.tile["BM"]))
         with torch.cuda.device(self.z.get_device()):  # -1 (none) in Triton's interpreter
-            kernel[grid](*block, *four, *numbers, RANK=self.rank, **self.tile)
+            kernel[grid](*arguments, RANK=self.rank, **self.tile)
 
 
 def _multiplied(low: LowRank) -> int:
     """Return the padded rank, or 0 if torch multiplies: for large ranks, without TF32, on AMD."""
-    rank, z = low.z.shape[-1], low.z
+    rank = low.z.shape[-1]
     if rank > SMALL or not tf32_allowed() or torch.version.hip:
         return 0
-    able = not z.is_cuda or torch.cuda.get_device_capability(z.device) >= (8, 0)
-    return max(16, triton.next_power_of_2(rank)) if able else 0
+    if low.z.is_cuda and torch.cuda.get_device_capability(low.z.device) < (8, 0):
+        return 0
+    return max(16, triton.next_power_of_2(rank))  # tl.dot needs 16

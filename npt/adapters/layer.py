@@ -60,8 +60,11 @@ Observer = Callable[[dict[str, Tensor | None]], None]
 """Receives stages of a layer's forward by name (None if absent, or if it is `stream` and equals
 `h`) and must not change them."""
 
-STD_A, STD_B = 0.02, 0.001
-"""Standard deviations of A and B at a random start. M starts at 0, so every multiplier is 1."""
+STD_A = 0.02
+"""Standard deviation of A at a random start. M starts at 0, so every multiplier is 1."""
+
+STD_B = 0.001
+"""Standard deviation of B at a random start."""
 
 START_TAU = 0.01
 """tau at a random start, where most numbers are above it. Training raises it."""
@@ -108,10 +111,11 @@ def modulate(
         y' in y's dtype, then m and s in z's dtype, each None if absent.
     """
     out = y.to(z.dtype)
-    m = s = None
+    m = None
     if mult is not None:
         m = MULTIPLIERS[form.mult_form](F.linear(z, mult), form.mult_bound)
         out = m * out
+    s = None
     if add is not None:
         s = form.additive_scale * F.linear(z, add)
         out = out + s
@@ -162,7 +166,8 @@ class NPTAdapter(nn.Module):
         self.mode: Mode = "student"
         self.observer: Observer | None = None
         self.recode: Callable[[Tensor], Tensor] | None = None
-        sizes, rank = {"ffn": ffn_size, "hidden": hidden_size}, config.rank
+        rank = config.rank
+        sizes = {"ffn": ffn_size, "hidden": hidden_size}
         widths = {target: sizes[TARGETS[target].width] for target in config.targets}
 
         def normal(rows: int, columns: int, std: float) -> nn.Parameter:
@@ -172,20 +177,24 @@ class NPTAdapter(nn.Module):
             return nn.Parameter(std * values)
 
         def std_b(target: str) -> float:
-            # A kept residual must start equal to the base. With the target stream, attention
-            # already arrives through it.
-            zero = config.residual == "keep" or (STREAM in config.targets and target != STREAM)
-            return 0.0 if zero else STD_B
+            if config.residual == "keep":
+                return 0.0  # it must start equal to the base
+            if STREAM in config.targets and target != STREAM:
+                return 0.0  # attention already arrives through the stream
+            return STD_B
 
+        # a seed fixes the start: the draws have this order, and those with std 0 draw nothing
         self.A = normal(rank, hidden_size, STD_A)
         self.B = nn.ParameterDict({t: normal(widths[t], rank, std_b(t)) for t in config.shifted})
         self.M = nn.ParameterDict({t: normal(widths[t], rank, 0.0) for t in config.multiplied})
         self.scale: Tensor | None
-        ones = torch.ones(rank, dtype=torch.float32)
-        self.register_buffer("scale", ones if config.token_part else None)
+        self.register_buffer("scale", None)
         if config.token_part:
-            self.b = nn.Parameter(torch.zeros(hidden_size, dtype=torch.float32))
+            self.scale = torch.ones(rank, dtype=torch.float32)
+            none = torch.zeros(hidden_size, dtype=torch.float32)
+            self.b = nn.Parameter(none)
         if config.token_rank:
+            # one factor is 0, so that L is; of two, none would get a gradient
             self.L_in = normal(config.token_rank, hidden_size, STD_A)
             self.L_out = normal(hidden_size, config.token_rank, 0.0)
         if config.active:
@@ -277,7 +286,8 @@ class _Threshold(torch.autograd.Function):
         (kept,) = ctx.saved_tensors
         tokens = kept.numel() // kept.shape[-1]
         lacking = ctx.active * tokens - torch.count_nonzero(kept)
-        return torch.where(kept, grad, 0.0), (COUNT_GRADIENT * lacking).to(grad.dtype)[None], None
+        of_log_tau = (COUNT_GRADIENT * lacking).to(grad.dtype)
+        return torch.where(kept, grad, 0.0), of_log_tau[None], None
 
 
 NPT_FORMS: dict[type[nn.Module], type[NPTLayer]] = {}
@@ -313,7 +323,8 @@ class NPTLayer(nn.Module):
 
 for _base in [family.layer for family in FAMILIES.values()]:
     # pickle finds a class by its name in the module
-    globals()[f"NPT{_base.__name__}"] = type(f"NPT{_base.__name__}", (NPTLayer, _base), {})
+    _name = f"NPT{_base.__name__}"
+    globals()[_name] = type(_name, (NPTLayer, _base), {})
 
 
 def attention_output(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
@@ -330,28 +341,37 @@ def student_stream(
     shift. Mode `floor` has no code.
     """
     adapter = layer.npt
-    form, floor = adapter.config, adapter.mode == "floor"
     adapter.show(h=hidden, a=attention)
-    z = read = None
-    kept = hidden + attention if form.residual == "keep" else hidden
+    floor = adapter.mode == "floor"
+    z = None
     if adapter.scale is None:
         if not floor:
             z = adapter.code(attention)
-            z = read = z if adapter.recode is None else adapter.recode(z)
+            if adapter.recode is not None:
+                z = adapter.recode(z)
+        read = z
+        kept = hidden
+        if adapter.config.residual == "keep":
+            kept = hidden + attention
     else:
-        # its hooks saw this call already, in attention
-        own = adapter.token_part(layer.input_layernorm.forward(hidden))
+        # without its hooks, which have seen it in attention
+        x1 = layer.input_layernorm.forward(hidden)
+        own = adapter.token_part(x1)
         adapter.show(l=own)
-        kept = hidden.to(own.dtype)
+        state = hidden.to(own.dtype)
+        read = None
         if not floor:
-            size = adapter.size_of(kept)
+            size = adapter.size_of(state)
             z = adapter.code((attention - own) / size)
-            z = z if adapter.recode is None else adapter.recode(z)
+            if adapter.recode is not None:
+                z = adapter.recode(z)
+            # back from nats to the units of the stream
             read = size * (z / adapter.scale)
-        kept = kept + own
+        kept = state + own
     stream, _, shift = adapter.apply_to(STREAM, kept, read)
     stream = stream.to(hidden.dtype)
-    adapter.show(z=z, s_stream=shift, stream=None if stream is hidden else stream)
+    shown = None if stream is hidden else stream
+    adapter.show(z=z, s_stream=shift, stream=shown)
     return stream, z
 
 
@@ -376,7 +396,8 @@ def student_mlp(
 
     code: z, or None to modulate nothing. aside: see `NPTAdapter.apply_to`.
     """
-    adapter, mlp = layer.npt, layer.mlp
+    adapter = layer.npt
+    mlp = layer.mlp
     terms: list[tuple[Tensor | None, Tensor | None]] = []
 
     def modulated(target: str, y: Tensor, stage: str) -> Tensor:

@@ -57,7 +57,7 @@ class Stream:
         """Return the stream after these layers, applied in order."""
         hidden = self.hidden
         for layer in layers:
-            hidden = self.clean(layer(hidden, **self.context_of(layer)))
+            hidden = self.after(layer, hidden)
         return replace(self, hidden=hidden)
 
     def rows(self, states: Tensor) -> Tensor:
@@ -67,10 +67,10 @@ class Stream:
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Put rows [N, D] back into [B, T, D], with zeros at padding."""
-        if not self.batch.padded:
-            return rows.view(*self.hidden.shape[:2], -1)
-        flat = rows.new_zeros(self.hidden.shape[0] * self.hidden.shape[1], rows.shape[-1])
-        return flat.index_copy(0, self.batch.valid_index, rows).view(*self.hidden.shape[:2], -1)
+        if self.batch.padded:
+            flat = rows.new_zeros(self.batch.attention_mask.numel(), rows.shape[-1])
+            rows = flat.index_copy(0, self.batch.valid_index, rows)
+        return rows.view(*self.hidden.shape[:2], -1)
 
     def clean(self, states: Tensor) -> Tensor:
         """Zero the padded positions.
@@ -80,7 +80,8 @@ class Stream:
         """
         if not self.batch.padded:
             return states
-        return torch.where(self.batch.attention_mask.unsqueeze(-1).bool(), states, 0.0)
+        valid = self.batch.attention_mask.bool()
+        return torch.where(valid.unsqueeze(-1), states, 0.0)
 
 
 def open_stream(model: PreTrainedModel, batch: Batch) -> Stream:
@@ -157,9 +158,11 @@ def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """
     inputs: dict[str, Any] = batch.inputs
     if batch.documents is not None:
-        masks = causal_masks(model, batch, model.model.embed_tokens(batch.input_ids))
-        # such a model expects a mask for each kind of layer
-        by_layer = FAMILIES[model.config.model_type].sight == "by layer"
-        mask = dict(zip(model.config.layer_types, masks, strict=True)) if by_layer else masks[0]
-        inputs["attention_mask"] = mask
+        hidden = model.model.embed_tokens(batch.input_ids)
+        masks = causal_masks(model, batch, hidden)
+        inputs["attention_mask"] = masks[0]
+        if FAMILIES[model.config.model_type].sight == "by layer":
+            # such a model expects a mask for each kind of layer
+            kinds = model.config.layer_types
+            inputs["attention_mask"] = dict(zip(kinds, masks, strict=True))
     return inputs

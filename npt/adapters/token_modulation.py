@@ -47,8 +47,11 @@ def recoded(
         ModelError: codes are replaced already.
     """
     adapters = {index: layer.npt for index, layer in npt_layers(model) if index in recodes}
-    if any(adapter.recode is not None for adapter in adapters.values()):
-        raise ModelError("a code is transplanted already; exit that npt.transplanted context first")
+    for adapter in adapters.values():
+        if adapter.recode is not None:
+            raise ModelError(
+                "a code is transplanted already; exit that npt.transplanted context first"
+            )
     try:
         for index, adapter in adapters.items():
             adapter.recode = recodes[index]
@@ -97,31 +100,36 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
     def keep(index: int, shown: dict[str, Tensor | None]) -> None:
         """Keep the stages of this token only."""
         for name, stage in shown.items():
-            if name[:2] in ("m_", "s_") or name == "z":
+            if name == "z" or name.startswith(("m_", "s_")):
                 stages[index][name] = None if stage is None else stage[0, token].clone()
 
     observers = [(layer.npt, partial(keep, index)) for index, layer in npt_layers(model)]
     with observed(observers), evaluating(model), adapter_mode(model, "student"):
         model.model(ids, use_cache=False)
-    terms: dict[int, LayerTerms] = {
-        index: {t: (kept.get(f"m_{t}"), kept[f"s_{t}"]) for t in targets}
-        for index, kept in stages.items()
-    }
-    for index, target in ((i, t) for i in terms for t in targets):
-        if any(p is not None and not bool(p.isfinite().all()) for p in terms[index][target]):
-            raise NumericalError(
-                f"layer {index}: the {target} modulation of token {token} is not finite; find the"
-                " cause with npt trace"
-            )
-    codes = {index: kept["z"] for index, kept in stages.items()}
+    codes: dict[int, Tensor] = {}
+    terms: dict[int, LayerTerms] = {}
+    for index, kept in stages.items():
+        codes[index] = kept["z"]
+        terms[index] = {}
+        for target in targets:
+            pair = kept.get(f"m_{target}"), kept[f"s_{target}"]
+            terms[index][target] = pair
+            for term in pair:
+                if term is not None and not term.isfinite().all():
+                    raise NumericalError(
+                        f"layer {index}: the {target} modulation of token {token} is not finite;"
+                        " find the cause with npt trace"
+                    )
     return TokenModulation(codes, terms, token, int(ids[0, token]))
 
 
 def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
     """Return token ids as one row [1, T] on the model's device; raise ConfigError if invalid."""
     row = torch.as_tensor(ids)
-    row = row.unsqueeze(0) if row.ndim == 1 else row
-    if row.ndim != 2 or len(row) != 1 or row.numel() == 0 or row.is_floating_point():
+    if row.ndim == 1:
+        row = row.unsqueeze(0)
+    one_text = row.ndim == 2 and len(row) == 1 and row.numel() > 0
+    if not one_text or row.is_floating_point():
         raise ConfigError(
             f"token ids are {row.dtype} of shape {list(row.shape)}; pass the integer ids of one"
             " text, [T] or [1, T]"
@@ -131,7 +139,8 @@ def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
         raise ConfigError(
             f"the text has token ids outside 0 to {last}; use the model's own tokenizer"
         )
-    return row.to(next(model.parameters()).device, torch.int64)
+    device = next(model.parameters()).device
+    return row.to(device, torch.int64)
 
 
 def token_index(ids: Tensor, token: int) -> int:

@@ -80,8 +80,8 @@ def trained_output(
     adapter = layer.npt
     taught = hidden + attention if teach else None
     if adapter.mode == "floor" or not is_fusable(layer, hidden):
-        with torch.no_grad():
-            if taught is not None:
+        if taught is not None:
+            with torch.no_grad():
                 taught = taught + layer.mlp(layer.post_attention_layernorm(taught))
         output, terms = student_output(layer, hidden, attention)
         energy = modulation_energy(terms)
@@ -95,6 +95,7 @@ def trained_output(
         down, of_teacher, energy = _MLP.apply(
             z, read, layer.mlp, x, teach, adapter.config, *weights
         )
+        # the fused form has no stages to show
         if adapter.observer is not None or any(map(has_forward_hooks, _parts(layer.mlp))):
             down, energy = _shown(layer, read, z, down, energy)
         output = stream + down
@@ -108,19 +109,20 @@ def trained_output(
 
 def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
     """Return whether the fused form supports a layer's MLP for h [N, D] (see the module)."""
-    config, parts = layer.npt.config, _parts(layer.mlp)
+    form = layer.npt.config
+    if is_unfused() or form.mult_form != "sigmoid":
+        return False
+    if not {STREAM, *_PRODUCTS}.issuperset(form.targets):
+        return False
+    if torch.is_autocast_enabled(hidden.device.type):
+        return False
+    if not hidden.dtype == layer.npt.A.dtype == torch.float32:
+        return False
+    parts = _parts(layer.mlp)
     _, activation, *linears = parts
-    return (
-        not is_unfused()
-        and config.mult_form == "sigmoid"
-        and hidden.dtype == layer.npt.A.dtype == torch.float32
-        and not torch.is_autocast_enabled(hidden.device.type)
-        and type(activation) in (nn.SiLU, SiLUActivation)
-        and all(map(is_plain_linear, linears))
-        and all(map(_in_fp32_or_packed, linears))
-        and not any(map(may_change, parts))
-        and {STREAM, *_PRODUCTS}.issuperset(config.targets)
-    )
+    if type(activation) not in (nn.SiLU, SiLUActivation) or any(map(may_change, parts)):
+        return False
+    return all(map(is_plain_linear, linears)) and all(map(_in_fp32_or_packed, linears))
 
 
 def _in_fp32_or_packed(linear: nn.Module) -> bool:
@@ -138,10 +140,14 @@ def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[
     if taught is None:
         read = layer.post_attention_layernorm(stream)
         return read, read.detach()
+    n = len(stream)
     both = layer.post_attention_layernorm(torch.cat([stream, taught]))
+    own = both[:n]
     # gate needs its rows adjacent, and so does up
-    x = torch.cat([both, both[: len(stream)]])
-    return (both if both.requires_grad else x)[: len(stream)], x.detach()
+    x = torch.cat([both, own])
+    if not both.requires_grad:
+        own = x[:n]  # not a view of `both`, which can then be freed
+    return own, x.detach()
 
 
 def _shown(
@@ -189,35 +195,50 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         _, mlp, x, teach, config, *weights = others
-        n, width = len(z), mlp.gate_proj.out_features
+        n = len(z)
+        width = mlp.gate_proj.out_features
+        taught = None
         if teach:
             memory = x.new_empty(4, n, width)
             gate, product, taught, up = memory
-            of_gate, inputs, of_up = (memory[i : i + 2].flatten(0, 1) for i in range(3))
+            of_gate = memory[:2].flatten(0, 1)
+            inputs = memory[1:3].flatten(0, 1)
+            of_up = memory[2:].flatten(0, 1)
         else:
-            gate, product, up = (x.new_empty(n, width) for _ in range(3))
-            of_gate, inputs, of_up = gate, product, up
+            gate = of_gate = x.new_empty(n, width)
+            product = inputs = x.new_empty(n, width)
+            up = of_up = x.new_empty(n, width)
+        # the loop's temporaries are dense weights: only one may exist at a time
         for module, rows, out in (
             (mlp.gate_proj, x[: len(of_gate)], of_gate),
             (mlp.up_proj, x[len(x) - len(of_up) :], of_up),
         ):
             multiply(module, product_weight(module, x.dtype), rows, out)
         of_mlp = LowRank(z, weights[:4], config)
-        energy = product_forward(gate, up, of_mlp, product, taught if teach else None)
+        energy = product_forward(gate, up, of_mlp, product, taught)
+        # p of student and teacher in one product; without a teacher, the second part is empty
         weight = product_weight(mlp.down_proj, x.dtype)
-        down, teacher = multiply(mlp.down_proj, weight, inputs).split([n, len(inputs) - n])
-        own, low = None, LowRank(z, weights[4:], config)
+        both = multiply(mlp.down_proj, weight, inputs)
+        down, teacher = both.split([n, len(inputs) - n])
+        own = None
+        low = LowRank(z, weights[4:], config)
         if low.changes(0):
             own = down
             down, of_down = modulated_forward(own, low)
             energy = energy + of_down
-        ctx.mlp, ctx.config, ctx.width = mlp, config, down.shape[-1]
+        ctx.mlp = mlp
+        ctx.config = config
+        ctx.width = down.shape[-1]
         ctx.goes_on = ctx.needs_input_grad[1]  # the gradient, to x
-        # If the gradient goes on, all layers' graphs coexist, and dense weights would fill the
-        # memory. ctx.freed can be freed early in backward, but would defeat gradient checkpointing.
-        ctx.freed = (own, weight, product) if teach else None
-        saved = () if teach else (own, None if ctx.goes_on else weight, None)
-        ctx.save_for_backward(gate, up, z, *weights, *saved)
+        if teach:
+            # can be freed early in backward, but would defeat gradient checkpointing
+            ctx.freed = own, weight, product
+            ctx.save_for_backward(gate, up, z, *weights)
+        else:
+            ctx.freed = None
+            # if the gradient goes on, all layers' graphs coexist: dense weights would fill memory
+            kept = None if ctx.goes_on else weight
+            ctx.save_for_backward(gate, up, z, *weights, own, kept, None)
         ctx.set_materialize_grads(False)  # an energy that no loss reads has no gradient
         ctx.mark_non_differentiable(teacher)
         return down, teacher, energy
@@ -227,16 +248,19 @@ class _MLP(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, _: None, grad_energy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        mlp, goes_on = ctx.mlp, ctx.goes_on
+        mlp = ctx.mlp
         gate, up, z, *others = ctx.saved_tensors
-        weights, (own, weight, product) = others[:6], ctx.freed or others[6:]
+        own, weight, product = ctx.freed or others[6:]
         ctx.freed = None
         if grad is None:
             grad = z.new_zeros(len(z), ctx.width)
-        of_mlp, of_down = (LowRank(z, part, ctx.config) for part in (weights[:4], weights[4:]))
+        of_mlp = LowRank(z, others[:4], ctx.config)
+        of_down = LowRank(z, others[4:6], ctx.config)
         of_mlp.begin_backward(grad_energy)
         of_down.begin_backward(grad_energy)
-        grad_x, deeper = None, goes_on or of_mlp.changes(0) or of_mlp.changes(1)
+        grad_x = None
+        # without M and B of gate and up, nobody needs the gradient of p
+        deeper = ctx.goes_on or of_mlp.changes(0) or of_mlp.changes(1)
         if of_down.changes(0):
             of_y = torch.empty_like(own) if deeper else None
             modulated_backward(grad, own, of_down, of_y)
@@ -245,21 +269,25 @@ class _MLP(torch.autograd.Function):
         if deeper:
             if weight is None:
                 weight = product_weight(mlp.down_proj, gate.dtype)
+            # into the memory of p, which is not read again
             of_product = multiply_backward(mlp.down_proj, weight, grad, out=product)
             del weight  # free it before the next products
-            of_both = [torch.empty_like(y) for y in (gate, up) if goes_on]
+            of_both = [torch.empty_like(y) for y in (gate, up) if ctx.goes_on]
             product_backward(of_product, gate, up, of_mlp, *of_both)
             del of_product
             for module, of_y in zip((mlp.gate_proj, mlp.up_proj), of_both, strict=False):
                 part = multiply_backward(module, product_weight(module, of_y.dtype), of_y)
                 grad_x = part if grad_x is None else grad_x.add_(part)
+        grad_z = of_mlp.grad_z + of_down.grad_z
         grads = *of_mlp.grad_weights, *of_down.grad_weights
-        return of_mlp.grad_z + of_down.grad_z, grad_x, None, None, None, None, *grads
+        return grad_z, grad_x, None, None, None, None, *grads
 
 
 def _kernels(tensor: Tensor) -> Any:
     """Return npt/adapters/kernels.py for a CUDA tensor if Triton works; None for fake tensors."""
-    return _kernels_on(tensor.get_device()) if tensor.is_cuda and type(tensor) is Tensor else None
+    if tensor.is_cuda and type(tensor) is Tensor:
+        return _kernels_on(tensor.get_device())
+    return None
 
 
 @cache
@@ -297,11 +325,15 @@ class LowRank:
     """
 
     def __init__(self, z: Tensor, weights: Sequence[Tensor | None], config: NPTConfig):
-        self.z, self.weights, self.mults = z, weights, weights[::2]
-        self.alpha, self.slope = config.additive_scale, 2.0 * config.mult_bound
+        self.z = z
+        self.weights = weights
+        self.mults = weights[::2]
+        self.alpha = config.additive_scale
+        self.slope = 2.0 * config.mult_bound
         self.kernels = _kernels(z)
-        adds = [] if self.kernels else weights[1::2]
-        self.adds = [None if add is None else self.alpha * add for add in adds]
+        self.adds: list[Tensor | None] = []
+        if self.kernels is None:  # kernels multiply by alpha themselves
+            self.adds = [None if add is None else self.alpha * add for add in weights[1::2]]
         self._rooms: list[Tensor] = []
 
     def changes(self, product: int) -> bool:
@@ -314,11 +346,10 @@ class LowRank:
         A block has at least R rows: with fewer, reading M and B would take most of the time. All
         blocks share buffers, freed after the last block.
         """
-        size = BLOCK.get(like.device.type, BLOCK["cuda"])
-        length = max(1, self.z.shape[-1], size // max(1, like.shape[-1]))
-        self._rooms = [
-            like[:0] if w is None else torch.empty_like(like[:length]) for w in self.weights
-        ]
+        fitting = BLOCK.get(like.device.type, BLOCK["cuda"]) // max(1, like.shape[-1])
+        length = max(1, self.z.shape[-1], fitting)
+        first = like[:length]
+        self._rooms = [like[:0] if w is None else torch.empty_like(first) for w in self.weights]
         for start in range(0, len(like), length):
             yield slice(start, start + length)
         self._rooms = []
@@ -328,20 +359,24 @@ class LowRank:
         mult = self.mults[product]
         if mult is None:
             return None
-        codes, room = self.z[rows], self._rooms[2 * product]
-        c = torch.mm(codes, mult.t(), out=room[: len(codes)]).sigmoid_().sub_(0.5)
+        codes = self.z[rows]
+        room = self._rooms[2 * product][: len(codes)]
+        u = torch.mm(codes, mult.t(), out=room)
+        c = u.sigmoid_().sub_(0.5)
         if energy is not None:
             norm = torch.linalg.vector_norm(c, dim=-1)
-            energy[rows] += norm.square_().mul_(self.slope * self.slope / c.shape[-1])
+            weight = self.slope * self.slope / c.shape[-1]
+            energy[rows] += norm.square_().mul_(weight)
         return c
 
     def modulated(self, product: int, rows: slice, y: Tensor, c: Tensor | None) -> Tensor:
         """Return m y + s of these rows of a product [N, O], or a view of y without modulation."""
-        part, add = y[rows], self.adds[product]
+        part = y[rows]
+        add = self.adds[product]
         if add is None:
             return part if c is None else torch.addcmul(part, c, part, value=self.slope)
-        room = self._rooms[2 * product + 1]
-        moved = torch.addmm(part, self.z[rows], add.t(), out=room[: len(part)])
+        room = self._rooms[2 * product + 1][: len(part)]
+        moved = torch.addmm(part, self.z[rows], add.t(), out=room)
         return moved if c is None else moved.addcmul_(c, part, value=self.slope)
 
     def additive_energy(self) -> Tensor:
@@ -352,7 +387,9 @@ class LowRank:
         energy = self.z.new_zeros(len(self.z))
         for add in self.adds:
             if add is not None:
-                squares = ((self.z @ (add.t() @ add)) * self.z).sum(dim=-1)
+                gram = add.t() @ add
+                squares = ((self.z @ gram) * self.z).sum(dim=-1)
+                # rounding may leave a negative sum of squares
                 energy += squares.clamp_min_(0.0) / len(add)
         return energy
 
@@ -362,13 +399,15 @@ class LowRank:
         self.grad_energy = None if grad_energy is None else grad_energy.contiguous()
         self.grad_z = torch.zeros_like(self.z)
         self.grad_weights = [None if w is None else torch.zeros_like(w) for w in self.weights]
-        if self.kernels is not None:
+        if self.kernels is not None or grad_energy is None:
             return  # the kernels add these gradients
         for add, into in zip(self.adds, self.grad_weights[1::2], strict=True):
-            if grad_energy is not None and add is not None and into is not None:
-                weighted = (2.0 / len(add) * grad_energy).unsqueeze(-1) * self.z
-                self.grad_z.addmm_(weighted, add.t() @ add)
-                into.addmm_(add, weighted.t() @ self.z, alpha=self.alpha)
+            if add is None or into is None:
+                continue
+            weight = 2.0 / len(add) * grad_energy
+            weighted = weight.unsqueeze(-1) * self.z
+            self.grad_z.addmm_(weighted, add.t() @ add)
+            into.addmm_(add, weighted.t() @ self.z, alpha=self.alpha)
 
     def add_gradients(
         self,
@@ -380,15 +419,20 @@ class LowRank:
         grad_y: Tensor | None,
     ) -> None:
         """Backpropagate m y + s for a block: add to the gradients of z, M and B; write `grad_y`."""
-        part, codes, grad_z = y[rows], self.z[rows], self.grad_z[rows]
-        mult, add = self.mults[product], self.adds[product]
+        part = y[rows]
+        codes = self.z[rows]
+        grad_z = self.grad_z[rows]
+        mult = self.mults[product]
+        add = self.adds[product]
         into_mult, into_add = self.grad_weights[2 * product : 2 * product + 2]
         if grad_y is not None:
             into_y = grad_y[rows].copy_(grad)
             if c is not None:
                 into_y.addcmul_(c, grad, value=self.slope)
-        if c is not None and mult is not None and into_mult is not None:
-            # divided by -2 beta: sigmoid (1 - sigmoid) = 1/4 - c^2
+        if c is not None:
+            assert mult is not None and into_mult is not None
+            # The gradient of u = M z, divided by -2 beta: sigmoid (1 - sigmoid) = 1/4 - c^2. It
+            # overwrites c, which is not read again.
             if self.grad_energy is None:
                 of_u = c.square_().sub_(0.25).mul_(grad).mul_(part)
             else:
@@ -397,9 +441,10 @@ class LowRank:
                 of_u.mul_(c.square_().sub_(0.25))
             into_mult.addmm_(of_u.t(), codes, alpha=-self.slope)
             grad_z.addmm_(of_u, mult, alpha=-self.slope)
-        if add is not None and into_add is not None:
+        if add is not None:
+            assert into_add is not None
             into_add.addmm_(grad.t(), codes, alpha=self.alpha)
-            grad_z.addmm_(grad, add)
+            grad_z.addmm_(grad, add)  # `adds` hold alpha already
 
 
 def product_forward(
@@ -413,12 +458,17 @@ def product_forward(
     if low.kernels is not None:
         return low.kernels.forward(low, gate, up, out, taught)
     if taught is not None:
-        taught.mul_(F.silu(out, inplace=True))
+        activation = F.silu(out, inplace=True)
+        taught.mul_(activation)
     energy = low.additive_energy()
     for rows in low.blocks(gate):
-        gate_out = low.modulated(0, rows, gate, low.c(0, rows, energy))
-        up_out = low.modulated(1, rows, up, low.c(1, rows, energy))
-        torch.mul(F.silu(gate_out, inplace=low.changes(0)), up_out, out=out[rows])
+        gate_c = low.c(0, rows, energy)
+        gate_out = low.modulated(0, rows, gate, gate_c)
+        up_c = low.c(1, rows, energy)
+        up_out = low.modulated(1, rows, up, up_c)
+        # unmodulated, gate_out is a view of gate, which backward reads
+        inplace = low.changes(0)
+        torch.mul(F.silu(gate_out, inplace=inplace), up_out, out=out[rows])
     return energy
 
 
@@ -436,7 +486,8 @@ def product_backward(
         return
     for rows in low.blocks(gate):
         part = grad[rows]
-        gate_c, up_c = low.c(0, rows), low.c(1, rows)
+        gate_c = low.c(0, rows)
+        up_c = low.c(1, rows)
         gate_out = low.modulated(0, rows, gate, gate_c)
         up_out = low.modulated(1, rows, up, up_c)
         grad_of_up = F.silu(gate_out).mul_(part)
@@ -450,10 +501,12 @@ def modulated_forward(y: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
     """Return m y + s [N, O] of one product, and its energy [N]."""
     out = torch.empty_like(y)
     if low.kernels is not None:
-        return out, low.kernels.forward(low, y, None, out)
+        energy = low.kernels.forward(low, y, None, out)
+        return out, energy
     energy = low.additive_energy()
     for rows in low.blocks(y):
-        out[rows] = low.modulated(0, rows, y, low.c(0, rows, energy))
+        c = low.c(0, rows, energy)
+        out[rows] = low.modulated(0, rows, y, c)
     return out, energy
 
 
@@ -504,16 +557,21 @@ class ModulationMeter:
         """Return and forget the sums: for each layer the number of tokens, then `MODULATION` summed
         over them [layers * 6]. They are 0 for a layer that the passes left out.
         """
-        sums, self._sums = self._sums, {}
-        none = torch.zeros(1 + len(MODULATION), device=next(iter(self._spreads)).A.device)
+        sums = self._sums
+        self._sums = {}
+        device = next(iter(self._spreads)).A.device
+        none = torch.zeros(1 + len(MODULATION), device=device)
         return torch.cat([sums.get(adapter, none) for adapter in self._spreads])
 
     def _measure(
         self, adapter: NPTAdapter, recode: Callable[[Tensor], Tensor] | None, z: Tensor
     ) -> Tensor:
-        z = z if recode is None else recode(z)
+        if recode is not None:
+            z = recode(z)
         sums = _strength(adapter, z.detach().flatten(0, -2), *self._spreads[adapter])
-        self._sums[adapter] = self._sums[adapter] + sums if adapter in self._sums else sums
+        if adapter in self._sums:
+            sums = self._sums[adapter] + sums
+        self._sums[adapter] = sums
         return z
 
 
@@ -523,17 +581,23 @@ def _strength(adapter: NPTAdapter, z: Tensor, middle: float, half: float) -> Ten
 
     middle, half: the middle of the multipliers' range, and half its width.
     """
-    form, sums = adapter.config, z.new_zeros(1 + len(MODULATION))
-    count = sum(len(mult) for mult in adapter.M.values())
+    form = adapter.config
+    sums = z.new_zeros(1 + len(MODULATION))
+    multiplier = MULTIPLIERS[form.mult_form]
+    channels = sum(len(mult) for mult in adapter.M.values())
+    block = BLOCK.get(z.device.type, BLOCK["cuda"])
+    limit = SATURATED * half
     for mult in adapter.M.values():
-        length = max(1, BLOCK.get(z.device.type, BLOCK["cuda"]) // len(mult))
+        length = max(1, block // len(mult))
         for codes in z.split(length):
-            m = MULTIPLIERS[form.mult_form](F.linear(codes, mult), form.mult_bound)
-            sums[1] += (m - 1.0).abs_().sum() / count
+            m = multiplier(F.linear(codes, mult), form.mult_bound)
+            # without names, which would keep a block while the next is computed
+            sums[1] += (m - 1.0).abs_().sum() / channels
             # in fp32: a sum of bools is four times as slow on a CPU
-            sums[2] += m.sub_(middle).abs_().gt_(SATURATED * half).sum() / count
+            sums[2] += m.sub_(middle).abs_().gt_(limit).sum() / channels
     sums[0].fill_(len(z))
-    sums[3] = torch.linalg.vector_norm(z, dim=-1).sum()
+    norms = torch.linalg.vector_norm(z, dim=-1)
+    sums[3] = norms.sum()
     sums[5] = torch.count_nonzero(z)
     # |s|^2 = z'(alpha^2 B'B) z, so the wide s is not computed
     gram = z.new_zeros(z.shape[-1], z.shape[-1])
@@ -541,5 +605,6 @@ def _strength(adapter: NPTAdapter, z: Tensor, middle: float, half: float) -> Ten
         if target == STREAM and adapter.scale is not None:
             add = add / adapter.scale  # in units of the token's size r
         gram.addmm_(add.t(), add, alpha=form.additive_scale**2)
-    sums[4] = ((z @ gram) * z).sum(dim=-1).clamp_min_(0.0).sqrt_().sum()
+    squares = ((z @ gram) * z).sum(dim=-1)
+    sums[4] = squares.clamp_min_(0.0).sqrt_().sum()
     return sums

@@ -109,42 +109,51 @@ def calibrate(
     processes = processes or ProcessGroup()
     console = console or silent_console()
 
-    def read() -> list[Sample]:
+    def read() -> tuple[list[Sample], list[Sample]]:
         config = attached_config(model)
         check_form(config)
         if tokens < 1:
             raise ConfigError(f"--calibration_tokens is {tokens}; it must be at least 1")
         samples = read_samples(data, tokenizer, max_length, tokens, model.config.vocab_size, seed)
-        fitted = samples[: len(samples) - (set_apart(samples) if config.active else 0)]
-        count, mean = tokens_of(fitted), max(config.ranks_of(len(npt_layers(model))))
-        if count < TOKENS_PER_RANK * mean:
+        end = len(samples)
+        if config.active:
+            end -= set_apart(samples)
+        count = tokens_of(samples[:end])
+        rank = max(config.ranks_of(len(npt_layers(model))))
+        if count < TOKENS_PER_RANK * rank:
             raise DataError(
-                f"calibration has {count} tokens, but rank {mean} needs {TOKENS_PER_RANK * mean}:"
+                f"calibration has {count} tokens, but rank {rank} needs {TOKENS_PER_RANK * rank}:"
                 " raise --calibration_tokens, add data, lower --adapter_rank, or pass --init random"
             )
-        return samples
+        return samples[:end], samples[end:]
 
-    samples = together(processes, read)
-    config, layers = attached_config(model), [index for index, _ in npt_layers(model)]
-    ids = hashlib.sha256(repr([sample.input_ids for sample in samples]).encode()).hexdigest()
-    own = {"calibration samples of hash": ids[:16], "seed": seed, "batch_size": batch_size}
+    fitted, of_threshold = together(processes, read)
+    config = attached_config(model)
+    layers = [index for index, _ in npt_layers(model)]
+    # sums over different texts, or with different draws, would mix silently
+    ids = repr([sample.input_ids for sample in fitted + of_threshold]).encode()
+    own = {
+        "calibration samples of hash": hashlib.sha256(ids).hexdigest()[:16],
+        "seed": seed,
+        "batch_size": batch_size,
+    }
     processes.agree({**asdict(config), **own})
-    of_threshold = samples[len(samples) - set_apart(samples) :] if config.active else []
-    samples = samples[: len(samples) - len(of_threshold)]
-    count = tokens_of(samples)
+    count = tokens_of(fitted)
     say(console, f"calibrating layers {format_layers(tuple(layers))} on {count:,} tokens")
     device = next(model.parameters()).device
-    parts = share(list(batches(samples, batch_size)), processes, is_sharded(model))
+    parts = share(list(batches(fitted, batch_size)), processes, is_sharded(model))
 
     def measured(matrices_on: torch.device) -> dict[int, Sensitivity]:
         shown = track(
             parts, "calibrating", console=console, transient=True, disable=not console.is_terminal
         )
         width = model.config.hidden_size
+
+        def zeros() -> dict[int, Sensitivity]:
+            return {index: Sensitivity(width, config, matrices_on) for index in layers}
+
         # before the pass: during it, processes that share a base could not start again
-        sums = together(
-            processes, lambda: {i: Sensitivity(width, config, matrices_on) for i in layers}
-        )
+        sums = together(processes, zeros)
         with evaluating(model):
             together(processes, lambda: measure(model, shown, seed, sums), model)
         return sums
@@ -160,6 +169,7 @@ def calibrate(
     set_deterministic(model, True)
     try:
         sums = on_device_or_host(measured, device, console)
+        # every process needs the sums of all to average, but solves only its own layers
         for number, index in enumerate(layers):
             sums[index].average(processes, count)
             if number % processes.size != processes.index:
@@ -177,17 +187,18 @@ def calibrate(
         config = replace(config, ranks=tuple(ranks.values()))
     ranks = dict(zip(layers, config.ranks_of(len(layers)), strict=True))
     tensors = together(processes, lambda: start_tensors(model, config, cuts, ranks))
-    figures = {
-        index: LayerCalibration(rank, cut.lost[rank], cut.cost(rank), cut.known)
-        for index, cut in cuts.items()
-        for rank in [ranks[index]]
-    }
+    figures = {}
+    for index, cut in cuts.items():
+        rank = ranks[index]
+        figures[index] = LayerCalibration(rank, cut.lost[rank], cut.cost(rank), cut.known)
     figures = of_all(processes, figures)
+    # a sum distributes the layers: each is zero on all processes but one
     for name, tensor in tensors.items():
         if name.partition(".npt.")[2] in SOLVED:
             processes.sum_(tensor)
     before = {name: tensor.clone() for name, tensor in adapter_tensors(model).items()}
-    form, at_random = attached_config(model), at_random_start(model)
+    form = attached_config(model)
+    at_random = at_random_start(model)
     set_adapters(model, config, tensors)
     if config.token_part:
         find = partial(set_threshold, model, of_threshold, config.active, batch_size)
@@ -196,8 +207,10 @@ def calibrate(
                 together(processes, find, model)
             refit(model, parts, sensitivity, processes, console)
             if config.active:
+                # the refit changed the codes, and each process found tau from its own rounding
                 log_tau = together(processes, find, model)
-                npt_layers(model)[0][1].npt.log_tau.data.fill_(processes.first(lambda: log_tau))
+                _, shallowest = npt_layers(model)[0]
+                shallowest.npt.log_tau.data.fill_(processes.first(lambda: log_tau))
         except BaseException:
             set_adapters(model, form, before)
             attached(model).random_start = at_random

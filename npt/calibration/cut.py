@@ -65,24 +65,34 @@ class Cut:
         values = values.clamp_min(SMALLEST * float(values[-1]))
         root = (vectors * values.sqrt()) @ vectors.T
         inverse = (vectors * values.rsqrt()) @ vectors.T
-        across = root if wanted is None else wanted @ inverse
-        left = root if wanted is None else across.T
+        across = root
+        left = root
+        if wanted is not None:
+            across = wanted @ inverse
+            left = across.T
         worth, chosen = torch.linalg.eigh(left @ sensitivity @ across)
+        # eigh sorts by size, smallest first
+        worth = worth.flip(0)
         chosen = chosen.flip(1)
+        code = (inverse @ chosen).T
         back = across @ chosen
+        # the code has unit variance, so a column of P carries the square of its norm
         sizes = back.square().sum(dim=0)
         kept = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]) / sizes.sum()
         return cls(
-            worth.flip(0).clamp_min(0.0).tolist(),
-            (inverse @ chosen).T.to(torch.float32),
-            back.to(torch.float32),
-            (1.0 - kept).clamp_min(0.0).tolist(),
+            worth=worth.clamp_min(0.0).tolist(),
+            code=code.to(torch.float32),
+            back=back.to(torch.float32),
+            lost=(1.0 - kept).clamp_min(0.0).tolist(),
         )
 
     def to(self, device: torch.device) -> Cut:
         """Return the cut with its directions on a device."""
-        part = None if self.token_part is None else self.token_part.to(device)
-        code, back = self.code.to(device), self.back.to(device)
+        part = self.token_part
+        if part is not None:
+            part = part.to(device)
+        code = self.code.to(device)
+        back = self.back.to(device)
         return replace(self, code=code, back=back, token_part=part)
 
     def tensors(self, index: int, rank: int, config: NPTConfig) -> dict[str, Tensor]:
@@ -92,25 +102,30 @@ class Cut:
         Raises:
             NumericalError: they are not finite.
         """
+        code = self.code[:rank]
         back = self.back[:, :rank] / config.additive_scale
-        code, back, factor = balanced(self.code[:rank], back)
+        code, back, factor = balanced(code, back)
         solved = {"A": code, f"B.{STREAM}": back}
         if self.token_part is not None:
-            solved |= {"b": self.token_part.bias, "scale": self.nats[:rank] / factor}
-        if self.token_part is not None and config.token_rank:
-            solved |= {"L_in": self.token_part.inner, "L_out": self.token_part.outer}
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in solved.values()):
-            raise NumericalError(
-                f"calibration: the directions of layer {index} are non-finite, so the adapters are"
-                " unchanged; pass --init random"
-            )
+            solved["b"] = self.token_part.bias
+            solved["scale"] = self.nats[:rank] / factor
+            if config.token_rank:
+                solved["L_in"] = self.token_part.inner
+                solved["L_out"] = self.token_part.outer
+        for tensor in solved.values():
+            if not torch.isfinite(tensor).all():
+                raise NumericalError(
+                    f"calibration: the directions of layer {index} are non-finite, so the adapters"
+                    " are unchanged; pass --init random"
+                )
         return solved
 
     @property
     def nats(self) -> Tensor:
         """[D] fp32, the factors that turn a code of unit variance into one in nats."""
         worth = torch.tensor(self.worth, dtype=torch.float64, device=self.code.device)
-        return worth.clamp_min(SMALLEST**2 * float(worth[0])).sqrt().to(torch.float32)
+        least = SMALLEST**2 * float(worth[0])
+        return worth.clamp_min(least).sqrt().to(torch.float32)
 
     def cost(self, rank: int) -> float:
         """Return the cost in KL (nats, to second order) of cutting only this layer, to `rank`."""
@@ -129,8 +144,10 @@ def spend(budget: int, worth: Mapping[int, Sequence[float]]) -> dict[int, int]:
     for _ in range(budget - len(ranks)):
         _, index = heapq.heappop(queue)
         ranks[index] += 1
-        if ranks[index] < len(worth[index]):
-            heapq.heappush(queue, (-worth[index][ranks[index]], index))
+        rank = ranks[index]
+        values = worth[index]
+        if rank < len(values):
+            heapq.heappush(queue, (-values[rank], index))
     return ranks
 
 

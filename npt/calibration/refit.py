@@ -79,13 +79,14 @@ def refit(
         processes: those that share the batches.
         console: for progress.
     """
-    layers, converted = decoder_layers(model), dict(npt_layers(model))
-    first, last = min(converted), max(converted)
+    layers = decoder_layers(model)
+    converted = dict(npt_layers(model))
+    first = min(converted)
     device = next(model.parameters()).device
     with evaluating(model), adapters_disabled(model):
         walks = together(processes, partial(_opened, model, numbered, layers[:first]), model)
         shown = track(
-            range(first, last + 1),
+            range(first, max(converted) + 1),
             "fitting again",
             console=console,
             transient=True,
@@ -101,8 +102,10 @@ def refit(
             solve = partial(_solved, layer, total, sensitivity.get(index))
             solved = together(processes, partial(on_device_or_host, solve, device, console))
             tensors = adapter_tensors(model)
+            # one process solved the layer, the others hold zeros
             for name, tensor in solved.items():
                 tensors[f"model.layers.{index}.npt.{name}"].copy_(processes.sum_(tensor))
+            # only now: the layers above are fitted to the errors that remain here
             together(processes, partial(_steps, layer, walks), model)
 
 
@@ -130,7 +133,8 @@ def _moments(layer: NPTLayer, walks: list[Walk]) -> Tensor:
     """Take the teacher's stream through the layer. Return the sums over tokens that `_solved`
     reads, of what the layer is to add and what it can read.
     """
-    width, device = len(layer.npt.b), layer.npt.b.device
+    width = len(layer.npt.b)
+    device = layer.npt.b.device
     read = read_width(width, layer.npt.config.token_rank)
     shape = 2 * width + read, width + read
     total = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -149,13 +153,19 @@ def _look(layer: NPTLayer, walk: Walk) -> Tensor:
     context = stream.context_of(layer)
     read = walk.taught + attention_output(layer, walk.taught, **context)
     walk.attention = attention_output(layer, stream.hidden, **context)
-    walk.taught = stream.clean(read + layer.mlp(layer.post_attention_layernorm(read)))
+    x2 = layer.post_attention_layernorm(read)
+    walk.taught = stream.clean(read + layer.mlp(x2))
     h = stream.rows(stream.hidden)
-    size = bounded(layer.npt.size_of(h.to(torch.float32)))
-    read_here = read_by(layer.input_layernorm.forward(h), size, layer.npt.config.token_rank)
-    y, a = (stream.rows(states) for states in (read - stream.hidden, walk.attention))
-    columns = torch.cat([a / size, read_here], dim=-1)
-    return product(torch.cat([y / size, columns], dim=-1), columns)
+    size = layer.npt.size_of(h.to(torch.float32))
+    size = bounded(size)
+    # without its hooks, which have seen it in attention
+    x1 = layer.input_layernorm.forward(h)
+    x = read_by(x1, size, layer.npt.config.token_rank)
+    y = stream.rows(read - stream.hidden) / size
+    a = stream.rows(walk.attention) / size
+    columns = torch.cat([a, x], dim=-1)
+    rows = torch.cat([y, columns], dim=-1)
+    return product(rows, columns)
 
 
 def _steps(layer: NPTLayer, walks: list[Walk]) -> None:
@@ -182,12 +192,13 @@ def _solved(
         NumericalError: the student's states are not finite.
     """
     index = layer.self_attn.layer_idx
-    if not bool(torch.isfinite(total).all()):
+    if not torch.isfinite(total).all():
         raise NumericalError(
             f"calibration: the student's states at layer {index} are not finite; find the cause"
             " with npt trace. The adapters are unchanged"
         )
-    form, width = layer.npt.config, len(layer.npt.b)
+    form = layer.npt.config
+    width = len(layer.npt.b)
     read = read_width(width, form.token_rank)
     tensors = layer.npt.state_dict().items()
     solved = {name: torch.zeros_like(tensor) for name, tensor in tensors if name in SOLVED}
@@ -196,11 +207,14 @@ def _solved(
     # sums serve as well as means: a factor of C changes neither L nor A nor B
     total = total.to(device)
     sensitivity = sensitivity.to(total)
-    of_y, of_a, of_x = total.split([width, width, read])
-    (ya, yx), (aa, ax), (_, xx) = (rows.split([width, read], dim=1) for rows in (of_y, of_a, of_x))
+    # rows of y, a and x against columns of a and x, as `_look` has them
+    with_a, with_x = total.split([width, read], dim=1)
+    ya, aa, _ = with_a.split([width, width, read])
+    yx, ax, xx = with_x.split([width, width, read])
     own = TokenPart.of(yx, xx, sensitivity, form.token_rank)
-    cut = Cut.of(own.left(aa, ax, ax, xx), sensitivity, own.left(ya, yx, ax, xx))
-    found = replace(cut, token_part=own).tensors(index, form.rank, form)
-    for name, tensor in found.items():
+    missing = own.left(ya, yx, ax, xx)
+    unread = own.left(aa, ax, ax, xx)
+    cut = replace(Cut.of(unread, sensitivity, missing), token_part=own)
+    for name, tensor in cut.tensors(index, form.rank, form).items():
         solved[name].copy_(tensor)
     return solved

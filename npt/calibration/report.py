@@ -62,6 +62,11 @@ def print_calibration(calibration: Calibration, console: Console) -> None:
     for heading in ("layer", "rank R", "known to the token", "attention lost", "KL cost, nats"):
         table.add_column(heading, justify="right")
     for index, layer in calibration.layers.items():
-        figures = f"{layer.known:.0%}", f"{layer.nmse:.2%}", f"{layer.kl:.2g}"
-        table.add_row(str(index), str(layer.rank), *figures)
+        table.add_row(
+            str(index),
+            str(layer.rank),
+            f"{layer.known:.0%}",
+            f"{layer.nmse:.2%}",
+            f"{layer.kl:.2g}",
+        )
     console.print(table)

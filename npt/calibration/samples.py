@@ -49,20 +49,25 @@ def draw_samples(
     config = DataConfig(max_length=max_length)
     items = iter(records_from(data, config, "data"))
     first = next(items, None)
-    rest: Iterable[Any] = [] if first is None else itertools.chain([first], items)
+    rest: Iterable[Any] = []
+    if first is not None:
+        rest = itertools.chain([first], items)
     if not isinstance(first, Sample):
         rest = cut(rest, tokenizer, config)
-    read, left = [], READ_AHEAD * tokens
+    read = []
+    left = READ_AHEAD * tokens
     for sample in within(rest, vocab_size):
         read.append(sample)
         left -= len(sample.input_ids)
         if left <= 0:
             break
-    chosen, left = [], tokens
+    chosen = []
+    left = tokens
     for number in permutation(len(read), f"calibration/{seed}"):
-        chosen.append(_shortened(read[number], left))
-        left -= len(chosen[-1].input_ids)
-        if left < 2:
+        sample = _shortened(read[number], left)
+        chosen.append(sample)
+        left -= len(sample.input_ids)
+        if left < 2:  # one token predicts nothing
             break
     return chosen
 
@@ -70,10 +75,14 @@ def draw_samples(
 def _shortened(sample: Sample, length: int) -> Sample:
     if len(sample.input_ids) <= length:
         return sample
-    labels = None if sample.labels is None else sample.labels[:length]
-    lengths, kept = [], length
-    for document in sample.lengths or ():
-        lengths.append(min(document, kept))
-        kept -= lengths[-1]
-    documents = None if sample.lengths is None else tuple(size for size in lengths if size)
-    return replace(sample, input_ids=sample.input_ids[:length], labels=labels, lengths=documents)
+    labels = sample.labels
+    if labels is not None:
+        labels = labels[:length]
+    lengths: tuple[int, ...] | None = None
+    if sample.lengths is not None:
+        lengths = ()
+        for document in sample.lengths:
+            kept = min(document, length - sum(lengths))
+            if kept:
+                lengths += (kept,)
+    return replace(sample, input_ids=sample.input_ids[:length], labels=labels, lengths=lengths)

@@ -26,10 +26,12 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import NumericalError
 from npt.hooks import within
 
-LARGEST, SMALLEST = 2.0, 0.25
-"""Bounds of a token's size r in medians of its batch: from above in S. With a token part, a token
-below the other bound is left out of S, and its r is the bound in the other sums: a token with a
-state of about 0, as after an embedding that was never trained, would dominate them."""
+LARGEST = 2.0
+"""Upper bound in S of a token's size r, in medians of its batch."""
+
+SMALLEST = 0.25
+"""Lower bound of r in the other sums, in medians. With a token part, S leaves out a token below it:
+one with a state of about 0, as after an embedding that was never trained, would dominate all."""
 
 
 class Sensitivity:
@@ -59,25 +61,29 @@ class Sensitivity:
             return torch.zeros(rows, columns, dtype=torch.float64, device=device)
 
         self.form = form
-        self.covariance, self.to_attention = zeros(width, width), zeros(width, width)
-        read = read_width(width, form.token_rank)
+        self.covariance = zeros(width, width)
+        self.to_attention = zeros(width, width)
         self.sums = [self.covariance, self.to_attention]
         if form.token_part:
-            self.cross, self.inputs = zeros(width, read), zeros(read, read)
+            read = read_width(width, form.token_rank)
+            self.cross = zeros(width, read)
+            self.inputs = zeros(read, read)
             self.sums += [self.cross, self.inputs]
 
     def add(self, seen: Mapping[str, Tensor]) -> None:
         """Add the rows [N, D] that `_watched` names to the sums, which `average` makes means."""
-        attention, gradient = seen["attention output"], seen["gradient"]
-        stream = seen["state" if self.form.token_part else "stream"].to(torch.float32)
-        size = stream.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
-        usual = torch.minimum(size, LARGEST * size.median())
+        stream = seen["state"] if self.form.token_part else seen["stream"]
+        stream = stream.to(torch.float32)
+        size = stream.square().mean(dim=-1, keepdim=True).sqrt()
+        size = size.clamp_min(1e-12)
+        median = size.median()
+        usual = torch.minimum(size, LARGEST * median)
         if self.form.token_part:
             # the norms multiply a gradient at a state of about 0 by 1 / sqrt(eps), layer by layer
-            usual = torch.where(size < SMALLEST * size.median(), 0.0, usual)
+            usual = torch.where(size < SMALLEST * median, 0.0, usual)
             size = bounded(size)
-        scaled = attention / size
-        sensed = gradient * usual
+        scaled = seen["attention output"] / size
+        sensed = seen["gradient"] * usual
         parts = [product(scaled, scaled), product(sensed, sensed)]
         if self.form.token_part:
             read = read_by(seen["input"], size, self.form.token_rank)
@@ -92,11 +98,13 @@ class Sensitivity:
         if not read:
             return Cut.of(covariance, sensitivity).to(home)
         cross, inputs = read
-        rank = self.form.token_rank
-        part = TokenPart.of(cross, inputs, sensitivity, rank)
+        part = TokenPart.of(cross, inputs, sensitivity, self.form.token_rank)
         rest = part.left(covariance, cross, cross, inputs)
-        known = 1.0 - float((rest * sensitivity).sum() / (covariance * sensitivity).sum())
-        return replace(Cut.of(rest, sensitivity), token_part=part, known=known).to(home)
+        # the mean of e'S e is the trace of E e e' S
+        lost = (rest * sensitivity).sum() / (covariance * sensitivity).sum()
+        known = 1.0 - float(lost)
+        cut = Cut.of(rest, sensitivity)
+        return replace(cut, token_part=part, known=known).to(home)
 
     def average(self, processes: ProcessGroup, tokens: int) -> None:
         """Turn the sums into means over the tokens of all processes, in place to save memory."""
@@ -126,10 +134,12 @@ def measure(
     Raises:
         NumericalError: an activation or gradient is non-finite.
     """
-    converted, layers = npt_layers(model), decoder_layers(model)
+    converted = npt_layers(model)
+    layers = decoder_layers(model)
     device = next(model.parameters()).device
     generator = torch.Generator(device)
-    first, to_the_end = converted[0][0], is_sharded(model)
+    first, _ = converted[0]
+    to_the_end = is_sharded(model)
     faults: list[NumericalError] = []
 
     def check(name: str, rows: Tensor, command: str = "find its cause with npt trace") -> bool:
@@ -146,6 +156,7 @@ def measure(
             stack.enter_context(adapters_disabled(model))
             for index, watched in converted:
                 stack.enter_context(_watched(watched, index, seen))
+            # no sum needs the gradient below the first converted layer, so no graph is held there
             with torch.no_grad():
                 stream = open_stream(model, batch)
                 stream = stream.through(layers[:first])
@@ -160,17 +171,19 @@ def measure(
         return stream
 
     for number, batch in numbered:
+        # by the batch's number, so that the draws do not depend on how processes share batches
         generator.manual_seed(seed * 1_000_003 + (number or 0))
         seen: dict[tuple[int, str], Tensor] = {}
         stream = within(model.model, partial(walked, batch.to(device), seen))
         for index, of_layer in sums.items():
             gradient = seen[index, "stream"].grad
             assert gradient is not None
+            gradient = stream.rows(gradient)
+            check(f"gradient at the attention output of layer {index} is", gradient)
+            if number is None or faults:
+                continue
             rows = {n: stream.rows(t.detach()) for (i, n), t in seen.items() if i == index}
-            rows["gradient"] = stream.rows(gradient)
-            check(f"gradient at the attention output of layer {index} is", rows["gradient"])
-            if number is not None and not faults:
-                of_layer.add(rows)
+            of_layer.add({**rows, "gradient": gradient})
     if faults:
         raise faults[0]
 
@@ -181,7 +194,8 @@ def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> Exi
     """
 
     def state(module: Any, inputs: Any, output: Tensor) -> None:
-        seen[index, "state"], seen[index, "input"] = inputs[0], output
+        seen[index, "state"] = inputs[0]
+        seen[index, "input"] = output
 
     def attention(module: Any, inputs: Any, output: Any) -> None:
         seen[index, "attention output"] = output[0]
@@ -191,9 +205,9 @@ def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> Exi
         seen[index, "stream"] = inputs[0]
 
     stack = ExitStack()
-    stack.callback(layer.input_layernorm.register_forward_hook(state).remove)
-    stack.callback(layer.self_attn.register_forward_hook(attention).remove)
-    stack.callback(layer.post_attention_layernorm.register_forward_pre_hook(stream).remove)
+    stack.enter_context(layer.input_layernorm.register_forward_hook(state))
+    stack.enter_context(layer.self_attn.register_forward_hook(attention))
+    stack.enter_context(layer.post_attention_layernorm.register_forward_pre_hook(stream))
     return stack
 
 
@@ -207,16 +221,17 @@ def _score(
     drawn from its prediction; zeros if logits are not finite. Works in chunks of rows.
     """
     parts = []
+    at_once = max(1, LOGIT_CHUNK // model.config.vocab_size)
     with cast_once(model.lm_head), torch.enable_grad():
-        for rows in states.split(max(1, LOGIT_CHUNK // model.config.vocab_size)):
+        for rows in states.split(at_once):
             leaf = rows.detach().requires_grad_()
             logits = model.lm_head(leaf).to(torch.float32)
             if not check("teacher's logits are", logits, "run npt trace on the base"):
                 return torch.zeros_like(states)
             predicted = torch.softmax(logits.detach(), dim=-1)
-            drawn = torch.multinomial(predicted, 1, generator=generator).squeeze(-1)
-            loss = F.cross_entropy(logits, drawn, reduction="sum")
-            parts.append(torch.autograd.grad(loss, leaf)[0])
+            drawn = torch.multinomial(predicted, 1, generator=generator)
+            loss = F.cross_entropy(logits, drawn.squeeze(-1), reduction="sum")
+            parts += torch.autograd.grad(loss, leaf)
     return torch.cat(parts)
 
 

@@ -47,13 +47,16 @@ def set_threshold(
     layers and the tokens of these samples. Return its logarithm.
     """
     layers = npt_layers(model)
-    log_tau = layers[0][1].npt.log_tau
+    _, shallowest = layers[0]
+    log_tau = shallowest.npt.log_tau
     log_tau.fill_(-100.0)
     for _ in range(ROUNDS):
         sizes, tokens = student_codes(model, samples, batch_size)
-        kept = min(active * tokens * len(layers), len(sizes))
-        smallest = torch.kthvalue(sizes, len(sizes) - kept + 1).values
-        log_tau.fill_(smallest.clamp_min(SMALLEST).log())
+        wanted = active * tokens * len(layers)
+        kept = min(wanted, len(sizes))
+        smallest, _ = torch.kthvalue(sizes, len(sizes) - kept + 1)
+        tau = smallest.clamp_min(SMALLEST)
+        log_tau.fill_(tau.log())
     return float(log_tau)
 
 
@@ -63,17 +66,23 @@ def student_codes(
     """Return |u| of all converted layers and valid tokens in one row, on the host, and the number
     of tokens.
     """
-    layers, device = npt_layers(model), next(model.parameters()).device
-    last, parts, tokens = layers[-1][0], list[Tensor](), 0
+    layers = npt_layers(model)
+    last, _ = layers[-1]
+    needed = decoder_layers(model)[: last + 1]
+    device = next(model.parameters()).device
+    parts: list[Tensor] = []
+    tokens = 0
     with evaluating(model), adapter_mode(model, "student"):
         for batch in batches(samples, batch_size):
             stream = open_stream(model, batch.to(device))
 
             def keep(stages: dict[str, Tensor | None], stream=stream) -> None:
-                if (u := stages.get("u")) is not None:
-                    parts.append(stream.rows(u).abs().flatten().cpu())
+                u = stages.get("u")
+                if u is not None:
+                    sizes = stream.rows(u).abs()
+                    parts.append(sizes.flatten().cpu())
 
             with observed([(layer.npt, keep) for _, layer in layers]):
-                within(model.model, partial(stream.through, decoder_layers(model)[: last + 1]))
+                within(model.model, partial(stream.through, needed))
             tokens += batch.tokens
     return torch.cat(parts), tokens

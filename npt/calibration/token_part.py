@@ -47,22 +47,29 @@ class TokenPart:
             sensitivity: S, [D, D].
             rank: Q.
         """
+        # the last input is 1, so its products are sums of the weights 1 / r^2 and of weighted rows
         weight = inputs[-1, -1]
-        mean_a, mean_x = cross[:, -1] / weight, inputs[:-1, -1] / weight
+        mean_a = cross[:, -1] / weight
         if not rank:
             none = mean_a.new_zeros(0, len(mean_a))
             return cls(none, none.T, mean_a)
+        mean_x = inputs[:-1, -1] / weight
         of_both = cross[:, :-1] - weight * torch.outer(mean_a, mean_x)
         of_inputs = inputs[:-1, :-1] - weight * torch.outer(mean_x, mean_x)
         damped = of_inputs.clone()
         damped.diagonal().add_(RIDGE * of_inputs.diagonal().mean())
         full = torch.linalg.solve(damped, of_both.T).T
+        # whitened on both sides, the SVD's error is the cost of the cut in nats
         root, inverse = roots(sensitivity)
-        directions, _, _ = torch.linalg.svd(root @ full @ roots(of_inputs)[0])
+        of_x, _ = roots(of_inputs)
+        whitened = root @ full @ of_x
+        directions, _, _ = torch.linalg.svd(whitened)
         directions = directions[:, :rank]
-        outer, inner = inverse @ directions, directions.T @ root @ full
+        outer = inverse @ directions
+        inner = directions.T @ root @ full
         # one learning rate fits both factors if their sizes are equal
-        even = (outer.square().mean(dim=0) / inner.square().mean(dim=1)).pow(0.25)
+        ratios = outer.square().mean(dim=0) / inner.square().mean(dim=1)
+        even = ratios.pow(0.25)
         even = torch.where(torch.isfinite(even) & (even > 0), even, 1.0)
         bias = mean_a - outer @ (inner @ mean_x)
         return cls(inner * even.unsqueeze(1), outer / even, bias)
@@ -79,15 +86,17 @@ class TokenPart:
 
     def to(self, device: torch.device) -> TokenPart:
         """Return the token part on a device."""
-        return TokenPart(*(t.to(device) for t in (self.inner, self.outer, self.bias)))
+        return TokenPart(self.inner.to(device), self.outer.to(device), self.bias.to(device))
 
 
 def read_by(x1: Tensor, size: Tensor, rank: int) -> Tensor:
     """Return the rows x / r that a token part of rank Q reads, [N, n]: of x1 [N, D] with a 1
     appended, or of 1 alone for Q = 0. size: r, [N, 1].
     """
-    ones = torch.ones_like(size)
-    return (torch.cat([x1.to(size.dtype), ones], dim=-1) if rank else ones) / size
+    rows = torch.ones_like(size)
+    if rank:
+        rows = torch.cat([x1.to(size.dtype), rows], dim=-1)
+    return rows / size
 
 
 def read_width(width: int, rank: int) -> int:
@@ -99,4 +108,6 @@ def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return the square root of a covariance [n, n], and its inverse."""
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     values = values.clamp_min(SMALLEST * float(values[-1]))
-    return (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
+    root = (vectors * values.sqrt()) @ vectors.T
+    inverse = (vectors * values.rsqrt()) @ vectors.T
+    return root, inverse

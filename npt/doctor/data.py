@@ -39,8 +39,9 @@ EDGE = 24  # tokens shown of each end of a long span
 _PLACE = re.compile(r"\b(?:line|entry) \d+")
 """The place in the message of a FileError."""
 
-OPEN, CLOSE = "⟦", "⟧"
-"""Brackets around masked tokens."""
+# brackets around masked tokens
+OPEN = "⟦"
+CLOSE = "⟧"
 
 
 @dataclass
@@ -129,11 +130,16 @@ class DataReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        values = asdict(self) | self.counts.as_dict()
+        values = {
+            **asdict(self),
+            **self.counts.as_dict(),
+            "broken": self.broken,
+            "warnings": self.warnings,
+            "problems": self.problems,
+            "trainable": not self.problems,
+        }
         del values["counts"], values["faults"]
-        values["broken"] = self.broken
-        values |= {"warnings": self.warnings, "problems": self.problems}
-        return values | {"trainable": not self.problems}
+        return values
 
     def note(self, name: str, error: Exception, record: str | None = None) -> None:
         """Count a fault of a file or dataset, and of one of its records, by its kind."""
@@ -147,13 +153,16 @@ class DataReport:
             place = name if record is None else record
             kind = message.replace(f"record {place}", "record")
             message = f"{name}: {message}"
+        # without numbers, so that faults which differ in their place only are one
         kind = re.sub(r"\d+", "0", kind)
-        if kind not in self.faults and len(self.faults) < NAMED:
+        if kind not in self.faults:
+            if len(self.faults) == NAMED:
+                return
             self.faults[kind] = Fault(message)
-        if fault := self.faults.get(kind):
-            fault.count += 1
-            if len(fault.places) < PLACES:
-                fault.places.append(place)
+        fault = self.faults[kind]
+        fault.count += 1
+        if len(fault.places) < PLACES:
+            fault.places.append(place)
 
     def add(self, sample: Sample) -> None:
         """Count a sample's ids and labels."""
@@ -161,13 +170,18 @@ class DataReport:
         labels = [i for i in sample.labels or ids if i != IGNORE_INDEX]
         self.shortest = min(self.shortest or len(ids), len(ids))
         self.longest = max(self.longest, len(ids))
-        self.id_min = min(ids) if self.id_min is None else min(self.id_min, *ids)
-        self.id_max = max(ids) if self.id_max is None else max(self.id_max, *ids)
+        least = min(ids)
+        if self.id_min is None or least < self.id_min:
+            self.id_min = least
+        greatest = max(ids)
+        if self.id_max is None or greatest > self.id_max:
+            self.id_max = greatest
         self.targets += len(labels)
         if self.heldout is not None:
             self.heldout += sample.heldout
-        moved = [] if sample.labels is None else set(labels) - set(ids)
-        outside = sum(not 0 <= i < self.vocab_size for i in (*sample.read, *moved))
+        # a label is mostly the id at its place, which counts once
+        numbers = [*sample.read, *set(labels).difference(ids)]
+        outside = sum(not 0 <= number < self.vocab_size for number in numbers)
         self.outside += outside
         if outside and self.outside_first is None:
             self.outside_first = sample.id
@@ -191,7 +205,8 @@ def examine(
     heldout = None if name in OWN_HELDOUT else 0
     report = DataReport(name, vocab_size, heldout, tokenizer=tokenizer_name)
     report.passed_over = passed_over(config)
-    encoder, copies = Encoder(tokenizer, config, report.counts), Copies()
+    encoder = Encoder(tokenizer, config, report.counts)
+    copies = Copies()
     records = enumerate(readable(config, report))
     for number, (record, name) in islice(records, max_records):
         try:
@@ -199,13 +214,16 @@ def examine(
         except TemplateLimitError:  # it would take as long for every record
             raise
         except Exception as error:  # tokenizers and templates raise errors of any kind
-            given = record.get("id") if isinstance(record, Mapping) else None
-            report.note(name, error, str(number if given is None else given))
+            place = number
+            if isinstance(record, Mapping) and record.get("id") is not None:
+                place = record["id"]
+            report.note(name, error, str(place))
             continue
         for sample in samples:
             report.add(sample)
             copies.add(sample)
             if len(report.shown) < SHOWN:
+                # as the teacher reads it, with its context
                 report.shown += (show(sample.taught or sample, tokenizer, vocab_size),)
     report.complete = next(records, None) is None
     report.copies = copies.share
@@ -217,9 +235,11 @@ def readable(config: DataConfig, report: DataReport) -> Iterator[tuple[Record, s
     if not is_local(config.dataset_name):
         yield from ((record, config.dataset_name) for record in open_source(config))
         return
+    streaming = replace(config, streaming=True)
     for path in local_files(config.dataset_name, config.dataset_split):
         try:
-            for record in reader_of(path).read(path, replace(config, streaming=True)):
+            reader = reader_of(path)
+            for record in reader.read(path, streaming):
                 if isinstance(record, FileError):
                     report.note(str(path), record)
                 else:
@@ -239,24 +259,28 @@ def show(sample: Sample, tokenizer: Any, vocab_size: int) -> str:
 
     labels = sample.labels if sample.labels is not None else sample.input_ids
     pairs = zip(labels, sample.input_ids, strict=True)
-    spans = []
+    shown = ""
     for target, group in groupby(pairs, key=lambda pair: pair[0] != IGNORE_INDEX):
         ids = [token for _, token in group]
         text = decoded(ids)
         if len(ids) > 2 * EDGE + 1:
             between = f" … {len(ids) - 2 * EDGE} tokens … "
             text = decoded(ids[:EDGE]) + between + decoded(ids[-EDGE:])
-        spans.append(text if target else f"{OPEN}{text}{CLOSE}")
-    return f"{sample.id}, {len(sample.input_ids):,} tokens: {''.join(spans)}"
+        shown += text if target else f"{OPEN}{text}{CLOSE}"
+    return f"{sample.id}, {len(sample.input_ids):,} tokens: {shown}"
 
 
 def print_report(report: DataReport, console: Console) -> None:
     """Print the report on a console of any encoding."""
     some = "" if report.complete else f", first {report.counts.records:,} records"
     lines = [report.name + some]
-    lines += [f"  {name:<18} {value}" for name, value in _rows(report).items() if value]
-    lines += [] if report.passed_over is None else ["", report.passed_over]
-    lines += ["", *report.broken] if report.broken else []
+    for name, value in _rows(report).items():
+        if value:
+            lines.append(f"  {name:<18} {value}")
+    if report.passed_over is not None:
+        lines += ["", report.passed_over]
+    if report.broken:
+        lines += ["", *report.broken]
     listed = sum(fault.count for fault in report.faults.values())
     if report.broken_total > listed:
         lines.append(f"and {report.broken_total - listed:,} more")
@@ -277,14 +301,16 @@ def _rows(report: DataReport) -> dict[str, str]:
     def share(part: int, whole: int) -> str:
         return f"{part:,} ({part / whole:.1%})" if whole else f"{part:,}"
 
-    def listed(reasons: Mapping[str, int]) -> str:
-        return ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
-
     heldout = "with a separate held-out split"
     if report.heldout is not None:
         heldout = f"{share(report.heldout, counts.samples)} held out"
-    contexts = f", {counts.cut_contexts:,} contexts" if counts.cut_contexts else ""
-    ids = "none" if report.id_min is None else f"{report.id_min:,} to {report.id_max:,}"
+    cut = f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions"
+    if counts.cut_contexts:
+        cut += f", {counts.cut_contexts:,} contexts"
+    skipped = [f"{count:,} {reason}" for reason, count in sorted(counts.skipped.items())]
+    ids = "none"
+    if report.id_min is not None:
+        ids = f"{report.id_min:,} to {report.id_max:,}"
     return {
         "tokenizer": report.tokenizer,
         "records": f"{counts.records:,}",
@@ -292,8 +318,8 @@ def _rows(report: DataReport) -> dict[str, str]:
         "samples": f"{counts.samples:,}, {heldout}",
         "tokens": f"{counts.tokens:,}; trained on {share(report.targets, counts.tokens)}",
         "tokens per sample": f"{report.shortest:,} to {report.longest:,}",
-        "cut": f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions{contexts}",
-        "skipped": listed(counts.skipped) or "0",
+        "cut": cut,
+        "skipped": ", ".join(skipped) or "0",
         "columns not used": unused_columns(counts),
         "copies": f"{report.copies:.1%} of the samples",
         "ids": f"{ids} in a vocabulary of {report.vocab_size:,}, {report.outside:,} outside",

@@ -48,7 +48,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
         return torch.cuda.max_memory_allocated(device) - baseline
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         call()
-    totals, waiting = [], list(profiler.kineto_results.experimental_event_tree())
+    totals = []
+    waiting = list(profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
         waiting += event.children
@@ -59,8 +60,10 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
             )
     if not totals:
         return 0
+    # the profiler counts from an arbitrary total: that before the first allocation
     *_, first, size = min(totals)
-    return max(0, max(total for *_, total, _ in totals) - (first - size))
+    highest = max(total for *_, total, _ in totals)
+    return max(0, highest - (first - size))
 
 
 def measure_window(
@@ -69,7 +72,8 @@ def measure_window(
     """Train on windows of random tokens, `samples` rows per micro-batch. Return the peak of live
     bytes, with model and moments, and the seconds of one window.
     """
-    device, held = next(model.parameters()).device, storage_bytes(tensors_of(model, teacher))
+    device = next(model.parameters()).device
+    held = storage_bytes(tensors_of(model, teacher))
     guards: list[PlannedGuard] = []
     shape = (config.gradient_accumulation_steps, samples, length)
     ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
@@ -80,7 +84,9 @@ def measure_window(
         for batch in batches:
             with guards[0].micro_batch(batch.tokens, batch.sample_ids, batch) as micro:
                 sums = summed(model, strategy, batch, config)
-                micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
+                micro.loss = sums.loss
+                micro.tokens = sums.tokens
+                micro.report = sums.report
         guards[0].step()
 
     def first_windows() -> None:
@@ -114,8 +120,10 @@ def measured_windows(
     attach(model, replace(workload.adapter, init="random", ranks=tuple(workload.ranks.values())))
     sizes = {2**power for power in range(config.batch_size.bit_length())}
     for samples in sorted({*sizes, config.batch_size}):
-        plan = replace(workload, training=replace(config, batch_size=samples)).plan()
-        predicted, peak, seconds = plan.of("micro-batch", "step"), None, None
+        smaller = replace(workload, training=replace(config, batch_size=samples))
+        predicted = smaller.plan().of("micro-batch", "step")
+        peak = None
+        seconds = None
         if limit is None or predicted <= limit:
             try:
                 peak, seconds = measure_window(model, config, samples, workload.length, teacher)
@@ -154,10 +162,11 @@ def tensors_of(*owners: Any) -> Iterator[Tensor]:
             if owner.is_leaf and owner.grad is not None:
                 waiting.append(owner.grad)
         if isinstance(owner, dict):
-            waiting += [*owner.keys(), *owner.values()]
+            waiting += owner.keys()
+            waiting += owner.values()
         elif isinstance(owner, list | tuple | set | frozenset):
-            waiting += list(owner)
+            waiting += owner
         elif isinstance(owner, Tensor | nn.Module | torch.optim.Optimizer | QuantState) or (
             is_dataclass(owner) and not isinstance(owner, type)
         ):
-            waiting += list(vars(owner).values())
+            waiting += vars(owner).values()

@@ -75,7 +75,11 @@ class MemoryPlan:
 
     def of(self, *phases: str) -> int:
         """Return the largest number of bytes in these phases."""
-        return max(sum(term.bytes for term in self.terms if p in term.phases) for p in phases)
+        sizes = []
+        for phase in phases:
+            alive = [term.bytes for term in self.terms if phase in term.phases]
+            sizes.append(sum(alive))
+        return max(sizes)
 
     @property
     def phase(self) -> str:
@@ -89,8 +93,12 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for JSON."""
-        peak = {"peak_bytes": self.peak, "phase": self.phase}
-        return asdict(self) | peak | {"phases": {phase: self.of(phase) for phase in PHASES}}
+        return {
+            **asdict(self),
+            "peak_bytes": self.peak,
+            "phase": self.phase,
+            "phases": {phase: self.of(phase) for phase in PHASES},
+        }
 
 
 @dataclass(frozen=True)
@@ -135,12 +143,22 @@ class Workload:
         stored = torch.float16 if base.use_fp16 else torch.float32
         if quantization is not None:
             stored = getattr(config, "dtype", None) or torch.float32
+        teacher = None
+        if base.teacher_precision is not None:
+            teacher = COMPUTE[base.teacher_precision]
         return cls(
-            config, adapter, training, length, quantization, stored,
-            None if base.teacher_precision is None else COMPUTE[base.teacher_precision],
-            device or default_device(), base.attn_implementation == "eager",
-            COMPUTE[base.compute_dtype], processes or 1,
-        )  # fmt: skip
+            config,
+            adapter,
+            training,
+            length,
+            quantization,
+            stored,
+            teacher,
+            device or default_device(),
+            eager=base.attn_implementation == "eager",
+            compute_dtype=COMPUTE[base.compute_dtype],
+            processes=processes or 1,
+        )
 
     @property
     def shape(self) -> Shape:
@@ -158,25 +176,30 @@ class Workload:
         terms = [*self._held(), *self._micro_batch()]
         terms.append(self._evaluation(evaluated))
         # a [B, 1, T, T] bool mask, and a copy in fp32 in the attention of one layer
-        for phase, rows_at_once in (("micro-batch", samples), ("evaluation", evaluated)):
-            terms.append(Term("mask of padded rows", 5 * rows_at_once * self.length**2, (phase,)))
+        mask = 5 * self.length**2
+        terms.append(Term("mask of padded rows", samples * mask, ("micro-batch",)))
+        terms.append(Term("mask of padded rows", evaluated * mask, ("evaluation",)))
         return MemoryPlan(tuple(term for term in terms if term.bytes))
 
     def _held(self) -> list[Term]:
         """Return the memory that a run holds in all phases. On a GPU the results of some steps are
         read late (npt/guard/window.py), and the state before each of them is kept.
         """
-        s, kind = self.shape, self.quantization
-        size = FP32 * s.adapter_numbers(self.adapter)
+        size = FP32 * self.shape.adapter_numbers(self.adapter)
         late = 0
         if self.device.type == "cuda":
             late = 1 if self.training.skip_spikes else IN_FLIGHT
-        teacher = 0 if self.teacher is None else base_bytes(s, None, self.teacher)
-        name = "base" if kind is None else f"base, {kind.upper()}"
+        base = base_bytes(self.shape, self.quantization, self.stored, self.processes)
+        teacher = 0
+        if self.teacher is not None:
+            teacher = base_bytes(self.shape, None, self.teacher)
+        name = "base"
+        if self.quantization is not None:
+            name += f", {self.quantization.upper()}"
         if self.processes > 1:
             name += f", 1/{self.processes} of layers"
         return [
-            Term(name, base_bytes(s, kind, self.stored, self.processes)),
+            Term(name, base),
             Term("layers that are gathered", self._gathered, ("micro-batch", "evaluation")),
             Term("separate teacher", teacher),
             Term("adapters", size),
@@ -194,9 +217,9 @@ class Workload:
         """
         if self.processes == 1:
             return 0
-        s, more = self.shape, replace(self.shape, layers=self.shape.layers + 3)
-        one, other = (base_bytes(x, self.quantization, self.stored) for x in (s, more))
-        return other - one
+        deeper = replace(self.shape, layers=self.shape.layers + 3)
+        own = base_bytes(self.shape, self.quantization, self.stored)
+        return base_bytes(deeper, self.quantization, self.stored) - own
 
     def _micro_batch(self) -> list[Term]:
         """Return the activations of a micro-batch.
@@ -204,44 +227,66 @@ class Workload:
         In a layer with a graph, attention keeps its input, q, k, v, its output and a sum per head.
         A plain MLP keeps three tensors [N, F], a converted MLP two.
         """
-        s, config, ranks, targets = self.shape, self.training, self.ranks, self.adapter.targets
-        n, d, ff = config.batch_size * self.length, s.hidden, s.ffn
-        first, last, count = min(ranks), max(ranks), len(ranks)
+        s = self.shape
+        config = self.training
+        d = s.hidden
+        ff = s.ffn
+        n = config.batch_size * self.length
+        first = min(self.ranks)
+        last = max(self.ranks)
+        count = len(self.ranks)
+        rank = max(self.ranks.values())
+        size = FP32 if self.quantization else self.stored.itemsize
+        # numbers of a token in a layer with a graph
         attention = 2 * (d + s.query_width + s.key_width) + s.heads
-        attention += s.heads * self.length if self.eager else 0
-        compared, down = config.hidden_weight > 0, "down" in targets
+        if self.eager:
+            attention += s.heads * self.length
+        down = "down" in self.adapter.targets
         # without padding, rows are views of the states; a padded batch copies them
-        added = (2 * compared + down) * d + max(ranks.values())
+        compared = config.hidden_weight > 0
+        added = (2 * compared + down) * d + rank
         if self.adapter.token_part:  # its input, and a - l before and after the division by r
-            added += 3 * d + self.adapter.token_rank + 3 * max(ranks.values())
+            added += 3 * d + self.adapter.token_rank + 3 * rank
         # The modulation is computed in blocks of rows (npt/adapters/trained.py), except for other
         # forms than the default and for a base that computes in 16 bits.
-        size = FP32 if self.quantization else self.stored.itemsize
-        rows, whole = BLOCK.get(self.device.type, BLOCK["cuda"]) // ff, 0
-        block, low = min(n, max(*ranks.values(), rows, 1)) * ff, self._low_rank
-        if self.adapter.mult_form != "sigmoid" or size < FP32:
-            block, low, whole = n * ff, 0, 2 * low * n * ff * FP32 // size
-        plain, converted = n * (attention + 3 * ff), n * (attention + added + 2 * ff) + whole
-        scratch = (2 + low) * block + down * n * d
-        dense = d * ff * self.compute_dtype.itemsize // FP32 if self.quantization else 0
+        if self.adapter.mult_form == "sigmoid" and size == FP32:
+            whole = 0
+            rows = BLOCK.get(self.device.type, BLOCK["cuda"]) // ff
+            scratch = (2 + self._low_rank) * min(n, max(rank, rows, 1)) * ff
+        else:
+            whole = 2 * self._low_rank * n * ff * FP32 // size
+            scratch = 2 * n * ff
+        scratch += down * n * d
+        plain = n * (attention + 3 * ff)
+        converted = n * (attention + added + 2 * ff) + whole
+        # a 4-bit weight that is dequantised for a product
+        dense = 0
+        if self.quantization:
+            dense = d * ff * self.compute_dtype.itemsize // FP32
         if config.strategy != "end_to_end":  # one layer at a time, with four [N, F]
-            apart = 2 * (STREAM in targets) + 0.5 * (self.compute_dtype.itemsize < FP32)
+            kept = 0
+            apart: float = 2 * (STREAM in self.adapter.targets)
+            apart += 0.5 * (self.compute_dtype.itemsize < FP32)
             states = 6 * d + 3 * (s.query_width + s.key_width)
-            kept, layer = 0, int(n * ((4 + apart) * ff + states)) + scratch + dense + whole
+            layer = int(n * ((4 + apart) * ff + states)) + scratch + dense + whole
             taught = config.strategy == "propagated"
             if taught or last - first >= count:  # plain layers run too
                 layer = max(layer, n * ((7 - taught) * ff + 4 * d))
         else:
-            layers = (s.layers if config.logit_kl_weight else last + 1) - first
+            # a loss on logits needs the layers above the last converted one too
+            end = s.layers if config.logit_kl_weight else last + 1
+            layers = end - first
             kept = count * converted + (layers - count) * plain
             layer = 3 * n * ff + scratch + 2 * dense
             if config.gradient_checkpointing:
+                # the inputs are kept, and backward computes one layer again
                 layer += max(converted, plain if layers > count else 0)
                 kept = n * d * (layers + count * compared)
         logits = 0
         if config.logit_kl_weight:
             chunk = min(n, chunk_rows(self.device, s.vocab)) * s.vocab
             numbers = self._logits(LOGITS[config.logit_loss] * chunk, n)
+            # the memory of a layer is free again when the logits are computed
             logits = max(0, FP32 * numbers - size * layer)
         return [
             Term("activations kept", size * kept, ("micro-batch",)),
@@ -253,7 +298,8 @@ class Workload:
         """Return the larger of two terms: forward passes, which keep the teacher's states, and the
         comparison of logits after them.
         """
-        s, n = self.shape, samples * self.length
+        s = self.shape
+        n = samples * self.length
         logits = self._logits(5.25 * min(n, LOGIT_CHUNK // s.vocab) * s.vocab, n)
         layers = int(n * ((3.3 + 1.4 * self._low_rank) * s.ffn + 9 * s.hidden))
         layers += n * s.hidden * (s.layers - min(self.ranks) + 1)
@@ -280,9 +326,11 @@ def base_bytes(
     these scales. Embedding, head and norms stay unquantised. Only the layers' weights are sharded.
     """
     rest = (2 - shape.tied) * shape.head_weights + shape.hidden
-    norms, numbers = 2 * shape.layers * shape.hidden, shape.layers * shape.layer_weights
+    norms = 2 * shape.layers * shape.hidden
+    numbers = shape.layers * shape.layer_weights
     share: float = stored.itemsize * (numbers + norms)
     scales = 0.0
     if quantization is not None:
-        share, scales = numbers / 2 + stored.itemsize * norms, numbers * (1 + 4 / 256) / 64
+        share = numbers / 2 + stored.itemsize * norms
+        scales = numbers * (1 + 4 / 256) / 64
     return int(share / processes + scales) + stored.itemsize * rest

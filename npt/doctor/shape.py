@@ -34,9 +34,14 @@ class Shape:
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Shape:
         """Return the shape of a model with this configuration."""
-        c = config
-        sizes = (c.num_hidden_layers, c.hidden_size, c.intermediate_size, *head_sizes(c))
-        return cls(*sizes, c.vocab_size, bool(c.tie_word_embeddings))
+        return cls(
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            *head_sizes(config),
+            config.vocab_size,
+            bool(config.tie_word_embeddings),
+        )
 
     @property
     def query_width(self) -> int:

@@ -79,7 +79,7 @@ def save_adapter(
     folder = Path(folder)
     check_savable(adapter_tensors(model), folder)
     check_replaceable(folder)
-    base = base if base is not None else base_identity(model)
+    base = base or base_identity(model)
     with new_folder(folder) as temporary:
         write_adapter(model, temporary, base, base_name=base_name, fidelity=fidelity)
     return folder
@@ -87,12 +87,15 @@ def save_adapter(
 
 def check_savable(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Raise AdapterFileError for tensors that are not fp32 or not finite."""
-    wrong = {name: t.dtype for name, t in tensors.items() if t.dtype != torch.float32}
-    faults = [f"{name} is {dtype}, but adapters are fp32" for name, dtype in wrong.items()]
-    if (bad := non_finite(tensors)) is not None:
-        faults.append(f"{bad} is not finite")
-    if faults:
-        raise AdapterFileError(f"{faults[0]}; the adapter is not saved to {folder}")
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise AdapterFileError(
+                f"{name} is {tensor.dtype}, but adapters are fp32; the adapter is not saved to"
+                f" {folder}"
+            )
+    bad = non_finite(tensors)
+    if bad is not None:
+        raise AdapterFileError(f"{bad} is not finite; the adapter is not saved to {folder}")
 
 
 def write_adapter(
@@ -108,21 +111,23 @@ def write_adapter(
 
     Args as for `save_adapter`. tensors: by name, to write instead of the model's own.
     """
+    base_name = base_name or model.config._name_or_path or "unknown"
+    settings = asdict(attached_config(model))
     record = {
         "peft_type": "NPT",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name or model.config._name_or_path or "unknown",
+        "base_model_name_or_path": base_name,
         **base.as_record(),
-        "npt": asdict(attached_config(model)),
+        "npt": settings,
     }
-    if (recipe := Recipe.of(model)) is not None:
+    recipe = Recipe.of(model)
+    if recipe is not None:
         record[ENTRY] = asdict(recipe)
+    stored = {}
     tensors = {**adapter_tensors(model), **(tensors or {})}
-    save_file(
-        {PREFIX + name: t.detach().to("cpu").contiguous() for name, t in tensors.items()},
-        folder / WEIGHTS_NAME,
-        metadata={"format": "pt"},
-    )
+    for name, tensor in tensors.items():
+        stored[PREFIX + name] = tensor.detach().cpu().contiguous()
+    save_file(stored, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     write_json(folder / CONFIG_NAME, record)
     write_text(folder / CARD_NAME, card(record, fidelity))
     if consolidated(model):
@@ -231,7 +236,9 @@ def from_pretrained(
         ModelError: as `npt.load_base`.
     """
     stored = find_adapter(adapter, revision)
-    recipe, name = stored.recipe, base_name or stored.record.get("base_model_name_or_path")
+    recipe = stored.recipe
+    recorded = stored.record.get("base_model_name_or_path")
+    name = base_name or recorded
     if recipe is None or not isinstance(name, str):
         raise AdapterFileError(
             f"{stored.folder} does not record how its base was loaded: load the base as in training"
@@ -257,11 +264,13 @@ def read_adapter(
         The configuration, and the tensors on the host by their name in the model.
     """
     stored = find_adapter(folder)
-    folder, config, record = stored.folder, stored.config, stored.record
+    folder = stored.folder
+    config = stored.config
     if check_base:
-        difference = (base if base is not None else base_identity(model)).mismatch(record)
+        base = base or base_identity(model)
+        difference = base.mismatch(stored.record)
         if difference is not None:
-            name = shown(record.get("base_model_name_or_path"))
+            name = shown(stored.record.get("base_model_name_or_path"))
             raise AdapterFileError(
                 f"{folder} was trained on another base ({name}): {difference}; load that base with"
                 " the same quantisation, or add --any_base (check_base=False) to use the adapter"
@@ -276,14 +285,18 @@ def read_adapter(
         shapes = adapter_shapes(model, config)
     except ConfigError as error:
         raise AdapterFileError(f"{folder} does not fit the model: {error}") from error
-    path, wanted = folder / WEIGHTS_NAME, {PREFIX + name: shape for name, shape in shapes.items()}
+    path = folder / WEIGHTS_NAME
+    wanted = {PREFIX + name: shape for name, shape in shapes.items()}
+    # by the header alone, before anything large is read
     check_tensors(path, read_headers(path, AdapterFileError), wanted, AdapterFileError)
     on_disk = read_tensors(path, wanted, AdapterFileError)
     tensors = {name: on_disk[PREFIX + name] for name in shapes}
-    if (bad := non_finite(tensors)) is not None:
+    bad = non_finite(tensors)
+    if bad is not None:
         raise AdapterFileError(f"{path}: {bad} has a non-finite value; load another checkpoint")
     for name, tensor in tensors.items():
-        if name.endswith(".scale") and not bool((tensor > 0).all()):
+        # the forward divides by it
+        if name.endswith(".scale") and not (tensor > 0).all():
             raise AdapterFileError(
                 f"{path}: {name} has a factor that is not above 0; restore the file from the"
                 " original"
@@ -298,7 +311,8 @@ def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
 
 def adapter_hash(model: PreTrainedModel) -> str:
     """Return a sha256 of the adapters and consolidated updates: equal for equal students."""
-    digest = hashlib.sha256(json.dumps(asdict(attached_config(model)), sort_keys=True).encode())
+    settings = json.dumps(asdict(attached_config(model)), sort_keys=True)
+    digest = hashlib.sha256(settings.encode())
 
     def add(name: str, *tensors: torch.Tensor) -> None:
         digest.update(f"{name};".encode())
@@ -337,8 +351,10 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
             f"{path} has no entry 'npt', so the folder has no NPT adapter: pass one that"
             " npt.save_adapter wrote"
         )
+    # what an earlier version wrote is still an adapter: it may have the retired ones, or lack later
     settings = {name: value for name, value in settings.items() if name not in _RETIRED}
-    odd = sorted((set(settings) | _LATER) ^ {f.name for f in fields(NPTConfig)})
+    known = {field.name for field in fields(NPTConfig)}
+    odd = sorted(known ^ (_LATER | settings.keys()))
     if odd:
         raise AdapterFileError(
             f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}; load it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ _LABELS = {
 
 def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -> str:
     """Return a saved adapter's model card from `adapter_config.json` and `fidelity.json`."""
-    name, recipe = record["base_model_name_or_path"], Recipe.of_record(record)
+    name = record["base_model_name_or_path"]
     rows = {"base": name, "base hash": record["base_hash"]}
     for key, value in record["npt"].items():
         rows[key] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-    load, how = 'model, tokenizer = npt.from_pretrained(".")', "Load the student, base included:"
-    if recipe is None:
+    how = "Load the student, base included:"
+    load = 'model, tokenizer = npt.from_pretrained(".")'
+    if Recipe.of_record(record) is None:
         how = "Load the base as it was loaded for training, then the adapter:"
         base = "model, tokenizer = npt.load_base(BASE, quantization=...)"
         load = f'{base}\nnpt.load_adapter(model, ".")'
@@ -61,39 +62,49 @@ def _base_line(name: str) -> str:
     return f"base_model: {name}\n" if is_hub_id(name) and not Path(name).exists() else ""
 
 
-def _table(headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    lines = [list(headings), *rows]
-    cells = [[str(v).replace("|", "\\|").replace("\n", " ") for v in line] for line in lines]
-    head, *body = (f"| {' | '.join(line)} |" for line in cells)
-    return "\n".join([head, "|---" * len(cells[0]) + "|", *body])
+def _table(headings: Collection[str], rows: Iterable[Iterable[Any]]) -> str:
+    def line(values: Iterable[Any]) -> str:
+        cells = [str(value).replace("|", "\\|").replace("\n", " ") for value in values]
+        return f"| {' | '.join(cells)} |"
+
+    rule = "|---" * len(headings) + "|"
+    return "\n".join([line(headings), rule, *map(line, rows)])
 
 
 def _fidelity(fidelity: Mapping[str, Any]) -> str:
     """Return the section on fidelity, or nothing without figures."""
-    rows = [
-        [label, *(_figure(figures, key) for key in FIGURES)]
-        for name, label in _LABELS.items()
-        if isinstance(figures := fidelity.get(name), Mapping)
-    ]
+    rows = []
+    for name, label in _LABELS.items():
+        figures = fidelity.get(name)
+        if isinstance(figures, Mapping):
+            cells = [_figure(figures, key) for key in FIGURES]
+            rows.append([label, *cells])
+    if not rows:
+        return ""
     headings = ["model", *(figure.short for figure in FIGURES.values())]
     text = "Measured on held-out text against the teacher, ± one standard error."
-    table = _table(headings, rows)
-    return f"\n## Fidelity to the teacher\n\n{text}\n\n{table}\n" if rows else ""
+    return f"\n## Fidelity to the teacher\n\n{text}\n\n{_table(headings, rows)}\n"
 
 
 def _figure(figures: Mapping[str, Any], key: str) -> str:
-    value, error = figures.get(key), figures.get(f"{key}_se")
+    value = figures.get(key)
     if not isinstance(value, int | float):
         return "-"
-    return FIGURES[key].write(value, error if isinstance(error, int | float) else math.nan)
+    error = figures.get(f"{key}_se")
+    if not isinstance(error, int | float):
+        error = math.nan
+    return FIGURES[key].write(value, error)
 
 
 def export_card(settings: Mapping[str, Any], base: str) -> str:
     """Return an exported folder's card from its `config.json` and the name of its base."""
-    form, needs, stored = settings["npt"], "torch and transformers", "not quantised"
-    if "quantization_config" in settings:
+    form = settings["npt"]
+    needs = "torch and transformers"
+    stored = "not quantised"
+    packing = settings.get("quantization_config")
+    if packing is not None:
         needs = "torch, transformers, accelerate and bitsandbytes"
-        kind = settings["quantization_config"]["bnb_4bit_quant_type"]
+        kind = packing["bnb_4bit_quant_type"]
         stored = f"quantised to 4 bits ({kind})"
     name = base if _base_line(base) else Path(base).name
     return f"""---

@@ -20,21 +20,23 @@ PATCHES_NAME = "consolidated.safetensors"
 
 def write_consolidated(model: PreTrainedModel, folder: Path, base: BaseIdentity) -> None:
     """Write the model's updates to an adapter's folder."""
+    tensors = {}
+    updates = []
     history = consolidated(model)
-    tensors = {
-        name: tensor.contiguous()
-        for number, update in enumerate(history)
-        for index, patch in update.patches.items()
-        for name, tensor in zip(_names(number, index), patch, strict=True)
-    }
-    save_file(tensors, folder / PATCHES_NAME, metadata={"format": "pt"})
-    record = {
-        "base_model_name_or_path": getattr(model.config, "_name_or_path", "") or "unknown",
-        **base.as_record(),
-        "updates": [
+    for number, update in enumerate(history):
+        for index, (outer, inner) in update.patches.items():
+            outer_name, inner_name = _names(number, index)
+            tensors[outer_name] = outer.contiguous()
+            tensors[inner_name] = inner.contiguous()
+        updates.append(
             {"layers": list(update.patches), "record": update.record, "probes": update.probes}
-            for update in history
-        ],
+        )
+    save_file(tensors, folder / PATCHES_NAME, metadata={"format": "pt"})
+    base_name = getattr(model.config, "_name_or_path", "")
+    record = {
+        "base_model_name_or_path": base_name or "unknown",
+        **base.as_record(),
+        "updates": updates,
     }
     write_json(folder / HISTORY_NAME, record)
 
@@ -55,21 +57,21 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidati
             f" before loading {folder}"
         )
     history = _history(path)
-    wanted = [
-        name
-        for number, (layers, _, _) in enumerate(history)
-        for index in layers
-        for name in _names(number, index)
-    ]
+    wanted: list[str] = []
+    for number, (layers, _, _) in enumerate(history):
+        for index in layers:
+            wanted += _names(number, index)
     patches_path = folder / PATCHES_NAME
     headers = read_headers(patches_path, AdapterFileError)
     check_names(patches_path, headers, wanted, AdapterFileError)
     tensors = read_tensors(patches_path, wanted, AdapterFileError)
+    # a header says nothing of the model: whether the patches fit it is checked here
     updates = []
     for number, (layers, record, probes) in enumerate(history):
         patches = {}
         for index in layers:
             outer, inner = (tensors[name] for name in _names(number, index))
+            # before `check_update`, which reads both sizes
             if outer.ndim != 2 or inner.ndim != 2:
                 raise AdapterFileError(
                     f"{folder}: update {number} is invalid: layer {index} has shapes"
@@ -81,11 +83,12 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidati
                 f"{folder}: update {number} is invalid: a probe has an id outside the vocabulary of"
                 f" {model.config.vocab_size}"
             )
-        updates.append(Consolidation(patches, record, probes))
+        update = Consolidation(patches, record, probes)
         try:
-            check_update(model, updates[-1])
+            check_update(model, update)
         except (ConfigError, ModelError) as error:
             raise AdapterFileError(f"{folder}: update {number} is invalid: {error}") from error
+        updates.append(update)
     return tuple(updates)
 
 
@@ -97,7 +100,9 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 def _history(path: Path) -> list[tuple[list[int], dict[str, Any], Probes]]:
     entries = read_json(path, AdapterFileError).get("updates")
-    return [_entry(path, entry) for entry in (entries if isinstance(entries, list) else [None])]
+    if not isinstance(entries, list):
+        entries = [None]  # which `_entry` refuses
+    return [_entry(path, entry) for entry in entries]
 
 
 def _entry(path: Path, entry: Any) -> tuple[list[int], dict[str, Any], Probes]:
@@ -109,10 +114,14 @@ def _entry(path: Path, entry: Any) -> tuple[list[int], dict[str, Any], Probes]:
             " with npt consolidate"
         )
     try:
-        layers, record = entry["layers"], entry["record"]
+        layers = entry["layers"]
+        record = entry["record"]
         probes = tuple((tuple(ids), count) for ids, count in entry["probes"])
-        numbers = [*layers, *(i for ids, count in probes for i in (*ids, count))]
+        numbers = [*layers]
+        for ids, count in probes:
+            numbers += [*ids, count]
         fits = len(set(layers)) == len(layers) and _is_record(record)
+        # True is an int, but no index
         fits &= all(type(number) is int and number >= 0 for number in numbers)
         if fits and all(0 < count < len(ids) for ids, count in probes):
             return layers, record, probes

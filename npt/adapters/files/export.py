@@ -101,21 +101,31 @@ def write_export(model: Any, tokenizer: Any, folder: Path) -> tuple[int, int]:
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     kind = model.config.model_type
+    prefix = FAMILIES[kind].prefix
     for name in CODE_FILES:  # written for a Llama; other families differ only in names
-        code = (CODE / name).read_text(encoding="utf-8").replace("Llama", FAMILIES[kind].prefix)
-        write_text(folder / name, code.replace("llama", kind))
-    write_text(folder / "README.md", export_card(settings, str(model.config._name_or_path)))
+        code = (CODE / name).read_text(encoding="utf-8")
+        code = code.replace("Llama", prefix)
+        code = code.replace("llama", kind)
+        write_text(folder / name, code)
+    base = str(model.config._name_or_path)
+    readme = export_card(settings, base)
+    write_text(folder / "README.md", readme)
     return files, size
 
 
 def export_config(model: PreTrainedModel) -> dict[str, Any]:
     """Return the content of `config.json`: the base's, with classes and form of the modulation."""
-    config, family = attached_config(model), FAMILIES[model.config.model_type].prefix
+    config = attached_config(model)
+    family = FAMILIES[model.config.model_type].prefix
     left_out = ("quantization_config", "torch_dtype")
     entries = model.config.to_dict().items()
     settings = {k: v for k, v in entries if not k.startswith("_") and k not in left_out}
     packed = {id(module) for _, module in quantized_linears(model)}
+    # next to 4-bit weights, the rest of the base computes in fp32
     dtype = torch.float32 if packed else declared_dtype(model)
+    # JSON has no keys but strings
+    ranks = {str(index): layer.npt.config.rank for index, layer in npt_layers(model)}
+    patches = {str(index): len(inner) for index, (_, inner) in _patches(model).items()}
     settings |= {
         "model_type": f"npt_{model.config.model_type}",
         "architectures": [f"NPT{family}ForCausalLM"],
@@ -126,56 +136,68 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
         },
         "dtype": str(dtype).removeprefix("torch."),
         "npt": {
-            "ranks": {str(index): layer.npt.config.rank for index, layer in npt_layers(model)},
+            "ranks": ranks,
             "targets": list(config.targets),
             "keep_residual": config.residual == "keep",
-            "patches": {str(index): len(inner) for index, (_, inner) in _patches(model).items()},
+            "patches": patches,
             **{name: getattr(config, name) for name in _FORM},
         },
     }
     if packed:
         packing = model.config.quantization_config
+        if not isinstance(packing, dict):
+            packing = packing.to_dict()
+        # transformers would quantise every linear layer that is not named here
+        plain = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and id(module) not in packed
+        ]
         settings["quantization_config"] = {
-            **(packing if isinstance(packing, dict) else packing.to_dict()),
+            **packing,
             "bnb_4bit_compute_dtype": str(declared_dtype(model)).removeprefix("torch."),
-            "llm_int8_skip_modules": [
-                name
-                for name, module in model.named_modules()
-                if isinstance(module, nn.Linear) and id(module) not in packed
-            ],
+            "llm_int8_skip_modules": plain,
         }
     return settings
 
 
 def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor to store, with its name."""
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    for name, tensor in model.state_dict().items():
-        if tied and name == "lm_head.weight":
-            continue
-        statistic = ".weight." in name  # of a 4-bit weight
+    tensors = model.state_dict()
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        del tensors["lm_head.weight"]
+    for name, tensor in tensors.items():
         if name.endswith(".npt.log_tau"):
             tensor = tensor.clone()  # layers share it, but a file may not
-        yield name, tensor if ".npt." in name or statistic else _smallest(tensor)
-    for index, patch in _patches(model).items():
-        for part, tensor in zip(("outer", "inner"), patch, strict=True):
-            yield f"model.layers.{index}.npt.{part}", tensor.contiguous()
+        statistic = ".weight." in name  # of a 4-bit weight
+        if ".npt." not in name and not statistic:
+            tensor = _smallest(tensor)
+        yield name, tensor
+    for index, (outer, inner) in _patches(model).items():
+        adapter = f"model.layers.{index}.npt"
+        yield f"{adapter}.outer", outer.contiguous()
+        yield f"{adapter}.inner", inner.contiguous()
 
 
 def _patches(model: PreTrainedModel) -> dict[int, Patch]:
     """Return the patches of consolidated updates by layer."""
-    found = {n: patch_of(patched_module(each)) for n, each in enumerate(decoder_layers(model))}
-    return {index: patch for index, patch in found.items() if patch is not None}
+    patches = {}
+    for index, layer in enumerate(decoder_layers(model)):
+        patch = patch_of(patched_module(layer))
+        if patch is not None:
+            patches[index] = patch
+    return patches
 
 
 def _check_patches(model: PreTrainedModel, adapter: str) -> None:
     """Refuse a patch where the exported code has no adapter to hold it."""
-    converted = [index for index, _ in npt_layers(model)]
-    if other := sorted(set(_patches(model)) - set(converted)):
-        raise ModelError(
-            f"{adapter} has consolidated updates in layer {other[0]}, which is not converted, and"
-            " export supports none there: undo them with npt consolidate --undo all"
-        )
+    converted = dict(npt_layers(model))
+    for index in _patches(model):
+        if index not in converted:
+            raise ModelError(
+                f"{adapter} has consolidated updates in layer {index}, which is not converted, and"
+                " export supports none there: undo them with npt consolidate --undo all"
+            )
 
 
 def _smallest(tensor: Tensor) -> Tensor:

@@ -31,7 +31,10 @@ def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None 
     """
     path = Path(name)
     if path.exists() or not is_hub_id(str(name)):
-        return next((each for each in adapter_places(path) if (each / files[0]).is_file()), path)
+        for place in adapter_places(path):
+            if (place / files[0]).is_file():
+                return place
+        return path
     from huggingface_hub import snapshot_download
 
     def fetch() -> str:

@@ -83,15 +83,21 @@ def _copy(stored: StoredAdapter, folder: Path, repo_id: str) -> None:
         )
     base = str(stored.record[_BASE])
     text = card({**stored.record, _BASE: _public(base)})
-    for source in (stored.folder / name for name in FILES):
-        if source.suffix == ".json" and source.is_file():
+    for name in FILES:
+        source = stored.folder / name
+        if not source.is_file():
+            continue
+        if source.suffix == ".json":
             record = read_json(source, AdapterFileError)
-            write_json(folder / source.name, record | {_BASE: _public(str(record.get(_BASE)))})
-        elif source.name == CARD_NAME and source.is_file():
+            record[_BASE] = _public(str(record.get(_BASE)))
+            write_json(folder / name, record)
+        elif name == CARD_NAME:
             text = source.read_text(encoding="utf-8")
-            text = text.replace(base, _public(base)) if "/" in base else text
-        elif source.is_file():
-            shutil.copyfile(source, folder / source.name)
+            if "/" in base:  # without one it is no path, and may be a word of the card
+                text = text.replace(base, _public(base))
+        else:
+            shutil.copyfile(source, folder / name)
+    # the card loads the adapter from its own folder; readers of the Hub have none
     write_text(folder / CARD_NAME, text.replace('"."', f'"{repo_id}"'))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-CHECKPOINTS, BEST, ADAPTER = "checkpoints", "best", "adapter"
-"""Adapters are in `checkpoints/step-00000500/adapter`, `best/adapter` and `adapter` (the last)."""
+# adapters are in `checkpoints/step-00000500/adapter`, `best/adapter` and `adapter` (the last)
+CHECKPOINTS = "checkpoints"
+BEST = "best"
+ADAPTER = "adapter"
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
@@ -20,10 +22,12 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first, without symbolic links."""
     if not folder.is_dir():
         return []
-    named = [
-        (int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))
-    ]
-    return [path for _, path in sorted(named) if path.is_dir() and not path.is_symlink()]
+    found = []
+    for path in folder.iterdir():
+        match = _STEP.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found)]
 
 
 def adapter_places(folder: Path) -> list[Path]:

@@ -36,7 +36,9 @@ from npt.tools.collect.prompts import read_prompts
 
 _DATE = "the chat template's date"
 
-_KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "acceptance"))
+_KL = COLUMNS.index("kl")
+_TOP1 = COLUMNS.index("top1")
+_ACCEPTANCE = COLUMNS.index("acceptance")
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,10 @@ def collect(
         NumericalError: logits are not finite.
         ModelError: no adapters are attached.
     """
+    # refuse what can be refused before the base is read for its hash
     attached_config(model)
-    config, output = data_config if data_config is not None else DataConfig(), Path(output)
+    config = data_config or DataConfig()
+    output = Path(output)
     check_output(output)
     if config.context_column is not None:
         raise ConfigError(
@@ -118,8 +122,9 @@ def collect(
             f"--max_new_tokens {max_new_tokens} must be at least 1 and leave room in --max_length"
             f" {config.max_length} for a prompt of two tokens"
         )
-    identity = base if base is not None else base_identity(model)
-    origin = {"base_hash": identity.strict, "adapter_hash": adapter_hash(model)}
+    base = base or base_identity(model)
+    origin = {"base_hash": base.strict, "adapter_hash": adapter_hash(model)}
+    # the records depend on all of these: a later call goes on only with the same
     settings = {
         **origin,
         "--max_new_tokens": max_new_tokens,
@@ -147,17 +152,21 @@ def collect(
         figures = file.figures
         resumed = figures.prompts
         _skip(prompts, figures, output)
-        while stop.number is None and (batch := list(itertools.islice(prompts, batch_size))):
+        while stop.number is None:
+            batch = list(itertools.islice(prompts, batch_size))
+            if not batch:
+                break
             comparisons = compare_prompts(model, batch, max_new_tokens, ends)
+            # the student writes only where it would differ
             differing = _differing(comparisons)
             texts = _student_completions(model, differing, max_new_tokens, ends)
-            records = [
-                _record(tokenizer, comparison, text) | origin
-                for comparison, text in zip(differing, texts, strict=True)
-            ]
+            records = []
+            for comparison, text in zip(differing, texts, strict=True):
+                records.append({**_record(tokenizer, comparison, text), **origin})
             figures = _added(figures, comparisons)
             file.commit(records, figures)
             report(figures.prompts)
+        # after a signal the progress stays, for the next call
         if stop.number is None:
             file.finish()
     tokens = max(1, figures.tokens)
@@ -176,7 +185,8 @@ def collect(
 
 def _added(figures: Compared, comparisons: Sequence[Comparison]) -> Compared:
     """Return the figures with those of further prompts."""
-    sums = torch.cat([c.figures for c in comparisons]).sum(dim=0).tolist()
+    per_token = torch.cat([c.figures for c in comparisons])
+    sums = per_token.sum(dim=0).tolist()
     digest = figures.prompts_sha256
     for comparison in comparisons:
         digest = _digest_after(digest, comparison.prompt)
@@ -222,16 +232,18 @@ def _student_completions(
     difference, its own token there, and how it goes on.
     """
     starts = [c.student_start for c in differing]
+    begun = [(*c.prompt.input_ids, *c.student_start) for c in differing]
     limits = [0 if start[-1] in ends else max_new_tokens - len(start) for start in starts]
-    begun = [(*c.prompt.input_ids, *start) for c, start in zip(differing, starts, strict=True)]
+    names = [c.prompt.id for c in differing]
     with adapter_mode(model, "student"):
-        rests = continue_greedily(model, begun, limits, ends, [c.prompt.id for c in differing])
+        rests = continue_greedily(model, begun, limits, ends, names)
     return [(*start, *rest) for start, rest in zip(starts, rests, strict=True)]
 
 
 def _record(tokenizer: Any, c: Comparison, by_student: Sequence[int]) -> dict[str, Any]:
     assert c.position is not None
-    prompt, at = c.prompt.input_ids, c.figures[c.position]
+    prompt = c.prompt.input_ids
+    at = c.figures[c.position]
     return {
         "id": c.prompt.id,
         "prompt": tokenizer.decode(list(prompt), skip_special_tokens=True),

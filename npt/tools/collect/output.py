@@ -65,7 +65,8 @@ class Output:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):
         check_output(path)
-        self.path, self._settings = path, dict(settings)
+        self.path = path
+        self._settings = dict(settings)
         with self._writing("choose another file"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -89,13 +90,15 @@ class Output:
         Raises:
             ConfigError: the disk is full or gone.
         """
-        lines = "".join(to_json(record) + "\n" for record in records).encode()
+        text = "".join(to_json(record) + "\n" for record in records)
+        lines = text.encode()
         left = memoryview(lines)
         with self._writing("free disk space and repeat the command, which goes on from here"):
             try:
                 os.ftruncate(self._handle, self._bytes)
                 while left:
-                    left = left[os.write(self._handle, left) :]
+                    written = os.write(self._handle, left)
+                    left = left[written:]
                 os.fsync(self._handle)
                 size = self._bytes + len(lines)
                 progress = {"settings": self._settings, "bytes": size, "figures": asdict(figures)}
@@ -104,7 +107,8 @@ class Output:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._handle, self._bytes)
                 raise
-        self._bytes, self.figures = size, figures
+        self._bytes = size
+        self.figures = figures
 
     def finish(self) -> None:
         """Remove the progress: the file is complete."""
@@ -167,8 +171,9 @@ def read_progress(path: Path) -> dict[str, Any]:
         return {}
     begun = read_json(progress, ConfigError)
     check_entries(progress, "", begun, _ENTRIES, ConfigError)
-    check_entries(progress, "figures.", begun["figures"], _FIGURES, ConfigError)
-    if min(begun["bytes"], begun["figures"]["prompts"]) < 0:
+    figures = begun["figures"]
+    check_entries(progress, "figures.", figures, _FIGURES, ConfigError)
+    if begun["bytes"] < 0 or figures["prompts"] < 0:
         raise ConfigError(f"{progress} has a count below 0; {RESTORE}")
     return begun
 
@@ -177,13 +182,16 @@ def check_output(path: Path) -> None:
     """Refuse what is no file, a file that no interrupted collection has left, and a folder that
     cannot be written to, with a ConfigError.
     """
-    if path.exists():
-        if not path.is_file():
-            raise ConfigError(f"--output {path} exists and is not a file; choose another file")
-        if path.stat().st_size and not progress_of(path).exists():
-            raise ConfigError(f"--output {path} exists; choose another file or remove it")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--output {path} exists and is not a file; choose another file")
+    begun = progress_of(path).exists()
+    if path.exists() and path.stat().st_size and not begun:
+        raise ConfigError(f"--output {path} exists; choose another file or remove it")
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    writable = os.access(folder, os.W_OK | os.X_OK)
+    if not folder.is_dir() or not writable:
         raise ConfigError(
             f"--output {path}: {folder} is not a folder that can be written to; choose another file"
         )

@@ -4,8 +4,10 @@ with a loss mask. They are tokenised and ordered as in training.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from npt.batch import IGNORE_INDEX, Sample
@@ -39,12 +41,10 @@ def read_prompts(
     ids and labels, the prompt is the leading tokens without a label; in a conversation, everything
     before the last answer. End tokens are removed.
     """
-    how = (tokenizer, config, length)
-    prompts: Iterable[Record] = Repeatable(
-        lambda: (prompt_record(number, record, *how) for number, record in enumerate(records))
-    )
+    prompt = partial(prompt_record, tokenizer=tokenizer, config=config, length=length)
+    prompts: Iterable[Record] = Repeatable(lambda: itertools.starmap(prompt, enumerate(records)))
     if is_sequence(records):
-        prompts = _Sequence(records, *how)
+        prompts = _Sequence(records, prompt)
     as_samples = DataConfig(max_length=length)
     return Samples(prompts, tokenizer, as_samples, seed=seed, hold_out=False).epoch(0)
 
@@ -64,15 +64,21 @@ def prompt_record(
         record = _with_any_answer(number, record, column, as_json)
         config = replace(config, prompt_column=column, completion_column=COMPLETION)
     whole = replace(config, max_length=_UNCUT)
-    for sample in Encoder(tokenizer, whole).samples(number, record):
-        ids, labels = list(sample.input_ids), sample.labels or ()
-        masked = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
-        if masked or column is not None:
-            ids = ids[:masked][-length:]
-        elif ids[-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]
-        return {"id": sample.id.removesuffix("@0"), "input_ids": ids}
-    return {"id": str(number), "input_ids": []}
+    sample = next(iter(Encoder(tokenizer, whole).samples(number, record)), None)
+    if sample is None:
+        return {"id": str(number), "input_ids": []}
+    ids = list(sample.input_ids)
+    masked = 0
+    # where the first label is; without one nothing is masked
+    for place, label in enumerate(sample.labels or ()):
+        if label != IGNORE_INDEX:
+            masked = place
+            break
+    if masked or column is not None:
+        ids = ids[:masked][-length:]
+    elif ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    return {"id": sample.id.removesuffix("@0"), "input_ids": ids}
 
 
 def _with_any_answer(
@@ -85,30 +91,34 @@ def _with_any_answer(
             f" {', '.join(sorted(map(str, record)))}); set --prompt_column"
         )
     prompt = record[column]
-    if (messages := messages_of(name, prompt, as_json=as_json)) is not None:
+    messages = messages_of(name, prompt, as_json=as_json)
+    if messages is not None:
+        prompt = messages
         last = messages[-1] if messages else None
-        answered = isinstance(last, Mapping) and last.get("role") == "assistant"
-        prompt = messages[:-1] if answered else messages
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
+            prompt = messages[:-1]
     return {**record, "id": name, column: prompt, COMPLETION: _ANY_ANSWER}
 
 
 def written_prompts(texts: Iterable[str], tokenizer: Any) -> list[Record]:
     """Return texts as records; for a model with a chat template each is the user's message."""
     chat = has_template(tokenizer)
-    return [
-        {"id": f"prompt {number}", PROMPT: [{"role": "user", "content": text}] if chat else text}
-        for number, text in enumerate(texts, start=1)
-    ]
+    records: list[Record] = []
+    for number, text in enumerate(texts, start=1):
+        prompt = [{"role": "user", "content": text}] if chat else text
+        records.append({"id": f"prompt {number}", PROMPT: prompt})
+    return records
 
 
 class _Sequence(Sequence[Record]):
     """The prompts of a sequence of records, made on access."""
 
-    def __init__(self, records: Any, *how: Any):
-        self._records, self._how = records, how
+    def __init__(self, records: Any, prompt: Callable[[int, Any], dict[str, Any]]):
+        self._records = records
+        self._prompt = prompt
 
     def __len__(self) -> int:
         return len(self._records)
 
     def __getitem__(self, index: Any) -> Any:
-        return prompt_record(index, self._records[index], *self._how)
+        return self._prompt(index, self._records[index])

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, evaluating, npt_layers
+from npt.adapters.converted import npt_layers
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.adapters.layer import NPTAdapter
 from npt.adapters.token_modulation import as_row, observed, recoded
@@ -45,6 +45,7 @@ from npt.config.adapter import STREAM
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.files import to_json, write_bytes
 from npt.stored import RESTORE, described, non_finite, opened, parse_json, read_headers, shown
+from npt.tools.editing.layerwise import reading
 
 RECORD = "npt_context_code"
 """Entry of the file's metadata that holds the record, as JSON."""
@@ -81,7 +82,8 @@ class ContextCode:
     def scaled(self, factor: float) -> ContextCode:
         """Return the code times a factor; raise NumericalError if that is not finite."""
         codes = {index: factor * code for index, code in self.codes.items()}
-        return ContextCode(codes, {**self.record, "scale": self.record.get("scale", 1.0) * factor})
+        scale = self.record.get("scale", 1.0) * factor
+        return ContextCode(codes, {**self.record, "scale": scale})
 
     def __add__(self, other: ContextCode) -> ContextCode:
         """Return the sum of two codes.
@@ -89,18 +91,16 @@ class ContextCode:
         Raises:
             ModelError: they are of different adapters, or have other layers or ranks.
         """
-        first, second = ({i: len(c) for i, c in each.codes.items()} for each in (self, other))
-        for index in sorted({*first, *second}):
-            if first.get(index) != second.get(index):
-                here, there = (
-                    f"rank {rank}" if rank is not None else "no code"
-                    for rank in (first.get(index), second.get(index))
-                )
+        for index in sorted({*self.codes, *other.codes}):
+            here = self._form_of(index)
+            there = other._form_of(index)
+            if here != there:
                 raise ModelError(
                     f"the codes differ in layer {index}: {here} and {there}; add codes of one"
                     " adapter"
                 )
-        hashes = {each.record.get("adapter_hash") for each in (self, other)} - {None}
+        hashes = {self.record.get("adapter_hash"), other.record.get("adapter_hash")}
+        hashes.discard(None)  # codes made by hand have none
         if len(hashes) > 1:
             one, two = sorted(str(each)[:12] for each in hashes)
             raise ModelError(
@@ -110,7 +110,12 @@ class ContextCode:
         record: dict[str, Any] = {"sum": [self.record, other.record]}
         if hashes:
             record["adapter_hash"] = hashes.pop()
-        return ContextCode({i: self.codes[i] + other.codes[i] for i in first}, record)
+        codes = {index: code + other.codes[index] for index, code in self.codes.items()}
+        return ContextCode(codes, record)
+
+    def _form_of(self, index: int) -> str:
+        code = self.codes.get(index)
+        return "no code" if code is None else f"rank {len(code)}"
 
     def numbers(self) -> dict[int, int]:
         """Return by layer how many numbers of the code are not 0."""
@@ -143,9 +148,9 @@ class ContextCode:
                     " --output or ContextCode.save"
                 )
             for name, header in headers.items():
-                dtype, shape = header
                 if not _LAYER.fullmatch(name):
                     raise DataError(f"{path} has the extra tensor {shown(name)}; {RESTORE}")
+                dtype, shape = header
                 if dtype != "F32" or len(shape) != 1 or not shape[0]:
                     raise DataError(
                         f"{path}: {name} is {described(header)}, expected F32 [R]; {RESTORE}"
@@ -153,7 +158,7 @@ class ContextCode:
             tensors = {name: stored.get_tensor(name) for name in headers}
         if faulty := non_finite(tensors):
             raise DataError(f"{path}: {faulty} is not finite; {RESTORE}")
-        if len(record) > RECORD_BYTES:
+        if len(record) > RECORD_BYTES:  # before it is parsed
             raise DataError(
                 f"{path}: the record has {len(record):,} characters, more than the limit of"
                 f" {RECORD_BYTES:,}; {RESTORE}"
@@ -189,25 +194,30 @@ def context_code(
     """
     queries: list[Tensor] = []
     wanted: dict[int, list[Tensor]] = {}
-    for count, pair in enumerate(pairs, start=1):
-        with_context, alone = (as_row(model, ids) for ids in pair)
-        last, other = (int(row[0, -1]) for row in (with_context, alone))
+    for count, (read, query) in enumerate(pairs, start=1):
+        with_context = as_row(model, read)
+        alone = as_row(model, query)
+        last = int(with_context[0, -1])
+        other = int(alone[0, -1])
         if last != other:
             raise ConfigError(
                 f"query {count} ends with token {last} after the context and with token {other}"
                 " alone; end both with the same token"
             )
         queries.append(alone[0])
-        for index, state in _last_states(model, with_context).items():
+        states = _last_states(model, with_context)
+        for index, state in states.items():
             wanted.setdefault(index, []).append(state)
     if not queries:
         raise ConfigError("there are no queries: pass at least one pair of a query's token ids")
     stacked = {index: torch.stack(states) for index, states in wanted.items()}
-    origin = {**(record or {}), "queries": len(queries), "adapter_hash": adapter_hash(model)}
-    return ContextCode(_changes(model, queries, stacked), origin)
+    codes = _changes(model, queries, stacked)
+    origin = dict(record or {})
+    origin["queries"] = len(queries)
+    origin["adapter_hash"] = adapter_hash(model)
+    return ContextCode(codes, origin)
 
 
-@torch.no_grad()
 def _last_states(model: PreTrainedModel, row: Tensor) -> dict[int, Tensor]:
     """Return by layer what a code is to reach at a row's last token: the stream [D], or without a
     token part the code itself [R].
@@ -215,19 +225,19 @@ def _last_states(model: PreTrainedModel, row: Tensor) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
 
     def keep(index: int, name: str, stages: dict[str, Tensor | None]) -> None:
-        if (stage := stages.get(name)) is not None:
+        stage = stages.get(name)
+        if stage is not None:
             found[index] = stage[0, -1].clone()
 
-    observers = [
-        (layer.npt, partial(keep, index, "z" if layer.npt.scale is None else "stream"))
-        for index, layer in npt_layers(model)
-    ]
-    with observed(observers), evaluating(model), adapter_mode(model, "student"):
+    observers = []
+    for index, layer in npt_layers(model):
+        name = "z" if layer.npt.scale is None else "stream"
+        observers.append((layer.npt, partial(keep, index, name)))
+    with observed(observers), reading(model):
         model.model(row, use_cache=False)
     return found
 
 
-@torch.no_grad()
 def _changes(
     model: PreTrainedModel, queries: Sequence[Tensor], wanted: Mapping[int, Tensor]
 ) -> dict[int, Tensor]:
@@ -236,24 +246,29 @@ def _changes(
     queries: N rows of ids, [T] each; wanted: `_last_states` of each with its context, [N, ...].
     """
     rows = pad_sequence(list(queries), batch_first=True)  # causal: what follows changes nothing
-    places = torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in queries])
+    lasts = torch.tensor([len(row) - 1 for row in queries])
+    places = torch.arange(len(rows)), lasts
     changes: dict[int, Tensor] = {}
-    now: dict[int, dict[str, Tensor]] = {}
+    now: dict[tuple[int, str], Tensor] = {}
 
     def keep(index: int, stages: dict[str, Tensor | None]) -> None:
         for name in ("h", "l"):
-            if (stage := stages.get(name)) is not None:
-                now.setdefault(index, {})[name] = stage[places]
+            stage = stages.get(name)
+            if stage is not None:
+                now[index, name] = stage[places]
 
     def change(adapter: NPTAdapter, index: int, z: Tensor) -> Tensor:
         z = z[places]
         if adapter.scale is None:
             return (wanted[index] - z).mean(dim=0)
-        state, own = (now[index][name].to(z.dtype) for name in ("h", "l"))
+        state = now[index, "h"].to(z.dtype)
+        own = now[index, "l"].to(z.dtype)
         size = adapter.size_of(state)
-        stream, _, _ = adapter.apply_to(STREAM, state + own, size * (z / adapter.scale))
+        # the stream of this pass, in which earlier layers have d already
+        read = size * (z / adapter.scale)
+        stream, _, _ = adapter.apply_to(STREAM, state + own, read)
         missing = ((wanted[index] - stream) / size).mean(dim=0)
-        if not bool(torch.isfinite(missing).all()):
+        if not torch.isfinite(missing).all():
             raise NumericalError(
                 f"layer {index}: the stream of a query's last token is not finite; find the cause"
                 " with npt trace"
@@ -264,17 +279,13 @@ def _changes(
     def give(adapter: NPTAdapter, index: int, z: Tensor) -> Tensor:
         changes[index] = change(adapter, index, z)
         changed = z.clone()
-        changed[places] += changes[index]
+        changed[places] += changes[index]  # later layers see it
         return changed
 
     layers = npt_layers(model)
     observers = [(layer.npt, partial(keep, index)) for index, layer in layers]
     recodes = {index: partial(give, layer.npt, index) for index, layer in layers}
-    with (
-        observed(observers),
-        recoded(model, recodes),
-        evaluating(model),
-        adapter_mode(model, "student"),
-    ):
+    # one pass: `give` finds a layer's d and changes the code before the next layer runs
+    with observed(observers), recoded(model, recodes), reading(model):
         model.model(rows, use_cache=False)
     return {index: each.float().cpu() for index, each in changes.items()}

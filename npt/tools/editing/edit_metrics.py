@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, decoder_layers, evaluating, is_attached, npt_layers
+from npt.adapters.converted import decoder_layers, is_attached, npt_layers
 from npt.adapters.layer import Mode
 from npt.adapters.token_modulation import observed, recoded
 from npt.batch import Sample, batches
@@ -86,14 +86,10 @@ class Forgetting:
         compared = zip(self._opened, self._final(model, mode), self._states[mode], strict=True)
         for stream, now, before in compared:
             predicted = predicting(stream.batch)
-            per_token = compare_tokens(
-                now,
-                before,
-                stream.batch.labels[:, 1:][predicted],
-                model.lm_head,
-                model.config.vocab_size,
-            )
-            parts.append(per_sample_sums(per_token, predicted.nonzero()[:, 0], len(predicted)))
+            targets = stream.batch.labels[:, 1:][predicted]
+            per_token = compare_tokens(now, before, targets, model.lm_head, model.config.vocab_size)
+            samples = predicted.nonzero()[:, 0]
+            parts.append(per_sample_sums(per_token, samples, len(predicted)))
         return figures(torch.cat(parts))
 
     def upper_kl(self, model: PreTrainedModel, enough: float = math.inf) -> float:
@@ -103,9 +99,11 @@ class Forgetting:
         largest = 0.0
         for stream in streams(model):
             found = self.figures(model, stream)
-            margin = ERRORS_OF_MARGIN * found.kl_se if math.isfinite(found.kl_se) else 0.0
+            margin = 0.0
+            if math.isfinite(found.kl_se):
+                margin = ERRORS_OF_MARGIN * found.kl_se
             largest = max(found.kl + margin, largest)
-            if not largest <= enough:
+            if not largest <= enough:  # also at NaN
                 break
         return largest
 
@@ -126,21 +124,24 @@ class Baseline:
     ):
         self._forgetting = Forgetting(model, samples, layers)
         self._asked = {"": list(answers), "paraphrases_": list(paraphrases)}
+        # the last token is only a target, so that the one before it predicts
         self._neighbours = [Sample("neighbour", (*ids, ids[-1])) for ids in neighbours]
-        self._before = {stream: self._recall(model, stream) for stream in streams(model)}
-        self._words = {stream: self._next_words(model, stream) for stream in streams(model)}
+        self._before: dict[Mode, dict[str, float]] = {}
+        self._words: dict[Mode, Tensor] = {}
         for stream in streams(model):
+            self._words[stream] = self._next_words(model, stream)
+            self._before[stream] = self._recall(model, stream)
             for name, probes in self._asked.items():
                 if probes:
                     read = [probe.read() for probe in probes]
                     found = mean_log_probability(model, read, stream)
                     self._before[stream][f"{name}in_context"] = found
         if is_attached(model):
+            before = self._before["student"]
             through_code = self._through_code(model)
-            gained = self._before["student"]["in_context"] - self._before["student"]["before"]
+            gained = before["in_context"] - before["before"]
             if gained:
-                share = (through_code - self._before["student"]["before"]) / gained
-                self._before["student"]["share_through_code"] = share
+                before["share_through_code"] = (through_code - before["before"]) / gained
 
     def against(self, model: PreTrainedModel) -> Retention:
         """Return recall and forgetting of the model now against the model before."""
@@ -166,45 +167,49 @@ class Baseline:
         return {"recall": recall, "forgetting": forgetting}
 
     def _recall(self, model: PreTrainedModel, stream: Mode) -> dict[str, float]:
-        return {
-            f"{name}before": mean_log_probability(model, [p.alone() for p in probes], stream)
-            for name, probes in self._asked.items()
-            if probes
-        }
+        found = {}
+        for name, probes in self._asked.items():
+            if probes:
+                alone = [probe.alone() for probe in probes]
+                found[f"{name}before"] = mean_log_probability(model, alone, stream)
+        return found
 
     @torch.no_grad()
     def _next_words(self, model: PreTrainedModel, stream: Mode) -> Tensor:
         """Return the most likely token after each neighbour."""
         words = [torch.empty(0, dtype=torch.int64)]
+        device = next(model.parameters()).device
         for batch in batches(self._neighbours, BATCH):
             with reading(model, stream):
-                states = final_states(model, batch.to(next(model.parameters()).device))
+                states = final_states(model, batch.to(device))
+            # rows of all samples lie one after another
             lasts = predicting(batch).sum(dim=1).cumsum(0) - 1
-            words.append(most_likely(states[lasts], model.lm_head, model.config.vocab_size).cpu())
+            likely = most_likely(states[lasts], model.lm_head, model.config.vocab_size)
+            words.append(likely.cpu())
         return torch.cat(words)
 
-    @torch.no_grad()
     def _through_code(self, model: PreTrainedModel) -> float:
         """Return the answers' log-probability without their context if only the codes of the
         converted layers, at the tokens that predict the answers, are those with the context.
         """
         found = []
+        layers = npt_layers(model)
         for probe in self._asked[""]:
             codes: dict[int, Tensor] = {}
-            count = len(probe.tail) + 1
-            layers = npt_layers(model)
-            seen = [(layer.npt, partial(_keep_code, codes, index)) for index, layer in layers]
-            with observed(seen):
+            observers = [(layer.npt, partial(_keep_code, codes, index)) for index, layer in layers]
+            with observed(observers):
                 mean_log_probability(model, [probe.read()])
-            tails = {index: z[:, -count:] for index, z in codes.items()}
-            with recoded(model, {index: partial(_with_tail, z) for index, z in tails.items()}):
+            count = len(probe.tail) + 1  # with the token that predicts the first
+            recodes = {index: partial(_with_tail, z[:, -count:]) for index, z in codes.items()}
+            with recoded(model, recodes):
                 found.append(mean_log_probability(model, [probe.alone()]))
         return math.fsum(found) / len(found)
 
 
 def _keep_code(codes: dict[int, Tensor], index: int, stages: dict[str, Tensor | None]) -> None:
     """Keep the code among a layer's stages."""
-    if (z := stages.get("z")) is not None:
+    z = stages.get("z")
+    if z is not None:
         codes[index] = z
 
 
@@ -213,15 +218,15 @@ def _with_tail(tail: Tensor, z: Tensor) -> Tensor:
     return torch.cat([z[:, : -tail.shape[1]], tail], dim=1)
 
 
-@torch.no_grad()
 def mean_log_probability(
     model: PreTrainedModel, samples: Sequence[Sample], stream: Mode = "student"
 ) -> float:
     """Return the log-probability of the samples' targets, in nats, summed over a sample's tokens
     and averaged over samples; raise NumericalError if it is NaN.
     """
-    with evaluating(model), adapter_mode(model, stream):
-        sums = [float(each.double().sum()) for each in log_probabilities(model, samples)]
+    with reading(model, stream):
+        found = log_probabilities(model, samples)
+    sums = [float(each.double().sum()) for each in found]
     value = math.fsum(sums) / len(sums)
     if math.isnan(value):
         raise NumericalError(
@@ -234,12 +239,10 @@ def print_retention(retention: Retention, console: Console, text: str = "held-ou
     """Print recall and forgetting of each stream; `text` describes the tokens of the latter."""
     for stream, r in retention["recall"].items():
         f = retention["forgetting"][stream]
-        written = {
-            name: FIGURES[name].write(f[name], f[f"{name}_se"])
-            for name in ("kl", "perplexity_ratio")
-        }
+        kl = FIGURES["kl"].write(f["kl"], f["kl_se"])
+        ratio = FIGURES["perplexity_ratio"].write(f["perplexity_ratio"], f["perplexity_ratio_se"])
         for prefix, what in (("", "what was written"), ("paraphrases_", "paraphrases")):
-            if f"{prefix}after" in r:
+            if f"{prefix}after" in r:  # if there are such texts
                 say(
                     console,
                     f"{stream}: log-probability of {what} {r[f'{prefix}before']:.3f} nats before,"
@@ -257,6 +260,6 @@ def print_retention(retention: Retention, console: Console, text: str = "held-ou
             )
         say(
             console,
-            f"{stream}: {f['tokens']:,} {text}: KL {written['kl']} nats from the model before,"
-            f" perplexity ratio {written['perplexity_ratio']}",
+            f"{stream}: {f['tokens']:,} {text}: KL {kl} nats from the model before,"
+            f" perplexity ratio {ratio}",
         )

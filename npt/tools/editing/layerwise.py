@@ -92,8 +92,7 @@ def opened(
 
 def _span(model: PreTrainedModel, layers: Iterable[int]) -> list[tuple[int, Any]]:
     """Return (index, layer) from the first of some layers to the last."""
-    first, last = min(layers), max(layers)
-    return list(enumerate(decoder_layers(model)))[first : last + 1]
+    return list(enumerate(decoder_layers(model)))[min(layers) : max(layers) + 1]
 
 
 def seen_by(layer: Any, stream: Stream) -> Seen:
@@ -104,13 +103,14 @@ def seen_by(layer: Any, stream: Stream) -> Seen:
         kept["product"] = args[0]
 
     def keep_scale(stages: dict[str, Tensor | None]) -> None:
-        if (scale := stages.get("m_down")) is not None:
+        scale = stages.get("m_down")
+        if scale is not None:
             kept["scale"] = scale
 
-    adapters = [layer.npt] if isinstance(layer, NPTLayer) else []
+    observers = [(layer.npt, keep_scale)] if isinstance(layer, NPTLayer) else []
     hook = patched_module(layer).register_forward_pre_hook(keep_product)
     try:
-        with observed([(adapter, keep_scale) for adapter in adapters]):
+        with observed(observers):
             output = stream.after(layer, stream.hidden)
     finally:
         hook.remove()
@@ -133,13 +133,15 @@ def second_moments(
                 if index in layers:
                     rows = seen.product[valid].to(torch.float32)
                     sums[index] = rows.t() @ rows + sums.get(index, 0.0)
+    moments = {}
     for index, total in sums.items():
-        if not bool(torch.isfinite(total).all()):
+        if not torch.isfinite(total).all():
             raise NumericalError(
                 f"layer {index}: a product on general text is not finite; find the cause with npt"
                 " trace"
             )
-    return {index: damped(total / tokens) for index, total in sums.items()}
+        moments[index] = damped(total / tokens)
+    return moments
 
 
 def damped(moments: Tensor) -> Tensor:
@@ -197,13 +199,16 @@ def outputs(
             for index, layer in _span(model, layers):
                 stream = stream.through([layer])
                 if index in parts:
-                    parts[index].append(stream.hidden[tails].to(torch.float32))
-    found = {index: torch.cat(each) for index, each in parts.items()}
-    for index, states in found.items():
-        if not bool(torch.isfinite(states).all()):
+                    states = stream.hidden[tails]
+                    parts[index].append(states.to(torch.float32))
+    found = {}
+    for index, of_batches in parts.items():
+        states = torch.cat(of_batches)
+        if not torch.isfinite(states).all():
             raise NumericalError(
                 f"layer {index}: a state of the probes is not finite; find the cause with npt trace"
             )
+        found[index] = states
     return found
 
 
@@ -230,12 +235,12 @@ def solve(
         states = [each.output for each in seen]
         if index in wanted:
             tails = [stream.batch.labels != IGNORE_INDEX for stream in streams]
-            patch = _patch(seen, tails, wanted[index], moments[index], penalty)
-            states = [_patched(each, patch) for each in seen]
-            patches[index] = patch[0].cpu(), patch[1].cpu()
-        streams = [
-            replace(stream, hidden=state) for stream, state in zip(streams, states, strict=True)
-        ]
+            outer, inner = _patch(seen, tails, wanted[index], moments[index], penalty)
+            states = [_patched(each, (outer, inner)) for each in seen]
+            patches[index] = outer.cpu(), inner.cpu()
+        # later layers see what this one's patch has changed
+        pairs = zip(streams, states, strict=True)
+        streams = [replace(stream, hidden=state) for stream, state in pairs]
     return patches
 
 
@@ -248,7 +253,8 @@ def _patch(
     now = torch.cat([each.output[tail].to(torch.float32) for each, tail in pairs])
     missing = wanted.to(now.device) - now
     scales = [each.scale[tail] for each, tail in pairs if each.scale is not None]
-    if scales:  # some forms of m reach 0, where nothing can be made up for
+    if scales:
+        # m multiplies the patch too; some forms of m reach 0, where nothing can be made up for
         m = torch.cat(scales).to(torch.float32)
         missing = missing * m / m.square().clamp_min(LEAST_SCALE**2)
     return least_squares(p, missing, moments, penalty)
@@ -274,10 +280,12 @@ def least_squares(p: Tensor, y: Tensor, moments: Tensor, penalty: float) -> Patc
         penalty: above 0.
     """
     if len(p) < p.shape[1]:
-        inner = torch.cholesky_solve(p.t(), cholesky(moments)).t()
+        factor = cholesky(moments)
+        inner = torch.cholesky_solve(p.t(), factor).t()
         gram = p @ inner.t()
         gram.diagonal().add_(penalty)
-        return summed([(torch.linalg.solve(gram, y).t(), inner)])
+        outer = torch.linalg.solve(gram, y).t()
+        return summed([(outer, inner)])
     factor = cholesky(p.t() @ p + penalty * moments)
     weight = torch.cholesky_solve(p.t() @ y, factor).t()
     return torch.eye(len(weight), device=weight.device), weight.contiguous()

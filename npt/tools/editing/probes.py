@@ -8,6 +8,8 @@ the same prompt about another thing, where nothing may change.
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -116,13 +118,15 @@ class Fact:
 def answer_probe(tokenizer: Any, fact: Fact, prompt: str, context: str) -> Probe:
     """Return the answer after a prompt; ConfigError if there is no token to predict."""
     opening = opening_tokens(tokenizer)
+    asked: list[int] = []
     if prompt:
-        answer = continuation_tokens(tokenizer, prompt, fact.answer)
         asked = bare_tokens(tokenizer, prompt)
+        answer = continuation_tokens(tokenizer, prompt, fact.answer)
     else:
-        answer, asked = bare_tokens(tokenizer, fact.answer), []
+        answer = bare_tokens(tokenizer, fact.answer)
     read = bare_tokens(tokenizer, context + "\n")
-    probe = _without_first(Probe((*opening, *read, *asked), (*opening, *asked), tuple(answer)))
+    probe = Probe((*opening, *read, *asked), (*opening, *asked), tuple(answer))
+    probe = _without_first(probe)
     if not probe.tail:
         raise ConfigError(f"--text {fact.answer!r} has no token to predict; pass a longer text")
     return probe
@@ -133,27 +137,32 @@ def wordings(tokenizer: Any, fact: Fact, context: str, skipped: int) -> Iterator
     template, it is an assistant's answer too. The first `skipped` tokens, before the subject, stay
     as they are.
     """
-    opening = opening_tokens(tokenizer)
-    read = bare_tokens(tokenizer, context + "\n")
+    alone = tuple(opening_tokens(tokenizer))
+    read = (*alone, *bare_tokens(tokenizer, context + "\n"))
     own = bare_tokens(tokenizer, fact.text)
-    fronts = [((*opening, *read), tuple(opening), lead) for lead in LEADS]
+    fronts = [(read, alone, lead) for lead in LEADS]
     if has_template(tokenizer):
-        fronts.append((_turn(tokenizer, REQUEST, context), _turn(tokenizer, REQUEST), ""))
-    for after, alone, lead in fronts:
+        in_context = _turn(tokenizer, REQUEST, context)
+        by_itself = _turn(tokenizer, REQUEST)
+        fronts.append((in_context, by_itself, ""))
+    for read, alone, lead in fronts:
         tokens = bare_tokens(tokenizer, lead + fact.text)
+        # the sentence has the same tokens at its end after every lead
         start = len(tokens) - len(own) + skipped
-        front, tail = tokens[:start], tuple(tokens[start:])
-        yield _without_first(Probe((*after, *front), (*alone, *front), tail))
+        front = tokens[:start]
+        tail = tuple(tokens[start:])
+        yield _without_first(Probe((*read, *front), (*alone, *front), tail))
 
 
 def pieces(tokenizer: Any, context: str) -> Iterator[Probe]:
     """Yield the parts of a context, each after the whole context and without it."""
-    opening, tokens = opening_tokens(tokenizer), bare_tokens(tokenizer, context)
+    opening = tuple(opening_tokens(tokenizer))
+    tokens = bare_tokens(tokenizer, context)
     read = bare_tokens(tokenizer, context + "\n")
-    size = max(2, -(-len(tokens) // PIECES))
+    size = max(2, math.ceil(len(tokens) / PIECES))
     for start in range(0, len(tokens) - 1, size):
         tail = tuple(tokens[start : start + size])
-        yield _without_first(Probe((*opening, *read), tuple(opening), tail))
+        yield _without_first(Probe((*opening, *read), opening, tail))
 
 
 def continuations(
@@ -163,20 +172,25 @@ def continuations(
     message, and the model writes the user's turn first.
     """
     if not has_template(tokenizer):
-        opening, tokens = opening_tokens(tokenizer), bare_tokens(tokenizer, context)
-        read = (*opening, *tokens)
+        opening = tuple(opening_tokens(tokenizer))
+        read = (*opening, *bare_tokens(tokenizer, context))
         for tail in written(model, [read] * count, CONTINUATION_TOKENS, seed, PLAIN_TEMPERATURE):
-            yield _without_first(Probe(read, tuple(opening), tuple(tail)))
+            yield _without_first(Probe(read, opening, tuple(tail)))
         return
+    # cut where the user's turn begins, so that the model writes it
     mark = "\N{REPLACEMENT CHARACTER}"
-    before_user = _rendered(tokenizer, mark, context, to_answer=False).rpartition(mark)[0]
-    asked = [tuple(bare_tokens(tokenizer, before_user))] * count
-    turns = []
-    for tokens in written(model, asked, CONTINUATION_TOKENS // 2, seed):
-        question = tokenizer.decode(tokens, skip_special_tokens=True).strip().split("\n")[0]
-        turns.append((_turn(tokenizer, question, context), _turn(tokenizer, question)))
-    tails = written(model, [read for read, _ in turns], CONTINUATION_TOKENS, seed)
-    for (read, alone), tail in zip(turns, tails, strict=True):
+    rendered = _rendered(tokenizer, mark, context, to_answer=False)
+    before_user, _, _ = rendered.rpartition(mark)
+    asked = tuple(bare_tokens(tokenizer, before_user))
+    reads = []
+    alones = []
+    for tokens in written(model, [asked] * count, CONTINUATION_TOKENS // 2, seed):
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        question, _, _ = text.strip().partition("\n")
+        reads.append(_turn(tokenizer, question, context))
+        alones.append(_turn(tokenizer, question))
+    tails = written(model, reads, CONTINUATION_TOKENS, seed)
+    for read, alone, tail in zip(reads, alones, tails, strict=True):
         yield Probe(read, alone, tuple(tail))
 
 
@@ -204,25 +218,32 @@ def contrasts(
     """
     opening = tuple(opening_tokens(tokenizer))
     rows = [tuple(bare_tokens(tokenizer, prompt)) for prompt in prompts]
-    known = {row[first:last] for row, (first, last) in zip(rows, subjects, strict=True)} - {()}
+    prompts_with = [
+        (row, first, last)
+        for row, (first, last) in zip(rows, subjects, strict=True)
+        if last > first
+    ]
+    known = {row[first:last] for row, first, last in prompts_with}
     draws = random.Random(seed)
     changed: set[tuple[int, ...]] = set()
     starts: list[tuple[int, ...]] = []
     ends: list[tuple[int, ...]] = []
-    for row, (first, last) in zip(rows, subjects, strict=True):
-        if last == first:
-            continue
-        others = sorted(known - {row[first:last]})
+    for row, first, last in prompts_with:
+        others = sorted(known - {row[first:last]})  # the order of a set is not the same everywhere
         others = draws.sample(others, min(SWAPPED, len(others)))
-        changed |= {(*row[:first], *other, *row[last:]) for other in others}
-        first = max(first, 1 - len(opening))
-        for _ in range(CONTRASTS - len(others)):
-            starts.append((*opening, *row[:first]))
-            ends.append(row[last:])
+        for swapped in others:
+            changed.add((*row[:first], *swapped, *row[last:]))
+        lacking = CONTRASTS - len(others)
+        # the model cannot write after nothing: without a start token it is given the first one
+        start = (*opening, *row[: max(first, 1 - len(opening))])
+        starts += [start] * lacking
+        ends += [row[last:]] * lacking
     drawn = written(model, starts, 4, seed, SUBJECT_TEMPERATURE)
+    # a swap may give a prompt that is itself to be changed
     found = [(*opening, *row) for row in sorted(changed - set(rows))]
     for number, (start, other, end) in enumerate(zip(starts, drawn, ends, strict=True)):
-        found.append((*start, *other[: 2 + number % 3], *end))
+        subject = other[: 2 + number % 3]
+        found.append((*start, *subject, *end))
     return [_without_first(Probe((), (), row)) for row in dict.fromkeys(found)]
 
 
@@ -238,8 +259,8 @@ def _without_first(probe: Probe) -> Probe:
     """
     if probe.before:
         return probe
-    first, tail = probe.tail[:1], probe.tail[1:]
-    return Probe((*probe.context, *first), first, tail)
+    first = probe.tail[:1]
+    return Probe((*probe.context, *first), first, probe.tail[1:])
 
 
 def _rendered(tokenizer: Any, user: str, context: str, *, to_answer: bool) -> str:
@@ -247,14 +268,13 @@ def _rendered(tokenizer: Any, user: str, context: str, *, to_answer: bool) -> st
     at the beginning of the user's.
     """
     asked = {"role": "user", "content": user}
-    if not context:
-        return render(tokenizer, [asked], to_answer=to_answer)
-    system = {"role": "system", "content": context}
-    try:
-        return render(tokenizer, [system, asked], to_answer=to_answer)
-    except TemplateError:
-        asked = {"role": "user", "content": f"{context}\n\n{user}"}
-        return render(tokenizer, [asked], to_answer=to_answer)
+    if context:
+        system = {"role": "system", "content": context}
+        try:
+            return render(tokenizer, [system, asked], to_answer=to_answer)
+        except TemplateError:
+            asked["content"] = f"{context}\n\n{user}"
+    return render(tokenizer, [asked], to_answer=to_answer)
 
 
 def _turn(tokenizer: Any, user: str, context: str = "") -> tuple[int, ...]:
@@ -273,7 +293,8 @@ def written(
     """Return `count` tokens that the model draws after each prompt, at a temperature."""
 
     def drawn(logits: Tensor) -> Tensor:
-        p = torch.softmax(logits.to("cpu", torch.float32) / temperature, dim=-1)
+        on_host = logits.to("cpu", torch.float32)  # with the same draws on every device
+        p = torch.softmax(on_host / temperature, dim=-1)
         return torch.multinomial(p, 1)[:, 0].to(logits.device)
 
     rows: list[list[int]] = []
@@ -281,8 +302,9 @@ def written(
         torch.default_generator.manual_seed(seed)
         for start in range(0, len(prompts), BATCH):
             part = prompts[start : start + BATCH]
+            limits = [count] * len(part)
             names = ["a probe"] * len(part)
-            rows += continue_greedily(model, part, [count] * len(part), (), names, drawn)
+            rows += continue_greedily(model, part, limits, (), names, drawn)
     return rows
 
 
@@ -290,12 +312,16 @@ def written(
 def log_probabilities(model: Any, samples: Iterable[Sample]) -> list[Tensor]:
     """Return the log-probability of each sample's targets, in nats, on the host."""
     found: list[Tensor] = []
+    device = next(model.parameters()).device
     for batch in batches(samples, BATCH):
-        batch = batch.to(next(model.parameters()).device)
-        targets = batch.labels[:, 1:][batch.labels[:, 1:] != IGNORE_INDEX]
+        batch = batch.to(device)
+        labels = batch.labels[:, 1:]
+        predicted = labels != IGNORE_INDEX
+        # in one statement: a name would keep the logits while the next batch's are computed
         log_p = torch.log_softmax(model.lm_head(final_states(model, batch)).float(), dim=-1)
-        each = log_p.gather(-1, targets.to(log_p.device).unsqueeze(-1))[:, 0]
-        counts = (batch.labels[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+        targets = labels[predicted].to(log_p.device)
+        each = log_p.gather(-1, targets.unsqueeze(-1))[:, 0]
+        counts = predicted.sum(dim=1).tolist()
         found += each.cpu().split(counts)
     return found
 
@@ -318,13 +344,16 @@ def _subject(tokenizer: Any, row: Sequence[int], surprise: Sequence[float]) -> t
     """
     pieces = tokenizer.convert_ids_to_tokens(list(row))
     begins = [n for n, piece in enumerate(pieces) if n == 0 or piece[:1] in "Ġ▁ "]
-    bounds = [*begins, len(row)]
-    best, found, total, first = 0.0, (0, 0), 0.0, 0
-    for word in range(len(bounds) - 2):
-        start, end = bounds[word : word + 2]
+    found = (0, 0)
+    best = 0.0
+    total = 0.0
+    first = 0
+    for start, end in itertools.pairwise(begins):  # so without the last word
         if total <= 0:
-            total, first = 0.0, start
+            total = 0.0
+            first = start
         total += sum(surprise[start:end]) - SUBJECT_SURPRISE
         if total > best:
-            best, found = total, (first, end)
+            best = total
+            found = (first, end)
     return found

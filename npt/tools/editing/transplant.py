@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
+from npt.adapters.converted import attached_config, npt_layers
 from npt.adapters.token_modulation import (
     TokenModulation,
     as_row,
@@ -28,6 +28,7 @@ from npt.adapters.token_modulation import (
 from npt.distill.logit_losses import kl_of_logs
 from npt.errors import ConfigError, ModelError
 from npt.tools.editing.context_code import ContextCode
+from npt.tools.editing.layerwise import reading
 
 
 @contextmanager
@@ -73,24 +74,29 @@ def transplanted(
             )
     cached = 0
 
+    # a layer sees only the tokens of its own pass; where these begin, the model's cache knows
     def count(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal cached
         past = kwargs.get("past_key_values")
-        cached = int(past.get_seq_length()) if past is not None else 0
+        cached = 0 if past is None else int(past.get_seq_length())
 
     def recode(values: Tensor, z: Tensor) -> Tensor:
         values = values.to(z)
+        if add:
+            values = z + values
+        values = values.expand_as(z)
         if position is None:
-            return z + values if add else values.expand_as(z)
-        if z.ndim != 3:
+            return values
+        if z.ndim != 3:  # training keeps the valid tokens of all rows in one
             raise ModelError(
                 f"npt.transplanted at position {position} acts on rows of tokens, which training"
                 " and npt.evaluate do not keep: exit its context first, or pass the position None"
             )
-        if not 0 <= position - cached < z.shape[1]:
-            return z
+        place = position - cached
+        if not 0 <= place < z.shape[1]:
+            return z  # the token is in another pass of the generation
         changed = z.clone()
-        changed[:, position - cached] = z[:, position - cached] + values if add else values
+        changed[:, place] = values[:, place]
         return changed
 
     recodes = {index: partial(recode, values) for index, values in code.codes.items()}
@@ -175,17 +181,23 @@ def transplant(
         NumericalError: the modulation is not finite.
     """
     modulation = modulation_of(model, ids_from, token_from)
-    row_from, row_to = as_row(model, ids_from), as_row(model, ids_to)
+    row_from = as_row(model, ids_from)
+    row_to = as_row(model, ids_to)
     position = token_index(row_to, token_to)
-    donor, receiver = next_token(model, row_from), next_token(model, row_to)
     with transplanted(model, modulation, position):
         changed = next_token(model, row_to)
-    return Transplant(donor, receiver, changed, modulation.token, position)
+    return Transplant(
+        donor=next_token(model, row_from),
+        receiver=next_token(model, row_to),
+        transplanted=changed,
+        token_from=modulation.token,
+        token_to=position,
+    )
 
 
-@torch.no_grad()
 def next_token(model: PreTrainedModel, row: Tensor) -> Tensor:
     """Return the student's next-token log-probabilities [V] after a row of tokens."""
-    with evaluating(model), adapter_mode(model, "student"):
-        logits = model(row, use_cache=False, logits_to_keep=1).logits[0, -1]
+    with reading(model):
+        output = model(row, use_cache=False, logits_to_keep=1)
+    logits = output.logits[0, -1]
     return torch.log_softmax(logits.to(torch.float32), dim=-1).cpu()

@@ -16,7 +16,6 @@ probes of earlier updates are rows that must stay as they are.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,14 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.consolidate import Consolidation, applied, apply_update, consolidated
-from npt.adapters.converted import (
-    adapter_mode,
-    decoder_layers,
-    evaluating,
-    is_attached,
-    is_sharded,
-    npt_layers,
-)
+from npt.adapters.converted import decoder_layers, is_attached, is_sharded, npt_layers
 from npt.adapters.fit import resolve_layers
 from npt.base.families import check_family
 from npt.batch import Sample
@@ -42,7 +34,7 @@ from npt.data.continuation import bare_tokens
 from npt.data.source import Given
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.tools.editing.edit_metrics import Forgetting, mean_log_probability
-from npt.tools.editing.layerwise import Rows, opened, second_moments, solve, wanted_outputs
+from npt.tools.editing.layerwise import Rows, opened, reading, second_moments, solve, wanted_outputs
 from npt.tools.editing.probes import (
     CONTINUATION_TOKENS,
     Fact,
@@ -74,8 +66,11 @@ MOST_PENALTY = 1e8
 ROUNDS = 8
 """Penalties that are tried."""
 
-NEAR_BOUND, AIM = 0.8, 0.9
-"""Shares of the bound: a KL that is near enough, and the one to try for."""
+NEAR_BOUND = 0.8
+"""Share of the bound from which a KL is near enough."""
+
+AIM = 0.9
+"""Share of the bound to try for."""
 
 JUDGED_CONTINUATIONS = 2
 """Continuations after a context that an edit is judged on."""
@@ -217,15 +212,21 @@ def general_text(
         )
     if bound is None:
         set_apart = max(1, len(samples) * BOUND_TOKENS // wanted)
-        samples, bound = samples[:-set_apart], samples[-set_apart:]
-    return General(second_moments(model, samples, layers), _first_tokens(bound, BOUND_TOKENS))
+        bound = samples[-set_apart:]
+        samples = samples[:-set_apart]
+    moments = second_moments(model, samples, layers)
+    return General(moments, _first_tokens(bound, BOUND_TOKENS))
 
 
 def _first_tokens(samples: Sequence[Sample], count: int) -> list[Sample]:
     """Return the first samples, with `count` tokens or a few more in all."""
-    ends = itertools.accumulate(len(sample.input_ids) for sample in samples)
-    before = [0, *ends][:-1]
-    return [sample for sample, start in zip(samples, before, strict=True) if start < count]
+    first = []
+    for sample in samples:
+        if count <= 0:
+            break
+        first.append(sample)
+        count -= len(sample.input_ids)
+    return first
 
 
 def find_update(
@@ -246,16 +247,20 @@ def find_update(
     check_asked(facts, context, max_kl)
     rows = gathered(model, tokenizer, facts, context, probes, seed)
     layers = tuple(general.moments)
+    # opened once: what lies below the first layer to be patched is the same in every round
     streams = list(opened(model, rows.alone(), min(layers)))
+    # of one fact the mean change is its own; of many it is what any text before a token makes
     common = 1 - 1 / max(1, len(facts))
     wanted = wanted_outputs(model, rows, streams, layers, common=common)
     forgetting = Forgetting(model, general.bound, layers)
     found: Consolidation | None = None
     penalty = LEAST_PENALTY
+    # penalties with their KL: the greatest that exceeds the bound, the least that keeps it
     too_low: tuple[float, float] | None = None
     kept: tuple[float, float] | None = None
     for _ in range(ROUNDS):
-        update = Consolidation(solve(model, streams, wanted, general.moments, penalty))
+        patches = solve(model, streams, wanted, general.moments, penalty)
+        update = Consolidation(patches)
         kl = 0.0
         if math.isfinite(max_kl):
             with applied(model, update):
@@ -265,11 +270,13 @@ def find_update(
                     "the KL on general text is NaN; run npt trace to find the operation"
                 )
         if kl <= max_kl:
-            found, kept = update, (penalty, kl)
+            found = update
+            kept = penalty, kl
             if kl >= NEAR_BOUND * max_kl:
                 break
         else:
             too_low = penalty, kl
+        # the least penalty keeps the bound, or the greatest does not
         if too_low is None or too_low[0] == MOST_PENALTY:
             break
         penalty = min(_next_penalty(too_low, kept, max_kl), MOST_PENALTY)
@@ -278,14 +285,15 @@ def find_update(
             f"--max_kl {max_kl} is too low: even an update that hardly changes the texts exceeds"
             " it; raise --max_kl"
         )
+    texts = tuple((probe.before + probe.tail, len(probe.tail)) for probe in rows.probes)
+    written = [fact.text if fact.prompt else fact.answer for fact in facts]
     record = {
-        "texts": [fact.text if fact.prompt else fact.answer for fact in facts],
+        "texts": written,
         "context": context,
         "max_kl": max_kl,
-        "tokens": sum(len(probe.tail) for probe in rows.probes),
+        "tokens": sum(length for _, length in texts),
         "penalty": kept[0],
     }
-    texts = tuple((probe.before + probe.tail, len(probe.tail)) for probe in rows.probes)
     return replace(found, record=record, probes=texts)
 
 
@@ -298,9 +306,11 @@ def _next_penalty(
     penalty, kl = too_low
     if kept is None:
         return penalty * max(1.5, (kl / max_kl) ** 2)
-    fell = math.log(kl / max(kept[1], 1e-12))
+    kept_penalty, kept_kl = kept
+    fell = math.log(kl / max(kept_kl, 1e-12))
     wanted = math.log(kl / (AIM * max_kl)) / fell
-    return penalty * (kept[0] / penalty) ** min(max(wanted, 0.1), 0.9)
+    wanted = min(max(wanted, 0.1), 0.9)  # the bracket shrinks even where the KL is not linear
+    return penalty * (kept_penalty / penalty) ** wanted
 
 
 def gathered(
@@ -314,7 +324,8 @@ def gathered(
     """Return the probes of facts and contexts, their contrasts, and those of earlier updates."""
     check_length(model, tokenizer, context)
     probes: list[Probe] = []
-    with evaluating(model), adapter_mode(model, "student"):
+    with reading(model):
+        # of a plain text, all but the last word stands for the prompt
         prompts = [fact.prompt or fact.answer.strip().rsplit(" ", 1)[0] for fact in facts]
         found = subjects(model, tokenizer, prompts)
         for fact, (first, _) in zip(facts, found, strict=True):
@@ -323,18 +334,21 @@ def gathered(
             if not context:
                 probes += continuations(model, tokenizer, read, count, seed)
         if context:
-            probes += pieces(tokenizer, context) if not facts else ()
+            if not facts:
+                probes += pieces(tokenizer, context)
             probes += continuations(model, tokenizer, context, count, seed)
         apart = contrasts(model, tokenizer, prompts, found, seed)
-    earlier = [
-        text_after(ids[:-count], ids[-count:])
-        for update in consolidated(model)
-        for ids, count in update.probes
-    ]
+    earlier = []
+    for update in consolidated(model):
+        for ids, length in update.probes:
+            earlier.append(text_after(ids[:-length], ids[-length:]))
     probes = [probe for probe in probes if probe.tail]
     if not probes:
         raise ConfigError("the context has too few tokens to learn from: lengthen it")
-    return Rows(sorted(probes, key=Probe.length), sorted(apart, key=Probe.length), earlier)
+    # by length, so that batches have little padding
+    probes.sort(key=Probe.length)
+    apart.sort(key=Probe.length)
+    return Rows(probes, apart, earlier)
 
 
 def judged_probes(
@@ -345,7 +359,7 @@ def judged_probes(
     """
     if facts:
         return [answer_probe(tokenizer, f, f.prompt, context or f.text) for f in facts]
-    with evaluating(model), adapter_mode(model, "student"):
+    with reading(model):
         apart = continuations(model, tokenizer, context, JUDGED_CONTINUATIONS, seed + 1)
         return [probe for probe in apart if probe.tail]
 

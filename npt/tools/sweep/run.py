@@ -59,8 +59,9 @@ class Bases:
             if base.teacher_precision is not None:
                 teacher = load_teacher(base.model_name, base.teacher_precision, **how)
             self._last = base, (model, tokenizer, teacher)
-        set_matmul_precision(base.matmul_precision, self._last[1][0])
-        return self._last[1]
+        _, loaded = self._last
+        set_matmul_precision(base.matmul_precision, loaded[0])
+        return loaded
 
 
 def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: None) -> Row:
@@ -70,18 +71,22 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
     between()
     if trial.bisect is None:
         return {**run(bases, trial.settings), "runs": 1}
-    started, runs = time.perf_counter(), 0
-    best: Row = {}
+    started = time.perf_counter()
+    runs = 0
+    best: Row = {}  # of the largest value that trained, or of the first run
 
     def trains(value: float) -> bool:
         nonlocal best, runs
         between()
-        row, runs = run(bases, trial.at(value)), runs + 1
-        stable = bool(row["outcome"] == "stable")
-        best = row if stable or not best else best
+        row = run(bases, trial.at(value))
+        runs += 1
+        stable: bool = row["outcome"] == "stable"
+        if stable or not best:
+            best = row
         return stable
 
-    low, high = trial.bisect.low, trial.bisect.high
+    low = trial.bisect.low
+    high = trial.bisect.high
     bracket: tuple[float | None, float | None]
     if not trains(low):
         bracket = (None, low)
@@ -89,8 +94,12 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
         bracket = (high, None)
     else:
         for _ in range(trial.bisect.rounds):
+            # four digits, to be read in a table
             middle = float(f"{math.sqrt(low * high):.4g}")
-            low, high = (middle, high) if trains(middle) else (low, middle)
+            if trains(middle):
+                low = middle
+            else:
+                high = middle
         bracket = (low, high)
     limits = {"limit_low": bracket[0], "limit_high": bracket[1], "runs": runs}
     return {**best, **limits, "seconds": time.perf_counter() - started}
@@ -105,17 +114,18 @@ def run(bases: Bases, settings: TrialSettings) -> Row:
         parameters = sum(p.numel() for p in adapter_parameters(model).values())
         with tempfile.TemporaryDirectory(prefix="npt-trial-") as folder:
             output = Path(folder) / "run"
+            training = replace(
+                settings.training,
+                output_dir=str(output),
+                log_steps=1,
+                save_steps=None,
+                smoke_test=False,
+            )
             trainer = Trainer(
                 model,
                 tokenizer,
                 None,
-                replace(
-                    settings.training,
-                    output_dir=str(output),
-                    log_steps=1,
-                    save_steps=None,
-                    smoke_test=False,
-                ),
+                training,
                 data_config=settings.data,
                 teacher=teacher,
                 settings=asdict(settings.base),
@@ -123,6 +133,7 @@ def run(bases: Bases, settings: TrialSettings) -> Row:
                 report=False,
             )
             row = _trained(trainer)
+            # what `_trained` returns counts, if both know it
             row = {**_course(output / METRICS), **row, "parameters": parameters}
         return {**row, "seconds": time.perf_counter() - started}
     finally:
@@ -141,17 +152,22 @@ def _trained(trainer: Trainer) -> Row:
         kl = trainer.initial.aim.kl
         reason = str(error).partition(";")[0][:500]  # the rest is about the run folder
         return {"outcome": "diverged", "reason": reason, "kl_start": kl}
+    # without a row, the trial waits again
     if result.signal is not None or result.fidelity is None:
         raise StoppedError(result.signal or 15)
-    fidelity, initial = result.fidelity, trainer.initial
+    fidelity = result.fidelity
     layers = [layer["nmse_student"] for layer in fidelity.layers.values()]
-    kl, start = fidelity.aim.kl, initial.aim.kl
-    outcome, reason = "stable", "; ".join(result.diverged)
-    if not math.isfinite(kl):
-        outcome, reason = "diverged", "the student is not finite"
-    elif kl > GROWN * start:
-        outcome, reason = "worse", "the KL has grown"
-    kinds = sorted(result.refused_by_kind.items())
+    start = trainer.initial.aim.kl
+    outcome = "stable"
+    reason = "; ".join(result.diverged)
+    if not math.isfinite(fidelity.aim.kl):
+        outcome = "diverged"
+        reason = "the student is not finite"
+    elif fidelity.aim.kl > GROWN * start:
+        outcome = "worse"
+        reason = "the KL has grown"
+    # sorted: equal runs give equal rows
+    refusals = [f"{kind} {number}" for kind, number in sorted(result.refused_by_kind.items())]
     names = ("kl", "kl_se", "perplexity_ratio", "top1", "acceptance")
     return {
         "outcome": outcome,
@@ -164,16 +180,22 @@ def _trained(trainer: Trainer) -> Row:
         "steps": result.steps,
         "tokens": result.tokens,
         "refused": result.refused,
-        "refused_kinds": ",".join(f"{kind} {number}" for kind, number in kinds) or None,
+        "refused_kinds": ",".join(refusals) or None,
         "seconds_training": result.seconds,
     }
 
 
 def _course(metrics: Path) -> Row:
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    steps = [json.loads(line) for line in lines]
-    losses = [step["loss"] for step in steps if step.get("loss") is not None]
-    norms = [step["grad_norm"] for step in steps if step.get("grad_norm") is not None]
+    steps: list[dict[str, Any]] = []
+    if metrics.exists():
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+        steps = [json.loads(line) for line in lines]
+
+    def finite(name: str) -> list[float]:
+        values = [step.get(name) for step in steps]
+        return [value for value in values if value is not None]
+
+    losses = finite("loss")
     last = steps[-1] if steps else {}
     return {
         "steps": last.get("step", 0),
@@ -181,5 +203,5 @@ def _course(metrics: Path) -> Row:
         "loss_first": losses[0] if losses else None,
         "loss_last": statistics.fmean(losses[-AT_THE_END:]) if losses else None,
         "loss_max": max(losses, default=None),
-        "grad_norm_max": max(norms, default=None),
+        "grad_norm_max": max(finite("grad_norm"), default=None),
     }

@@ -77,9 +77,11 @@ class TrialSettings:
         for part in (self.base, self.adapter, self.data, self.training):
             plain = asdict(part)
             values |= {flag_of(f): plain[f.name] for f in fields(part)}
-        kept = {name: value for name, value in values.items() if name not in LEFT_OUT}
-        kept["seed"] = self.training.seed
-        return {n: list(value) if isinstance(value, tuple) else value for n, value in kept.items()}
+        kept = {}
+        for name, value in values.items():
+            if name not in LEFT_OUT:
+                kept[name] = list(value) if isinstance(value, tuple) else value
+        return {**kept, "seed": self.training.seed}
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,11 @@ def design_of(content: Any, where: str) -> Design:
             f"{where} has no parts; write at least one, like parts: {{first: {{grid:"
             " {learning_rate: [1.0e-4, 1.0e-3]}}}"
         )
-    name = str(top.get("name") or ("" if "name" in top else Path(where).stem))
-    odd = "/" in name or "\\" in name or name in (".", "..") or len(name) > NAME
-    if odd or not name.strip() or not name.isprintable():
+    name = str(top.get("name", Path(where).stem) or "")
+    # it names a folder, on any system
+    odd = "/" in name or "\\" in name or name in (".", "..")
+    shown_well = name.strip() and name.isprintable() and len(name) <= NAME
+    if odd or not shown_well:
         raise ConfigError(
             f"{where}: name {name[:NAME]!r} cannot be a folder name; use up to {NAME} letters,"
             " digits and spaces"
@@ -181,14 +185,18 @@ def design_of(content: Any, where: str) -> Design:
         entries = _mapping(f"{where}: part {part}", entries, _PART)
         parts.append(part_name)
         for trial in _trials_of(where, part_name, entries, shared, seeds):
+            # equal settings run once, and count for every part that has them
             first = trials.get(trial.key, trial)
             origins = tuple(dict.fromkeys(first.origins + trial.origins))
             trials[trial.key] = replace(first, origins=origins)
     values = [trial.settings.values() for trial in trials.values()]
-    varied = tuple(
-        n for n in values[0] if n != "seed" and len({repr(each[n]) for each in values}) > 1
-    )
-    return Design(name, tuple(parts), tuple(trials.values()), varied)
+    varied = []
+    for setting in values[0]:
+        # by their text, since lists have no hash
+        found = {repr(each[setting]) for each in values}
+        if setting != "seed" and len(found) > 1:
+            varied.append(setting)
+    return Design(name, tuple(parts), tuple(trials.values()), tuple(varied))
 
 
 def _trials_of(
@@ -196,17 +204,24 @@ def _trials_of(
 ) -> Iterator[Trial]:
     where = f"{where}: part {part}"
     settings = {**shared, **_settings(f"{where}: settings", entries.get("settings"))}
-    seeds = _seeds(where, entries["seeds"]) if "seeds" in entries else seeds
-    arms = {
-        _name(f"{where}, arm {arm}", arm): _settings(f"{where}, arm {arm}", bundle)
-        for arm, bundle in _mapping(f"{where}: arms", entries.get("arms")).items()
-    } or {"": {}}
-    grid = {
-        setting: _values(f"{where}: grid", setting, values)
-        for setting, values in _by_flag(f"{where}: grid", entries.get("grid")).items()
-    }
-    draws = _draws(f"{where}: random", entries["random"]) if entries.get("random") else [{}]
-    bisect = _bisection(f"{where}: bisect", entries["bisect"]) if entries.get("bisect") else None
+    if "seeds" in entries:
+        seeds = _seeds(where, entries["seeds"])
+    arms: dict[str, dict[str, Any]] = {}
+    for arm, bundle in _mapping(f"{where}: arms", entries.get("arms")).items():
+        at = f"{where}, arm {arm}"
+        name = _name(at, arm)
+        arms[name] = _settings(at, bundle)
+    arms = arms or {"": {}}
+    grid = {}
+    for setting, values in _by_flag(f"{where}: grid", entries.get("grid")).items():
+        grid[setting] = _values(f"{where}: grid", setting, values)
+    draws: list[dict[str, Any]] = [{}]
+    if entries.get("random"):
+        draws = _draws(f"{where}: random", entries["random"])
+    bisect = None
+    if entries.get("bisect"):
+        bisect = _bisection(f"{where}: bisect", entries["bisect"])
+    # counted first: making them takes time
     count = len(arms) * math.prod(map(len, grid.values())) * len(draws) * len(seeds)
     if count > TRIALS:
         raise ConfigError(
@@ -219,9 +234,9 @@ def _trials_of(
         try:
             yield _trial({**settings, **bundle, **origin.point}, seed, bisect, origin)
         except ConfigError as error:
-            varied = ", ".join(f"{k} {v}" for k, v in {**origin.point, "seed": seed}.items())
-            at = f"{where}, arm {arm}" if arm else where
-            raise ConfigError(f"{at}, {varied}: {error}") from error
+            words = [f"{where}, arm {arm}" if arm else where]
+            words += [f"{name} {value}" for name, value in origin.point.items()]
+            raise ConfigError(f"{', '.join(words)}, seed {seed}: {error}") from error
 
 
 def _trial(
@@ -232,10 +247,10 @@ def _trial(
         flags[bisect.setting] = bisect.low
     settings = TrialSettings.of(flags, seed)
     # includes defaults: if a version changes one, its trials are new
-    content = [settings.values(), None if bisect is None else list(astuple(bisect))]
+    content = [settings.values(), bisect and astuple(bisect)]
     text = json.dumps(content, sort_keys=True, allow_nan=False)
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Trial(key, settings, flags, bisect, (origin,))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Trial(digest[:16], settings, flags, bisect, (origin,))
 
 
 def _name(where: str, written: Any) -> str:
@@ -253,9 +268,9 @@ def _mapping(where: str, value: Any, names: tuple[str, ...] = ()) -> dict[Any, A
         return {}
     if not isinstance(value, dict):
         raise ConfigError(f"{where} is {kind_of(value)}; write a mapping of names to values")
-    odd = [name for name in value if name not in names] if names else []
-    if odd:
-        raise ConfigError(f"{where} has the unknown entry {odd[0]!r}; use {', '.join(names)}")
+    for name in value:
+        if names and name not in names:
+            raise ConfigError(f"{where} has the unknown entry {name!r}; use {', '.join(names)}")
     return value
 
 
@@ -290,16 +305,20 @@ def _values(where: str, name: str, value: Any) -> list[Any]:
 
 def _draws(where: str, value: Any) -> list[dict[str, Any]]:
     written = _mapping(where, value, ("count", "seed", "over"))
-    count, seed = written.get("count"), written.get("seed", 0)
+    count = written.get("count")
+    seed = written.get("seed", 0)
     over = _by_flag(f"{where}: over", written.get("over"))
-    if type(count) is not int or not 1 <= count <= TRIALS or type(seed) is not int or not over:
+    if type(count) is not int or type(seed) is not int or not 1 <= count <= TRIALS or not over:
         raise ConfigError(
             f"{where} needs count (1 to {TRIALS:,}), seed (a whole number) and over (settings to"
             " draw)"
         )
     source = random.Random(seed)
     ranges = {name: _range(where, name, entry) for name, entry in over.items()}
-    return [{name: _drawn(source, *r) for name, r in ranges.items()} for _ in range(count)]
+    draws = []
+    for _ in range(count):
+        draws.append({name: _drawn(source, *within) for name, within in ranges.items()})
+    return draws
 
 
 def _range(where: str, name: str, value: Any) -> tuple[Any, ...]:
@@ -309,7 +328,7 @@ def _range(where: str, name: str, value: Any) -> tuple[Any, ...]:
     written = _mapping(f"{where}: {name}", value, ("low", "high", "log"))
     low, high = (_settings(where, {name: written.get(end)})[name] for end in ("low", "high"))
     log = written.get("log", False)
-    numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high))
+    numbers = all(type(end) in (int, float) for end in (low, high))  # True is none
     if not numbers or not low < high or (log and low <= 0):
         raise ConfigError(
             f"{where}: {name} is {shown(value)}; write a list of values, or low and high (both"
@@ -322,10 +341,13 @@ def _drawn(source: random.Random, low: Any, high: Any = None, log: bool = False)
     if isinstance(low, list):
         return low[source.randrange(len(low))]
     if log:
-        value = math.exp(source.uniform(math.log(low), math.log(high)))
+        exponent = source.uniform(math.log(low), math.log(high))
+        value = math.exp(exponent)
     else:
         value = source.uniform(low, high)
-    return round(value) if isinstance(low, int) and isinstance(high, int) else float(f"{value:.6g}")
+    if isinstance(low, int) and isinstance(high, int):
+        return round(value)
+    return float(f"{value:.6g}")
 
 
 def _seeds(where: str, value: Any) -> list[int]:

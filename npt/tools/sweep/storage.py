@@ -19,6 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +79,10 @@ def _checked(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return row
 
 
+def _moment(at: datetime | None) -> str | None:
+    return None if at is None else at.isoformat(timespec="seconds")
+
+
 def _reason(error: BaseException) -> str:
     return first_line(error.__cause__ or error)[:200]
 
@@ -102,7 +107,8 @@ class Storage:
         logging.getLogger("alembic").setLevel(logging.ERROR)
         # Optuna's heartbeats are experimental
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        self._beat, self._grace = beat, grace
+        self._beat = beat
+        self._grace = grace
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
         try:
             address = sqlalchemy.make_url(url)
@@ -113,8 +119,9 @@ class Storage:
                 " sqlite:///study.db"
             ) from error
         self._shown = address.render_as_string(hide_password=True)
-        file = address.database if address.get_backend_name() == "sqlite" else None
-        if address.get_backend_name() == "sqlite" and file in (None, "", ":memory:"):
+        local = address.get_backend_name() == "sqlite"
+        file = address.database or ":memory:"
+        if local and file == ":memory:":
             raise ConfigError(
                 "--storage is an in-memory SQLite database, which other workers cannot join; use a"
                 " file, like sqlite:///study.db"
@@ -122,9 +129,9 @@ class Storage:
         # Optuna raises RuntimeError for tables of another version
         failures = (OSError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
         try:
-            if file is not None:
+            if local:
                 Path(file).parent.mkdir(parents=True, exist_ok=True)
-            self._storage = self._opened(url, local=file is not None)
+            self._storage = self._opened(url, local)
             self._study = optuna.create_study(
                 storage=self._storage, study_name=name, load_if_exists=True, direction="minimize"
             )
@@ -196,7 +203,9 @@ class Storage:
         attempts = self._attempts()
         for key in trials:
             attempt = attempts.get(key)
-            if attempt and attempt.state == TrialState.WAITING and self._take(attempt._trial_id):
+            if attempt is None or attempt.state != TrialState.WAITING:
+                continue
+            if self._take(attempt._trial_id):  # else another worker was faster
                 return Claim(key, attempt._trial_id)
         return None
 
@@ -266,15 +275,18 @@ class Storage:
         silent = f"its worker sent no heartbeat for {self._grace:.0f} s"
         for key, attempt in self._attempts().items():
             attributes = attempt.user_attrs
-            row = {"trial": attempt.number, "worker": str(attributes.get("worker", ""))}
-            moments = {"started": attempt.datetime_start, "ended": attempt.datetime_complete}
-            row |= {name: at and at.isoformat(timespec="seconds") for name, at in moments.items()}
+            row: dict[str, Any] = {
+                "trial": attempt.number,
+                "worker": str(attributes.get("worker", "")),
+                "started": _moment(attempt.datetime_start),
+                "ended": _moment(attempt.datetime_complete),
+            }
             if attempt.state == TrialState.COMPLETE:
                 with self._sound():
                     rows[key] = {**row, **_checked(attributes["row"])}
             elif attempt.state == TrialState.FAIL:
-                reason = printable(str(attributes.get("error", silent)))
-                rows[key] = {**row, "outcome": "failed", "reason": reason}
+                reason = str(attributes.get("error", silent))
+                rows[key] = {**row, "outcome": "failed", "reason": printable(reason)}
         return rows
 
     def _attempts(self) -> dict[str, FrozenTrial]:
@@ -283,15 +295,20 @@ class Storage:
         """
 
         def rank(attempt: FrozenTrial) -> tuple[int, int]:
-            last_first = attempt.state == TrialState.FAIL
             order = _STATES.index(attempt.state.name)
-            return order, -attempt.number if last_first else attempt.number
+            number = attempt.number
+            if attempt.state == TrialState.FAIL:
+                number = -number
+            return order, number
 
         attempts: dict[str, FrozenTrial] = {}
         with self._sound():
-            for attempt in sorted(self._study.get_trials(deepcopy=False), key=rank):
-                if "key" in attempt.user_attrs:
-                    attempts.setdefault(attempt.user_attrs["key"], attempt)
+            stored = self._study.get_trials(deepcopy=False)
+            by_rank = sorted(stored, key=rank)
+            for attempt in by_rank:
+                key = attempt.user_attrs.get("key")
+                if key is not None:
+                    attempts.setdefault(key, attempt)
         return attempts
 
     def _wait(self, trial: Trial) -> None:

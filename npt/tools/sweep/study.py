@@ -25,10 +25,15 @@ from npt.tools.sweep.spec import Design, read_design
 from npt.tools.sweep.storage import Storage
 from npt.tools.sweep.table import rows_of, write_table
 
-SPEC, STUDY, DATABASE = "spec.yaml", "study.json", "study.db"
+SPEC = "spec.yaml"
+STUDY = "study.json"
+DATABASE = "study.db"
 
-POLL_SECONDS, LOOK_SECONDS = 1.0, 15.0
-"""Intervals to check whether workers have ended, and to report progress."""
+POLL_SECONDS = 1.0
+"""Interval to check whether workers have ended."""
+
+LOOK_SECONDS = 15.0
+"""Interval to report progress."""
 
 
 def study_name(folder: Path) -> Any:
@@ -102,12 +107,15 @@ def run_workers(command: Sequence[str], count: int, threads: int, look: Callable
             process.wait()
         raise
     codes = [process.returncode for process in processes]
-    return 0 if 0 in codes else next(code if code > 0 else 128 - code for code in codes)
+    if 0 in codes:
+        return 0
+    return codes[0] if codes[0] > 0 else 128 - codes[0]  # below 0: of a signal
 
 
 def progress_line(storage: Storage, design: Design) -> str:
     """Return how many trials of a study are finished and running."""
-    progress, count = storage.progress(design.by_key), len(design.trials)
+    progress = storage.progress(design.by_key)
+    count = len(design.trials)
     return f"{progress.finished} of {count} trials finished, {progress.running} running"
 
 

@@ -31,16 +31,20 @@ def rows_of(design: Design, figures: Mapping[str, Row]) -> list[Row]:
     """Return a row for every trial, finished or not; `figures` are the outcomes by key."""
     rows = []
     for trial in design.trials:
-        values, outcome = trial.settings.values(), figures.get(trial.key, {})
+        values = trial.settings.values()
+        outcome = figures.get(trial.key, {})
         row: Row = {
             "key": trial.key,
             "parts": ";".join(origin.part for origin in trial.origins),
             "arms": ";".join(origin.arm for origin in trial.origins),
         }
         for name in dict.fromkeys([*SETTINGS, *design.varied]):
-            value = values[name]
-            row[name] = ",".join(map(str, value)) if isinstance(value, list) else value
-        row |= {name: outcome.get(name) for name in MEASURES}
+            row[name] = values[name]
+            if isinstance(row[name], list):
+                row[name] = ",".join(map(str, row[name]))
+        for name in MEASURES:
+            row[name] = outcome.get(name)
+        # the value that was searched for stands in the column of its setting
         if trial.bisect is not None:
             row[trial.bisect.setting] = row["limit_low"]
         rows.append(row)

@@ -37,12 +37,14 @@ def work(
 
         while True:
             check()
-            if (claim := storage.claim(trials)) is not None:
+            claim = storage.claim(trials)
+            if claim is not None:
                 work_on(storage, claim, trials[claim.key], bases, say, check)
-            elif not (progress := storage.progress(trials)).open:
+                continue
+            progress = storage.progress(trials)
+            if not progress.open:
                 return progress
-            else:
-                time.sleep(WAIT_SECONDS)
+            time.sleep(WAIT_SECONDS)
 
 
 def work_on(

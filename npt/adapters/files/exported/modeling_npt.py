@@ -46,17 +46,20 @@ class LayerAdapter(nn.Module):
 
     def __init__(self, config, index: int):
         super().__init__()
-        self.form = form = config.npt
-        rank, targets = form["ranks"][str(index)], form["targets"]
-        d, f = config.hidden_size, config.intermediate_size
+        form = config.npt
+        self.form = form
+        rank = form["ranks"][str(index)]
+        d = config.hidden_size
+        f = config.intermediate_size
         width = {"stream": d, "gate": f, "up": f, "down": d}
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, dtype=torch.float32))
 
-        self.A = empty(rank, config.hidden_size)
-        shifted = [t for t in targets if form["additive"] or t == "stream"]
-        multiplied = [t for t in targets if form["multiplicative"] and t != "stream"]
+        self.A = empty(rank, d)
+        # M does not act on the stream, and the stream has a B in every form
+        shifted = [t for t in form["targets"] if form["additive"] or t == "stream"]
+        multiplied = [t for t in form["targets"] if form["multiplicative"] and t != "stream"]
         self.B = nn.ParameterDict({t: empty(width[t], rank) for t in shifted})
         self.M = nn.ParameterDict({t: empty(width[t], rank) for t in multiplied})
         if form["token_part"]:
@@ -64,13 +67,15 @@ class LayerAdapter(nn.Module):
             self.scale: Tensor
             self.register_buffer("scale", torch.ones(rank, dtype=torch.float32))
         if form["token_rank"]:
-            self.L_in, self.L_out = empty(form["token_rank"], d), empty(d, form["token_rank"])
+            self.L_in = empty(form["token_rank"], d)
+            self.L_out = empty(d, form["token_rank"])
         if form["active"]:
             self.log_tau = empty(1)
-        self.patched = str(index) in form["patches"]
+        size = form["patches"].get(str(index))
+        self.patched = size is not None
         if self.patched:
-            size = form["patches"][str(index)]
-            self.outer, self.inner = empty(d, size), empty(size, f)
+            self.outer = empty(d, size)
+            self.inner = empty(size, f)
 
     def _apply(self, fn, recurse: bool = True):
         """Move with the model but ignore casts: `model.to(torch.bfloat16)` is for the base."""
@@ -96,7 +101,8 @@ class LayerAdapter(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             if not self.form["token_rank"]:
                 return self.b.expand(x.shape)
-            return F.linear(F.linear(x.to(self.b.dtype), self.L_in), self.L_out, self.b)
+            inner = F.linear(x.to(self.b.dtype), self.L_in)
+            return F.linear(inner, self.L_out, self.b)
 
     def modulate(self, target: str, y: Tensor, z: Tensor) -> Tensor:
         """Return y' of one target, [..., O], in the dtype of y."""
@@ -115,13 +121,16 @@ class LayerAdapter(nn.Module):
         if not self.patched:
             return y
         with torch.autocast(y.device.type, enabled=False):
-            added = F.linear(F.linear(p.to(self.outer.dtype), self.inner), self.outer)
+            inner = F.linear(p.to(self.outer.dtype), self.inner)
+            added = F.linear(inner, self.outer)
             return (y.to(added.dtype) + added).to(y.dtype)
 
     def multiplier(self, u: Tensor) -> Tensor:
         """Return m from u = M z. tanh(u / 2) is 2 sigmoid(u) - 1 without cancellation near 0."""
         other = FORMS.get(self.form["mult_form"])
-        return 1.0 + self.form["mult_bound"] * torch.tanh(0.5 * u) if other is None else other(u)
+        if other is not None:
+            return other(u)
+        return 1.0 + self.form["mult_bound"] * torch.tanh(0.5 * u)
 
 
 class NPTLlamaDecoderLayer(LlamaDecoderLayer):
@@ -132,22 +141,27 @@ class NPTLlamaDecoderLayer(LlamaDecoderLayer):
     def forward(self, hidden_states, **context):
         x = self.input_layernorm(hidden_states)
         attention, _ = self.self_attn(hidden_states=x, **context)
-        npt, mlp = self.npt, self.mlp
+        npt = self.npt
         if npt.form["token_part"]:
-            own, h = npt.own(x), hidden_states.to(npt.A.dtype)
+            own = npt.own(x)
+            h = hidden_states.to(npt.A.dtype)
+            # bounded for a token whose state is about 0
             size = h.square().mean(dim=-1, keepdim=True).clamp_min(1e-3**2).sqrt()
             z = npt.code((attention - own) / size)
             stream = npt.modulate("stream", h + own, size * (z / npt.scale))
             stream = stream.to(hidden_states.dtype)
         else:
             z = npt.code(attention)
-            kept = hidden_states + attention if npt.form["keep_residual"] else hidden_states
-            stream = npt.modulate("stream", kept, z)
+            stream = hidden_states
+            if npt.form["keep_residual"]:
+                stream = stream + attention
+            stream = npt.modulate("stream", stream, z)
         x = self.post_attention_layernorm(stream)
-        gate = npt.modulate("gate", mlp.gate_proj(x), z)
-        up = npt.modulate("up", mlp.up_proj(x), z)
-        p = mlp.act_fn(gate) * up
-        return stream + npt.modulate("down", npt.patch(mlp.down_proj(p), p), z)
+        gate = npt.modulate("gate", self.mlp.gate_proj(x), z)
+        up = npt.modulate("up", self.mlp.up_proj(x), z)
+        p = self.mlp.act_fn(gate) * up
+        down = npt.patch(self.mlp.down_proj(p), p)
+        return stream + npt.modulate("down", down, z)
 
 
 class NPTModel(PreTrainedModel):
@@ -168,11 +182,14 @@ class NPTModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
         loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model = loaded
+        if isinstance(loaded, tuple):  # with `output_loading_info`
+            model, _ = loaded
         for name, parameter in model.named_parameters():
+            if ".npt." in name or hasattr(parameter, "quant_state"):
+                continue
             # next to 4-bit weights, transformers leaves the others in their file's dtype
-            base = not hasattr(parameter, "quant_state") and ".npt." not in name
-            if base and parameter.device.type != "meta":
+            if parameter.device.type != "meta":
                 parameter.data = parameter.data.to(model.config.dtype)
         for module in model.modules():
             if hasattr(module, "support_avx512bf16_for_cpu"):
