@@ -27,7 +27,7 @@ _SECRETS = (
 
 def clean(value: Any, limit: int = TEXT) -> str:
     """Return a value as text of at most `limit` characters, with invisible ones spelled out."""
-    shown = value if isinstance(value, str) else "none" if value is None else str(value)
+    shown = "none" if value is None else str(value)
     for pattern, instead in _SECRETS:
         shown = pattern.sub(instead, shown[: 16 * limit])
     if len(shown) > limit:
@@ -80,7 +80,8 @@ def as_number(values: Mapping[str, Any], key: str) -> float:
 
 
 def figure(values: Mapping[str, Any], key: str) -> str:
-    value, error = as_number(values, key), as_number(values, f"{key}_se")
+    value = as_number(values, key)
+    error = as_number(values, f"{key}_se")
     if key in FIGURES and abs(value) < 1e6:
         return FIGURES[key].write(value, error)
     return number(value) + (f" ± {number(error, 2)}" if math.isfinite(error) else "")
