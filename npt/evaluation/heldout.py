@@ -37,7 +37,8 @@ def evaluation_samples(
         samples = list(itertools.islice(within(held, vocab_size), count))
     if samples:
         return samples, True
-    return list(itertools.islice(within(cut(records, tokenizer, config), vocab_size), count)), False
+    trained = within(cut(records, tokenizer, config), vocab_size)
+    return list(itertools.islice(trained, count)), False
 
 
 def spread(samples: Iterable[Sample], count: int) -> list[Sample]:
