@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         parser.print_help(sys.stderr)
         return 2
     flags = vars(parser.parse_args(argv))
-    debug, verb = flags.pop("debug"), flags.pop("verb")
+    debug = flags.pop("debug")
+    verb = flags.pop("verb")
     speaker = prog
     if os.environ.get("WORLD_SIZE", "1") != "1":  # several processes share the terminal
         speaker += f": process {os.environ.get('RANK')}"
@@ -66,13 +67,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
             warnings.showwarning = _show_warning
             return verb(flags)
     except KeyboardInterrupt:
+        # the status is 128 + SIGINT
         complain(f"{speaker}: interrupted")
         return 130
     except StoppedError as stop:
         complain(f"{speaker}: {stop}")
         return stop.exit_status
     except (NPTError, OSError, RuntimeError, MemoryError, UnicodeDecodeError) as error:
-        message, status = str(error), getattr(error, "exit_status", None)
+        message = str(error)
+        status = getattr(error, "exit_status", None)
         if status is None:  # not an error of npt's: a disk, permissions or memory
             status = 2
             if isinstance(error, OSError) and error.strerror is not None:
@@ -88,6 +91,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
                 reason = next(iter(message.split(". ")[0].splitlines()), "") or "MemoryError"
                 message = f"out of memory: {reason}; lower --batch_size or --max_length"
             else:
+                # a bug, of which the traceback is needed
                 raise
         if debug:
             raise
@@ -106,6 +110,7 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
         required=True, metavar="VERB", prog=prog, parser_class=OneLineParser
     )
     for name in VERBS:
+        # without torch, which a verb loads when it runs
         called = _NAMED.get(name, name)
         module = import_module(f"npt.cli.{called}")
         run = getattr(module, called)
@@ -120,6 +125,7 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
         )
         sub.set_defaults(verb=run)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        # a run writes its figures to a folder
         if name != "pretrain":
             sub.add_argument("--json", action="store_true", help="print the result as JSON")
         module.add_flags(sub)

@@ -92,6 +92,7 @@ class Fidelity:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fidelity:
         """Return figures from an `as_dict` of this or an earlier version; null becomes NaN."""
+        # a run without training has no `initial`
         models = {
             name: Figures.from_dict(values[name])
             for name in (*MODES, "initial")

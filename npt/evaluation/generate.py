@@ -68,6 +68,7 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
                 f"the chat template refuses the prompt: {str(error)[:200]}; add --raw to skip the"
                 " template"
             ) from error
+        # the template has written the special tokens
         ids = bare_tokens(tokenizer, text)
     else:
         ids = prompt_tokens(tokenizer, text)

@@ -131,6 +131,7 @@ def write_postmortem(
         refused = guard.forensics.refused
     if accepted is None:
         accepted = guard.forensics.accepted
+    # after a CUDA error nothing on the device can be read; what is on the host remains
     lost: list[str] = []
     state = _read("weights and moments", lambda: outcome.snapshot or guard.update.snapshot(), lost)
     window: dict[str, Tensor] = {}
@@ -199,6 +200,7 @@ def read_postmortem(folder: str | Path) -> Postmortem:
             f" it{number}"
         )
     check_entries(path, "", record, _ENTRIES, BundleError)
+    # before any tensor is read: safetensors detects no flipped bit
     verify_checkpoint(folder)
     window = _tensors(folder / WINDOW)
     moments = _tensors(folder / MOMENTS)

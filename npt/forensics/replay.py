@@ -156,6 +156,7 @@ class Replay:
             named = f" (samples {samples})" if samples else ""
             lines += ["", f"micro-batch {index}{named}:"]
             lines += [f"  {line}" for line in finding.told.splitlines()]
+        # each once, in the order of the refusals
         names = dict.fromkeys(name for refusal in self.refusals for name in refusal.sample_ids)
         samples = f"samples {', '.join(names)}" if names else "the samples of this window"
         remedy = _REMEDIES[self.classification].format(samples)
@@ -267,6 +268,7 @@ class StoredState:
         """
         from npt.tracer.passes import differentiate
 
+        # a forward may change them, such as running statistics
         buffers = Buffers(self.model)
         buffers.begin()
         with values_in(self.parameters, self.weights), self._guard(trace) as guard:

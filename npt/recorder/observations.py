@@ -170,6 +170,7 @@ def _row(entry: Entry, numbers: list[list[float]]) -> Row:
     counts = {name: int(values.pop(name)) for name in FIELDS[:4]}
     finite = counts["count"] - counts["nan"] - counts["pos_inf"] - counts["neg_inf"]
     values["absmax"] = max(abs(values["min"]), abs(values["max"]))
+    # the statistics of no element are NaN, which JSON does not have
     if not finite:
         values = dict.fromkeys(values)
     ratio = None

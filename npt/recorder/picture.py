@@ -167,6 +167,7 @@ def _page(records: Sequence[Record], picture: bytes, refused: int) -> str:
     grown = [(record.step, growth) for record in records for growth in growths(record)]
     grown.sort(key=lambda pair: -pair[1].growth)
     total = sum(len(record.rows) for record in records)
+    # the worst that was found, and what to do about it
     kind = "good"
     finding = f"All {total:,} recorded tensors are finite, and none exploded"
     advice = "If the loss still diverges, look for a layer that grows."
@@ -234,6 +235,7 @@ def _layers_by_step(records: Sequence[Record]) -> list[tuple[str, list[tuple[str
             if row.direction == "forward":
                 sizes[at] = np.fmax(sizes[at], row.rms or 0.0)
     coloured = np.isfinite(sizes) & (bad == 0)
+    # at least the smallest fp32, so that the scale has an end if all numbers are 0
     high = float(np.max(sizes, where=coloured, initial=1e-45))
 
     def cell(size: float, count: float) -> tuple[str, str]:

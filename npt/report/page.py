@@ -93,6 +93,7 @@ def status(record: RunRecord) -> tuple[str, str]:
             return "bad", f"Finished{at}, but diverged: {why}"
         return "good", f"Finished{at}"
     if state == "stopped":
+        # the step that was refused was never completed
         if (tried := record.refused_in) is not None:
             at = f" in step {tried:,} ({record.step:,} completed)"
         return "bad", f"Stopped{at}: {event.get('reason', 'no recorded reason')}"

@@ -69,6 +69,7 @@ class RunRecord:
         self.postmortems = [(path, self._object(path / "postmortem.json")) for path in bundles]
         settings = self.run.get("settings")
         self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
+        # figures of an earlier end are not those of what runs now
         end, _ = self.end
         if self.events and end != "done":
             if self.fidelity:
