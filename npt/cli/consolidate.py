@@ -156,6 +156,7 @@ def _write(task: Task, output: Path) -> int:
             " and measure it on the other: raise --eval_samples or add data"
         )
     seed = task.look.training.seed
+    # nothing is chosen by these two: they judge
     paraphrases = [
         answer_probe(tokenizer, fact, prompt, context or fact.text)
         for fact in facts

@@ -125,6 +125,7 @@ def _plan(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str,
     ranks = list(workload.ranks.values())
     memory = workload.plan()
     limit = available(device)  # None if it is not here
+    # samples of all processes between two optimizer steps
     window = training.batch_size * training.gradient_accumulation_steps * workload.processes
     plan = {
         "name": name,

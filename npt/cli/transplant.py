@@ -110,6 +110,7 @@ def _add_code(flags: dict[str, Any]) -> int:
     context = queries = None
     if flags["from_context"] is not None:
         context = read_text(flags["from_context"], "--from_context")
+        # the receiver is the query, unless others are given
         queries = [flags["text_to"]]
     if flags["queries"] is not None:
         lines = read_text(flags["queries"], "--queries").splitlines()

@@ -122,7 +122,8 @@ class Fidelity:
         layers = {}
         for index, values in self.layers.items():
             layers[index] = {**values}
-            for key, value in initial.layers.get(index, {}).items():
+            earlier = initial.layers.get(index, {})
+            for key, value in earlier.items():
                 if "_student" in key:
                     layers[index][key.replace("_student", "_initial")] = value
         # a resumed run may evaluate on other samples, and earlier versions kept no sums

@@ -72,12 +72,14 @@ class ModulationMap:
         """Return plain values with three digits, and the text of each token, for JSON and for
         `npt/report/generated.py`.
         """
-        values: dict[str, Any] = {"tokens": self.texts(tokenizer), "layers": list(self.layers)}
-        values["change"] = _rounded(self.change.tolist())
-        values["kl"] = _rounded(self.kl.tolist())
-        for name in ("teacher_first", "student_first"):
-            ids = getattr(self, name).tolist()
-            values[name] = [None if token < 0 else tokenizer.decode([token]) for token in ids]
+        values: dict[str, Any] = {
+            "tokens": self.texts(tokenizer),
+            "layers": list(self.layers),
+            "change": _rounded(self.change.tolist()),
+            "kl": _rounded(self.kl.tolist()),
+            "teacher_first": _decoded(tokenizer, self.teacher_first),
+            "student_first": _decoded(tokenizer, self.student_first),
+        }
         if self.codes:
             values["active"] = [self.active_numbers(token) for token in range(len(self.ids))]
         return values
@@ -207,6 +209,10 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         else:
             texts.append(tokenizer.decode([token]))
     return texts
+
+
+def _decoded(tokenizer: Any, ids: Tensor) -> list[str | None]:
+    return [None if token < 0 else tokenizer.decode([token]) for token in ids.tolist()]
 
 
 def _rounded(values: Any) -> Any:

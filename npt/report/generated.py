@@ -75,7 +75,8 @@ def _text(
             kind += " q"
         if i == measured.get("parts"):
             kind += " p"
-        tokens.append((visible(text), kind, text.count("\n"), _hint(measured, i, means[i])))
+        hint = _hint(measured, i, means[i])
+        tokens.append((visible(text), kind, text.count("\n"), hint))
         cells = [("kl", number(measured["kl"][i], 2))]
         cells += [(colour(value, high), number(value, 2)) for value in change[i]]
         rows.append((visible(text), cells))

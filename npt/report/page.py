@@ -175,9 +175,11 @@ def _causes(record: RunRecord) -> dict[Path, str]:
         words = [str(bundle.get("reason", "no recorded reason"))]
         if refusals := bundle.get("refusals"):
             words.append(f"Last refusal: {refusals[-1].get('detail')}")
-        verdicts = [entry.get("verdict") for entry in bundle.get("findings") or ()]
-        if verdict := next(filter(None, reversed(verdicts)), None):
-            words.append(f"First bad operation: {verdict.get('explanation') or flat(verdict)}")
+        findings = bundle.get("findings") or ()
+        verdicts = [finding["verdict"] for finding in findings if finding.get("verdict")]
+        if verdicts:
+            operation = verdicts[-1].get("explanation") or flat(verdicts[-1])
+            words.append(f"First bad operation: {operation}")
         causes[path] = ". ".join(words)
     return causes
 

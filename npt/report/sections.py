@@ -171,15 +171,15 @@ def _table(caption: str, head: str, models: Models, names: Mapping[str, str]) ->
     found = [key for values in models.values() for key in values]
     keys = dict.fromkeys([key for key in FIRST if key in found] + found)
     errors = {f"{key}_se" for key in keys}  # shown with their figures
-    shown = [key for key in keys if key not in errors and re.fullmatch(r"\w{1,40}", key)]
     heads = [head]
-    for key in shown:
+    rows = [[names.get(name, name)] for name in models]
+    for key in keys:
+        if key in errors or not re.fullmatch(r"\w{1,40}", key):
+            continue
         name = FIGURES[key].short if key in FIGURES else key.replace("_", " ")
         heads.append(f"*{name}")
-    rows = []
-    for name, values in models.items():
-        cells = [figure(values, key) for key in shown]
-        rows.append([names.get(name, name), *cells])
+        for row, values in zip(rows, models.values(), strict=True):
+            row.append(figure(values, key))
     return heads, rows, caption
 
 
@@ -211,9 +211,8 @@ def layers(record: RunRecord) -> dict[str, Any] | None:
     picture = None
     if len(measured) > 1:
         picture = charts.lines("NMSE by layer", "NMSE", drawn, x="layer")
-    rows = []
-    for place, name in enumerate(measured):
-        rows.append([name, *(number(column[place]) for column in columns.values())])
+    cells = [map(number, column) for column in columns.values()]
+    rows = [list(row) for row in zip(measured, *cells, strict=True)]
     return {
         "picture": picture,
         "hardest": hardest,

@@ -54,11 +54,13 @@ def number(value: float | None, digits: int = 4) -> str:
     """Return a number with a few digits, a very large or small one as a power of ten. None and NaN
     give a dash; infinity stands for a value that was not finite.
     """
-    if value is None or not math.isfinite(value):
-        return "–" if value is None or math.isnan(value) else "not finite"
-    shown = f"{value:.{digits}g}"
+    if value is None or math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "not finite"
     if value == 0:
         return "0"
+    shown = f"{value:.{digits}g}"
     if not 1e-4 <= abs(value) < 1e6:
         shown = re.sub(r"e([+-])0*", lambda e: "e" + e[1].strip("+"), shown)
     elif abs(value) >= 10 ** (digits - 1):
