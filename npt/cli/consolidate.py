@@ -242,8 +242,10 @@ def read_facts(path: str) -> Iterator[Any]:
     if Path(path).is_file() and not Path(path).read_text(encoding="utf-8").strip():
         raise DataError(f"--facts {path} has no fact")
     for number, record in enumerate(records_from(path, DataConfig(), "--facts"), 1):
+        prompt = record.get("prompt")
+        answer = record.get("answer")
         lists = [record.get(name) or [] for name in ("paraphrases", "neighbours")]
-        texts = [record.get("prompt"), record.get("answer")]
+        texts = [prompt, answer]
         for each in lists:
             texts += each if isinstance(each, list) else [None]
         # records of a file may hold anything, also numbers and null
@@ -252,7 +254,7 @@ def read_facts(path: str) -> Iterator[Any]:
                 f"--facts {path}: record {number} needs a prompt and an answer, and lists of texts"
                 " as paraphrases and neighbours"
             )
-        yield Fact(texts[0], texts[1], *map(tuple, lists))
+        yield Fact(prompt, answer, *map(tuple, lists))
 
 
 def undo_of(text: str) -> int | str:

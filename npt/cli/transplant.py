@@ -211,10 +211,12 @@ def _show(
 
     decode = student.tokenizer.decode
     if task.flags["json"]:
-        listed: dict[str, list[dict[str, Any]]] = {name: [] for name in top}
+        listed: dict[str, list[dict[str, Any]]] = {}
         for name, tokens in top.items():
+            listed[name] = []
             for token, p in tokens:
-                listed[name].append({"id": token, "token": decode([token]), "probability": p})
+                about_token = {"id": token, "token": decode([token]), "probability": p}
+                listed[name].append(about_token)
         print_json({**about, "top": listed, "kl": kl, **student.other})
         return
     task.console.say(title)

@@ -72,7 +72,7 @@ def passages_of(
             for number, found in best.items():
                 values = codes[number.layer][..., number.row]  # [B, T]
                 tops = (number.sign * values.masked_fill(padding, 0)).max(dim=1)
-                # one transfer for the batch; the tokens of a few samples are read later
+                # read at once, so that the loop does not wait for the device at each sample
                 sizes = tops.values.tolist()
                 places = tops.indices.tolist()
                 for sample, size in enumerate(sizes):
@@ -81,7 +81,7 @@ def passages_of(
                     read = slice(places[sample] + 1)
                     ids = batch.input_ids[sample, read][~padding[sample, read]].tolist()
                     passage = Passage(number.sign * size, tuple(ids))
-                    # the count decides between equal sizes, so that runs agree
+                    # the sample's index decides between equal sizes
                     heapq.heappush(found, (size, done + sample, passage))
                     if len(found) > PASSAGES:
                         heapq.heappop(found)

@@ -65,7 +65,7 @@ class LayerErrors:
             h = _rows(batch, hidden).to(t.device)
             a = _rows(batch, attention.pop())
 
-            # the teacher's own h and attention serve both forms: no forward of its own is needed
+            # floor and student start from the teacher's h and attention: neither needs a forward
             def compare() -> None:
                 for mode in COMPARED:
                     layer.npt.mode = mode
@@ -77,8 +77,10 @@ class LayerErrors:
             finally:
                 layer.npt.mode = "teacher"
 
-        keep = layer.self_attn.register_forward_hook(lambda *call: attention.append(call[2][0]))
-        stack.callback(keep.remove)
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            attention.append(output[0])
+
+        stack.callback(layer.self_attn.register_forward_hook(keep).remove)
         stack.callback(layer.register_forward_hook(forced, with_kwargs=True).remove)
 
     def _watch_stream(

@@ -7,6 +7,7 @@ estimator (Cochran, Sampling Techniques, 1977, ch. 6).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -143,22 +144,23 @@ def compare_pairs(
     """
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     rows = max(1, LOGIT_CHUNK // vocab_size)
-    references = dict.fromkeys(reference for _, reference in pairs)
-    models = dict.fromkeys(model for model, _ in pairs)
+    by_model: dict[str, list[str]] = {}
+    for model, reference in pairs:
+        by_model.setdefault(model, []).append(reference)
+    references = dict.fromkeys(itertools.chain(*by_model.values()))
     with cast_once(*heads.values()):
         # no tokens are one empty chunk, so that the result has its shape
         for start in range(0, max(1, len(targets)), rows):
             chunk = slice(start, start + rows)
             teachers = {name: _predict(heads[name], hidden[name][chunk]) for name in references}
             # one model at a time beside the references: a chunk of logits is large
-            for name in models:
-                of_model = teachers.get(name)
+            for model, compared_with in by_model.items():
+                of_model = teachers.get(model)
                 if of_model is None:
-                    of_model = _predict(heads[name], hidden[name][chunk])
-                for model, reference in pairs:
-                    if model == name:
-                        columns = _columns(of_model, teachers[reference], targets[chunk])
-                        parts[model, reference].append(columns)
+                    of_model = _predict(heads[model], hidden[model][chunk])
+                for reference in compared_with:
+                    columns = _columns(of_model, teachers[reference], targets[chunk])
+                    parts[model, reference].append(columns)
     return {pair: torch.cat(chunks) for pair, chunks in parts.items()}
 
 

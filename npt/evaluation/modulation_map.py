@@ -133,7 +133,7 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
     changes: list[Tensor] = []
     codes: dict[int, Tensor] = {}
 
-    def compare(index: int, layer: NPTLayer) -> None:
+    def compare(index: int, layer: NPTLayer, *_: Any) -> None:
         plain = _unmodulated(layer, stages[index])
         moved = torch.linalg.vector_norm(_row(stages[index], "mlp") - plain, dim=-1)
         change = moved / torch.linalg.vector_norm(plain, dim=-1)  # [T]
@@ -147,8 +147,8 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
             of_teacher = model.model(row, use_cache=False).last_hidden_state[0, :-1]
         # at once after each layer, so that only one layer's stages are in memory
         for index, layer in layers:
-            hook = partial(lambda index, layer, *_: compare(index, layer), index)
-            stack.callback(layer.register_forward_hook(hook).remove)
+            hook = layer.register_forward_hook(partial(compare, index))
+            stack.callback(hook.remove)
         observers = [(layer.npt, stages[index].update) for index, layer in layers]
         with adapter_mode(model, "student"), observed(observers):
             of_student = model.model(row, use_cache=False).last_hidden_state[0, :-1]

@@ -81,7 +81,7 @@ def _png(records: Sequence[Record]) -> bytes:
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=size, layout="constrained")
         grids = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
-        # the maps of one direction share a colour scale; a block has room for one map too many
+        # the maps of one direction share a colour scale; after an odd number one place is empty
         blocks = grids.reshape(len(directions), -1)
         for block, direction in zip(blocks, directions, strict=True):
             ends = _ends([row for row in rows if row.direction == direction])
