@@ -140,6 +140,7 @@ def _write(task: Task, output: Path) -> int:
     flags = task.flags
     facts = list(read_facts(flags["facts"])) if flags["facts"] else as_facts(flags["text"] or [])
     context = read_text(flags["context"], "--context").strip() if flags["context"] else ""
+    # a fact says what to learn; of a context the model's own continuations do
     count = flags["probes"]
     if count is None:
         count = 0 if facts else CONTEXT_PROBES

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     _share_cores()
     parser = make_parser(prog)
     if not (sys.argv[1:] if argv is None else argv):
+        # not on standard output: the status is that of wrong arguments
         parser.print_help(sys.stderr)
         return 2
     flags = vars(parser.parse_args(argv))
@@ -105,6 +106,7 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
         prog=prog, usage="%(prog)s VERB [flags]", description=ABOUT, formatter_class=_GroupedHelp
     )
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
+    # the verbs have headings of their own
     parser._positionals.title = argparse.SUPPRESS
     verbs = parser.add_subparsers(
         required=True, metavar="VERB", prog=prog, parser_class=OneLineParser
@@ -115,6 +117,7 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
         module = import_module(f"npt.cli.{called}")
         run = getattr(module, called)
         text = inspect.getdoc(run) or ""
+        # without abbreviations, since the next setting may make one ambiguous
         sub = verbs.add_parser(
             name,
             allow_abbrev=False,

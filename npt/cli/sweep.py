@@ -56,6 +56,7 @@ def sweep(flags: dict[str, Any]) -> int:
     lines = [""]
 
     def look() -> None:
+        # only what is new: the workers are looked at all the time
         if (line := progress_line(storage, design)) != lines[-1]:
             lines.append(line)
             console.say(line)

@@ -71,6 +71,7 @@ def continue_greedily(
     inputs = model_inputs(model, batch.to(device))
     mask = mask.to(device)
     positions = inputs["position_ids"]
+    # a row that has ended stays in the batch, unread, so that the shapes and the cache hold
     open_rows = {row for row, limit in enumerate(limits) if limit > 0}
     added: list[list[int]] = [[] for _ in prompts]
     cache = None

@@ -166,7 +166,7 @@ def write_postmortem(
         "student": student,
     }
     files = {WINDOW: window, MOMENTS: moments, WEIGHTS: weights}
-    # before the folder is made: what is lost on the way belongs into the record
+    # before the record is written, which names what is lost on the way
     stored = {file: _on_host(tensors, lost) for file, tensors in files.items()}
     if lost:
         record["reason"] = f"{reason}; lost with the device: {', '.join(dict.fromkeys(lost))}"

@@ -104,7 +104,7 @@ def _by_selection(values: Tensor, mask: Tensor | None) -> Tensor:
     counts = [chosen.sum()]
     for bad in (values != values, values == math.inf, values == -math.inf):
         counts.append((bad & chosen).sum())
-    # selected by bits, since a product of Inf and a mask is NaN
+    # selected, not multiplied by a mask: Inf times 0 is NaN
     finite = torch.isfinite(values) & chosen
     n = finite.sum()
     low = torch.where(finite, values, math.inf).amin()

@@ -188,6 +188,7 @@ def layers(record: RunRecord) -> dict[str, Any] | None:
     measured: Models = record.fidelity.get("layers", {})
     heads = ["*layer"]
     columns = {}
+    # a figure that any layer has is a column
     for kind, fed in (("nmse", ""), ("free_running", ", free-running")):
         for model, name in MODELS.items():
             key = f"{kind}_{model}"
