@@ -92,13 +92,14 @@ def _jsonl(text: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    where = {"metavar": "FILE.jsonl", "help": "file to write, or to continue"}
+    add = parser.add_argument
+    text = "file to write, or to continue"
+    add("--output", required=True, type=_jsonl, metavar="FILE.jsonl", help=text)
     text = (
         "prompt to compare, or the user's message to a chat model; repeat it for more (default: the"
         " prompts or texts of --dataset_name)"
     )
-    parser.add_argument("--output", required=True, type=_jsonl, **where)
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
+    add("--prompt", action="append", metavar="TEXT", help=text)
     add_number(parser, "max_new_tokens", "tokens per completion", 64)
     add_number(parser, "num_prompts", "prompts to compare", 256)
     add_number(parser, "batch_size", "prompts per batch", 8)

@@ -80,8 +80,12 @@ def trace(flags: dict[str, Any]) -> int:
         lines = [f"no difference beyond rounding ({traced})"]
     else:
         lines = [f"no fault in {count} batch{'es' if count > 1 else ''} ({traced})"]
-    fault = verdict and verdict.as_dict()
-    figures = {"fault": fault, "batches": count, "traced": traced, **student.other}
+    figures = {
+        "fault": verdict and verdict.as_dict(),
+        "batches": count,
+        "traced": traced,
+        **student.other,
+    }
     tell(flags, figures, *lines)
     return 0 if verdict is None else 1
 

@@ -105,5 +105,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the index of the first token that differs or that only one text has; None if the texts
     are equal.
     """
-    pairs = itertools.zip_longest(one, other)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    for place, (a, b) in enumerate(itertools.zip_longest(one, other)):
+        if a != b:
+            return place
+    return None

@@ -262,7 +262,7 @@ def parting_prompts(
         ids = sample.input_ids
         if sample.lengths:
             ids = ids[: sample.lengths[0]]
-        unlabelled = itertools.takewhile(IGNORE_INDEX.__eq__, sample.labels or ())
+        unlabelled = itertools.takewhile(lambda label: label == IGNORE_INDEX, sample.labels or ())
         length = len(list(unlabelled))
         if not 0 < length < len(ids):  # no prompt of its own
             length = max(1, min(len(ids) // 2, PROMPT_TOKENS))

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -112,16 +112,13 @@ def final_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     return states[:, :-1][predicting(batch).to(states.device)]
 
 
-class _Predicted(NamedTuple):
-    """Log-probabilities at N positions, [N, V] fp32, and the most likely tokens, [N]."""
-
-    log_p: Tensor
-    likeliest: Tensor
+_Predicted = tuple[Tensor, Tensor]
+"""Log-probabilities at N positions, [N, V] fp32, and the most likely tokens, [N]."""
 
 
 def _predict(head: torch.nn.Module, states: Tensor) -> _Predicted:
     logits = head(states).to(torch.float32)
-    return _Predicted(torch.log_softmax(logits, dim=-1), logits.argmax(dim=-1))
+    return torch.log_softmax(logits, dim=-1), logits.argmax(dim=-1)
 
 
 def compare_pairs(
@@ -165,12 +162,12 @@ def compare_pairs(
 
 
 def _columns(model: _Predicted, teacher: _Predicted, targets: Tensor) -> Tensor:
-    log_q = model.log_p
-    log_p = teacher.log_p
+    log_q, likeliest = model
+    log_p, wanted = teacher
     pick = targets.unsqueeze(-1)
     # argmax of NaN is still a token
     numbers = ~(torch.isnan(log_q[:, 0]) | torch.isnan(log_p[:, 0]))
-    same = (model.likeliest == teacher.likeliest).to(torch.float32)
+    same = (likeliest == wanted).to(torch.float32)
     columns = [
         -log_p.gather(-1, pick).squeeze(-1),
         -log_q.gather(-1, pick).squeeze(-1),

@@ -239,10 +239,9 @@ def _entries(
 ) -> list[dict[str, Any]]:
     entries = []
     for number, stored in enumerate(micro_batches):
-        inputs = _described(stored.inputs, f"{kind}.{number}", tensors)
         autocast = {k: str(d).removeprefix("torch.") for k, d in stored.autocast.items()}
         entry = {
-            "inputs": inputs,
+            "inputs": _described(stored.inputs, f"{kind}.{number}", tensors),
             "sample_ids": list(stored.sample_ids),
             "tokens": _plain(stored.tokens),
             "refusal": None if stored.refusal is None else stored.refusal.as_dict(),

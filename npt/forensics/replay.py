@@ -331,7 +331,7 @@ class StoredState:
     def _refuse(self) -> tuple[type[Exception], ...]:
         names = self.postmortem.record["settings"].get("refuse") or ()
         kinds = [getattr(builtins, str(name), None) for name in names]
-        return tuple(kind for kind in kinds if kind is not None)
+        return tuple(filter(None, kinds))
 
     def _guard(self, trace: int) -> Guard:
         settings = self.postmortem.record["settings"]

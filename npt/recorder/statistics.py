@@ -34,12 +34,11 @@ def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
     # a dtype that holds every element and supports the reductions
     exact = values.is_floating_point() and values.dtype != torch.float64
     values = values.to(torch.float32 if exact else torch.float64)
-    sizes = None
-    if _readable(values) and values.numel():
+    if _readable(values) and (count := values.numel()):
         sizes = _sizes(values.reshape(-1))
-    if sizes is None:
-        return _by_selection(values, mask)
-    return torch.tensor([values.numel(), 0, 0, 0, *sizes], dtype=torch.float64, device="cpu")
+        if sizes is not None:
+            return torch.tensor([count, 0, 0, 0, *sizes], dtype=torch.float64, device="cpu")
+    return _by_selection(values, mask)
 
 
 def share_beyond(

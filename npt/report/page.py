@@ -188,8 +188,11 @@ def _events(record: RunRecord) -> list[tuple[str, str, str, str]]:
     rows = []
     events = [event for event in record.events if event["event"] != "refusal"]
     for event in events[-LISTED:]:
+        at = "–"
+        if (seconds := event.get("time")) is not None:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
         step = "" if event["step"] is None else str(event["step"])
-        rows.append((_clock(event.get("time")), step, event["event"], _words(event)))
+        rows.append((at, step, event["event"], _words(event)))
     return rows
 
 
@@ -208,10 +211,6 @@ def _words(event: Event) -> str:
         if key not in ("event", "step", "time") and value not in (None, {}, []):
             details.append(f"{key} {flat(value)}")
     return ", ".join(details)
-
-
-def _clock(seconds: float | None) -> str:
-    return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
 
 
 def _configuration(record: RunRecord) -> list[tuple[str, str]]:

@@ -138,7 +138,10 @@ class RunRecord:
     def last(self, key: str) -> tuple[int, float] | None:
         """Return step and value of a column's last finite entry."""
         cells = zip(reversed(self.steps), reversed(self.columns.get(key, ())), strict=False)
-        return next(((step, value) for step, value in cells if math.isfinite(value)), None)
+        for step, value in cells:
+            if math.isfinite(value):
+                return step, value
+        return None
 
     def _object(self, path: Path) -> Mapping[str, Any]:
         name = path.relative_to(self.folder).as_posix()

@@ -255,8 +255,8 @@ def modulation(record: RunRecord) -> dict[str, Any] | None:
         rows.append(cells)
     if not rows:
         return None
-    heads = ["*layer", *(MODULATION[key] for key in keys)]
     kind, words = _saturation(shares)
+    heads = ["*layer", *(MODULATION[key] for key in keys)]
     return {"table": (heads, rows), "kind": kind, "words": words}
 
 
