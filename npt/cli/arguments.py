@@ -88,7 +88,8 @@ def add_student(
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add the flags that stand for several settings."""
-    unset, names = argparse.SUPPRESS, ", ".join(presets())
+    unset = argparse.SUPPRESS
+    names = ", ".join(presets())
     text = f"YAML file of settings, or a preset: {names}; other flags take precedence"
     parser.add_argument("--config", metavar="FILE.yaml", default=unset, help=text)
     text = "same as --modulation additive; --no_safe_mode overrides a file's"
@@ -234,8 +235,9 @@ def load(
     from npt.base.precision import policy_dtype, quantization_of, set_matmul_precision
     from npt.base.recipe import STORED
 
+    # other flags than the recipe's ask for a base that is packed anew
     storage = {}
-    form = base.quantization, base.use_fp16
+    form = (base.quantization, base.use_fp16)
     if recipe is not None and (recipe.quantization, recipe.use_fp16) == form:
         storage = recipe.storage
     model, tokenizer = npt.load_base(
@@ -248,13 +250,15 @@ def load(
         layers_later=layers_later,
         **storage,
     )
-    packed, computing = quantization_of(model), policy_dtype(model)
+    # as found on the model, which may differ from what the flags ask for
+    packed = quantization_of(model)
+    computing = policy_dtype(model)
     dtype = next(name for name, stored in STORED.items() if stored == computing)
     set_matmul_precision(base.matmul_precision, model)
-    devices = ", ".join(dict.fromkeys(str(p.device) for p in model.parameters() if not p.is_meta))
+    devices = dict.fromkeys(str(p.device) for p in model.parameters() if not p.is_meta)
     console.say(
         f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes"
-        f" in {dtype} on {devices}"
+        f" in {dtype} on {', '.join(devices)}"
     )
     if (origin := describe_origin(model.config)) is not None:
         console.say(origin)
@@ -265,7 +269,8 @@ def load_teacher(base: BaseConfig, console: Any, device: Any) -> Any:
     """Load the teacher of --teacher_precision and print a line; return None without the flag."""
     import npt
 
-    name, precision = base.model_name, base.teacher_precision
+    name = base.model_name
+    precision = base.teacher_precision
     if precision is None:
         return None
     console.say(f"teacher {name}: unquantised, stored in {precision}, computes in fp32")

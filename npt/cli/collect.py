@@ -24,6 +24,7 @@ def collect(flags: dict[str, Any]) -> int:
     from npt.tools.collect.output import check_output
     from npt.tools.collect.prompts import written_prompts
 
+    # what can be checked before the base is loaded
     prompts = flags["prompt"]
     output = Path(flags["output"])
     check_file(output, "--output", parents=True)
@@ -37,10 +38,13 @@ def collect(flags: dict[str, Any]) -> int:
             f"--dataset_split {data.dataset_split} of the built-in text is reserved for evaluation:"
             " use --dataset_split train"
         )
-    if prompts is not None:
-        data = replace(data, context_column=None)
     student = task.load()
-    records = open_source(data) if prompts is None else written_prompts(prompts, student.tokenizer)
+    if prompts is None:
+        records = open_source(data)
+    else:
+        # the run's column of contexts is not one of --prompt
+        data = replace(data, context_column=None)
+        records = written_prompts(prompts, student.tokenizer)
     names = ("max_new_tokens", "num_prompts", "batch_size", "seed")
     with task.console.status("collecting") as status:
         result = run(
@@ -88,13 +92,14 @@ def _jsonl(text: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    where = {"metavar": "FILE.jsonl", "help": "file to write, or to continue"}
+    add = parser.add_argument
+    text = "file to write, or to continue"
+    add("--output", required=True, type=_jsonl, metavar="FILE.jsonl", help=text)
     text = (
         "prompt to compare, or the user's message to a chat model; repeat it for more (default: the"
         " prompts or texts of --dataset_name)"
     )
-    parser.add_argument("--output", required=True, type=_jsonl, **where)
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
+    add("--prompt", action="append", metavar="TEXT", help=text)
     add_number(parser, "max_new_tokens", "tokens per completion", 64)
     add_number(parser, "num_prompts", "prompts to compare", 256)
     add_number(parser, "batch_size", "prompts per batch", 8)

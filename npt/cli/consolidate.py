@@ -140,20 +140,24 @@ def _write(task: Task, output: Path) -> int:
     flags = task.flags
     facts = list(read_facts(flags["facts"])) if flags["facts"] else as_facts(flags["text"] or [])
     context = read_text(flags["context"], "--context").strip() if flags["context"] else ""
+    # a fact says what to learn; of a context the model's own continuations do
     count = flags["probes"]
     if count is None:
         count = 0 if facts else CONTEXT_PROBES
     student = task.load()
-    model, tokenizer = student.model, student.tokenizer
+    model = student.model
+    tokenizer = student.tokenizer
     heldout = task.heldout(model, tokenizer)
     # one half chooses the penalty, the other half measures
-    chosen_on, reported_on = heldout.samples[::2], heldout.samples[1::2]
+    chosen_on = heldout.samples[::2]
+    reported_on = heldout.samples[1::2]
     if not reported_on:
         raise DataError(
             f"{len(heldout.samples)} held-out sample is too few to choose the update on one half"
             " and measure it on the other: raise --eval_samples or add data"
         )
     seed = task.look.training.seed
+    # nothing is chosen by these two: they judge
     paraphrases = [
         answer_probe(tokenizer, fact, prompt, context or fact.text)
         for fact in facts
@@ -163,6 +167,7 @@ def _write(task: Task, output: Path) -> int:
     with task.console.status("reading general text"):
         layers = layers_to_patch(model, None)
         general = general_text(model, tokenizer, _training_text(task, tokenizer), layers, chosen_on)
+    # before the update is in the model
     with task.console.status("measuring"):
         judged = judged_probes(model, tokenizer, facts, context, seed)
         baseline = Baseline(model, reported_on, judged, paraphrases, neighbours, layers)
@@ -177,10 +182,12 @@ def _write(task: Task, output: Path) -> int:
             probes=count,
             seed=seed,
         )
+    # of the adapter that the update was found for: earlier updates are part of it
     written_to = adapter_hash(model)
     with applied(model, update):
         retention = baseline.against(model)
     gain = retention["recall"]["student"]["gain"]
+    # before anything is written
     check_gain(gain, update.record["penalty"])
     figures = {"gain": gain, "kl": retention["forgetting"]["student"]["kl"]}
     record = {**update.record, **figures, "adapter_hash": written_to, **student.other}
@@ -236,16 +243,19 @@ def read_facts(path: str) -> Iterator[Any]:
     if Path(path).is_file() and not Path(path).read_text(encoding="utf-8").strip():
         raise DataError(f"--facts {path} has no fact")
     for number, record in enumerate(records_from(path, DataConfig(), "--facts"), 1):
+        prompt = record.get("prompt")
+        answer = record.get("answer")
         lists = [record.get(name) or [] for name in ("paraphrases", "neighbours")]
-        texts = [record.get("prompt"), record.get("answer")]
+        texts = [prompt, answer]
         for each in lists:
             texts += each if isinstance(each, list) else [None]
+        # records of a file may hold anything, also numbers and null
         if not all(isinstance(text, str) and text.strip() for text in texts):
             raise DataError(
                 f"--facts {path}: record {number} needs a prompt and an answer, and lists of texts"
                 " as paraphrases and neighbours"
             )
-        yield Fact(texts[0], texts[1], *map(tuple, lists))
+        yield Fact(prompt, answer, *map(tuple, lists))
 
 
 def undo_of(text: str) -> int | str:

@@ -39,23 +39,27 @@ def doctor(flags: dict[str, Any]) -> int:
     """
     if flags["data"] is None and not flags["plan"]:
         raise ConfigError("add --data [NAME] to check a dataset, or --plan to predict memory")
+    # a dataset is checked without a run: settings of one would have no effect
     names = (flag_of(f) for cls in SETTINGS if cls is not DataConfig for f in fields(cls))
     needing = {*names, "safe_mode", "shape", "device", "measure", "processes"} - {"model_name"}
     check_partners(flags, dict.fromkeys(sorted(needing), "plan"))
     check_partners(flags, {"processes": "shard_base"})
-    if flags["shape"] is not None and "model_name" in flags:
-        shape, name = flags["shape"], flags["model_name"]
+    shape = flags["shape"]
+    if shape is not None and "model_name" in flags:
+        name = flags["model_name"]
         raise ConfigError(f"--shape {shape} replaces --model_name {name}: remove one")
     run = _run(flags)
     from npt.doctor.data import print_report
 
     console = make_console(stderr=flags["json"])
-    reports = {} if flags["data"] is None else _examine(run, flags, console)
-    if not flags["json"]:
-        for report in reports.values():
-            print_report(report, console)
-    figures = {name: report.as_dict() for name, report in reports.items()}
-    sound = not any(report.problems for report in reports.values())
+    figures = {}
+    sound = True
+    if flags["data"] is not None:
+        for name, report in _examine(run, flags, console).items():
+            if not flags["json"]:
+                print_report(report, console)
+            figures[name] = report.as_dict()
+            sound &= not report.problems
     if flags["plan"]:
         figures["plan"] = _plan(run, flags, console)
         sound &= figures["plan"]["fits"]
@@ -79,28 +83,34 @@ def _run(flags: Mapping[str, Any]) -> RunSettings:
 
 
 def _examine(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
-    base, data = run.base, run.data
     from npt.adapters.fit import check_length
     from npt.base.load import EMBEDDED, load_tokenizer, read_config
     from npt.data.source import open_source
     from npt.doctor.data import examine
     from npt.train.data import FIRST, REPLAY, check_sources, fitting_columns, sources_of
 
-    check_sources(data)
-    model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
-    check_length(data.max_length, model_config)
-    by_default = base.model_name == EMBEDDED and "model_name" not in flags
-    name = EMBEDDED_BY_DEFAULT if by_default else base.model_name
+    check_sources(run.data)
+    model_name = run.base.model_name
+    model_config = read_config(model_name)
+    tokenizer = load_tokenizer(model_name)
+    check_length(run.data.max_length, model_config)
+    by_default = model_name == EMBEDDED and "model_name" not in flags
     reports = {}
     with console.status("reading data"):
-        for part in sources_of(data):
+        for part in sources_of(run.data):
             config = part.config
+            # another dataset than the first may have other columns
             if part.label != FIRST:
                 with contextlib.suppress(DataError):  # the report will name the fault
                     config = fitting_columns(config, open_source(config))
-            most, vocabulary = flags["max_records"], model_config.vocab_size
-            report = examine(config, tokenizer, vocabulary, max_records=most, tokenizer_name=name)
-            reports["replay" if part.label == REPLAY else part.label] = report
+            name = "replay" if part.label == REPLAY else part.label
+            reports[name] = examine(
+                config,
+                tokenizer,
+                model_config.vocab_size,
+                max_records=flags["max_records"],
+                tokenizer_name=EMBEDDED_BY_DEFAULT if by_default else model_name,
+            )
     return reports
 
 
@@ -109,8 +119,13 @@ def _plan(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str,
     from npt.doctor.plan import PHASES, available, shown
 
     name, workload = _workload(run, flags)
-    training, shape, ranks = workload.training, workload.shape, list(workload.ranks.values())
-    memory, limit, device = workload.plan(), available(workload.device), workload.device
+    training = workload.training
+    shape = workload.shape
+    device = workload.device
+    ranks = list(workload.ranks.values())
+    memory = workload.plan()
+    limit = available(device)  # None if it is not here
+    # samples of all processes between two optimizer steps
     window = training.batch_size * training.gradient_accumulation_steps * workload.processes
     plan = {
         "name": name,
@@ -121,6 +136,7 @@ def _plan(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str,
         "limit_bytes": limit,
         "fits": limit is None or memory.peak <= limit,
     }
+    # before the first line below: loading the base prints others
     if flags["measure"]:
         plan["measured"] = _measured(run, flags, console, workload, limit)
     if flags["json"]:
@@ -135,10 +151,10 @@ def _plan(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str,
         f" {training.gradient_accumulation_steps} x {training.batch_size} samples of"
         f" {workload.length:,} tokens per step",
     )
-    rows = [
-        [term.name, *(shown(term.bytes) if phase in term.phases else "" for phase in PHASES)]
-        for term in memory.terms
-    ]
+    rows = []
+    for term in memory.terms:
+        cells = [shown(term.bytes) if phase in term.phases else "" for phase in PHASES]
+        rows.append([term.name, *cells])
     rows.append(["total", *(shown(memory.of(phase)) for phase in PHASES)])
     print_table(console, ["memory", *PHASES], rows)
     verdict = f"peak {shown(memory.peak)} in the {memory.phase}"
@@ -146,12 +162,12 @@ def _plan(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str,
         fits = "fits" if plan["fits"] else "does not fit"
         verdict += f"; it {fits} in the {shown(limit)} free on {device}"
     console.say(verdict)
-    rows = [
-        [str(w["samples"]), shown(w["predicted"]), "does not fit", ""]
-        if w["peak"] is None
-        else [str(w["samples"]), shown(w["predicted"]), shown(w["peak"]), f"{w['seconds']:.3g}"]
-        for w in plan.get("measured", [])
-    ]
+    rows = []
+    for measured in plan.get("measured", []):
+        cells = ["does not fit", ""]
+        if measured["peak"] is not None:
+            cells = [shown(measured["peak"]), f"{measured['seconds']:.3g}"]
+        rows.append([str(measured["samples"]), shown(measured["predicted"]), *cells])
     if rows:
         print_table(console, ["samples per micro-batch", "predicted", "measured", "seconds"], rows)
     return plan
@@ -184,7 +200,8 @@ def _workload(run: RunSettings, flags: Mapping[str, Any]) -> tuple[str, Any]:
     from npt.doctor.shape import llama_config, shape_named
     from npt.train.setup import check_trainable
 
-    base, length = run.base, run.data.max_length
+    base = run.base
+    length = run.data.max_length
     name = flags["shape"] or base.model_name
     if flags["shape"] is None:
         config = read_config(base.model_name)

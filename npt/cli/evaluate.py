@@ -20,11 +20,10 @@ def evaluate(flags: dict[str, Any]) -> int:
 
     check_partners(flags, {"max_new_tokens": "divergence_prompts"})
     student = task.load()
-    model, tokenizer = student.model, student.tokenizer
-    heldout = task.heldout(model, tokenizer)
-    greedy = {key: flags[key] for key in ("divergence_prompts", "max_new_tokens") if flags[key]}
-    size = flags["batch_size"]
-    fidelity = npt.evaluate(model, tokenizer, heldout.samples, batch_size=size, **greedy)
+    heldout = task.heldout(student.model, student.tokenizer)
+    names = ("batch_size", "divergence_prompts", "max_new_tokens")
+    given = {name: flags[name] for name in names if flags[name]}
+    fidelity = npt.evaluate(student.model, student.tokenizer, heldout.samples, **given)
     if flags["json"]:
         about = {"heldout": heldout.held_out, "data": heldout.data}
         print_json({**fidelity.as_dict(), **about, **student.other})

@@ -18,8 +18,14 @@ if TYPE_CHECKING:
 MODES = ("teacher", "student", "floor")
 """Models that can write a text, in the order in which a page shows them."""
 
-NUMBERS, TOKENS, BEFORE = 16, 8192, 12
-"""Active numbers on a page, tokens of data to search for their passages, tokens of a passage."""
+NUMBERS = 16
+"""Active numbers on a page."""
+
+TOKENS = 8192
+"""Tokens of data to search for the passages of each number."""
+
+BEFORE = 12
+"""Tokens of a passage."""
 
 
 def generate(flags: dict[str, Any]) -> int:
@@ -30,21 +36,24 @@ def generate(flags: dict[str, Any]) -> int:
     page = None if flags["html"] is None else Path(flags["html"])
     if page is not None:
         check_file(page, "--html")
-    prompt, limit, compare = flags["prompt"], flags["max_new_tokens"], flags["compare"]
+    prompt = flags["prompt"]
+    limit = flags["max_new_tokens"]
+    compare = flags["compare"]
     task = begin(flags, stderr=True)  # stdout holds only the text or the JSON
-    notes, student = task.console, task.load()
-    model, tokenizer = student.model, student.tokenizer
+    student = task.load()
+    tokenizer = student.tokenizer
     ids = prompt_ids(tokenizer, prompt, chat=not flags["raw"])
     modes: Any = MODES[:2] if compare else (flags["mode"] or "student",)
     texts: dict[str, Written] = {}
     for mode in modes:
-        with adapter_mode(model, mode):
-            texts[mode] = write(model, tokenizer, ids, limit)
+        with adapter_mode(student.model, mode):
+            texts[mode] = write(student.model, tokenizer, ids, limit)
     figures: dict[str, Any] = {mode: text.as_dict() for mode, text in texts.items()}
     if compare:
         position = first_difference(texts["teacher"].ids, texts["student"].ids)
         figures["parts_at"] = position
         if position is not None:
+            # the shorter of two texts may end there
             for mode, text in texts.items():
                 token = text.ids[position : position + 1]
                 figures[f"{mode}_token"] = tokenizer.decode(list(token)) if token else None
@@ -59,22 +68,22 @@ def generate(flags: dict[str, Any]) -> int:
             console.print(Panel(prompt + text.text, title=mode, title_align="left"))
         console.say(_parting_line(figures))
     else:
-        put(prompt + texts[modes[0]].text)
+        put(prompt + texts[mode].text)
     for mode, text in texts.items():
+        # a clock may not tick in so short a time
         speed = len(text.ids) / max(text.seconds, 1e-9)
         ending = "reached its end" if text.ended else "stopped at --max_new_tokens"
-        notes.say(f"{mode}: {len(text.ids)} tokens, {speed:.1f} tokens/s, {ending}")
+        task.console.say(f"{mode}: {len(text.ids)} tokens, {speed:.1f} tokens/s, {ending}")
     if page is not None:
-        recipe = {"adapter": str(task.flags["adapter"]), "base": task.look.base.model_name}
-        _write_page(page, task, student, ids, figures, {**recipe, "tokens": f"{limit:,} at most"})
-        notes.say(f"wrote {page}")
+        _write_page(page, task, student, ids, figures)
+        task.console.say(f"wrote {page}")
     return 0
 
 
 def _parting_line(figures: dict[str, Any]) -> str:
     if figures["parts_at"] is None:
         return "teacher and student write the same text"
-    tokens = (figures[f"{mode}_token"] for mode in MODES[:2])
+    tokens = [figures["teacher_token"], figures["student_token"]]
     teacher, student = ("nothing" if token is None else repr(token) for token in tokens)
     return (
         f"the texts differ after {figures['parts_at']} tokens: the teacher writes {teacher}, the"
@@ -83,33 +92,38 @@ def _parting_line(figures: dict[str, Any]) -> str:
 
 
 def _write_page(
-    page: Path,
-    task: Task,
-    student: Student,
-    ids: list[int],
-    figures: dict[str, Any],
-    recipe: dict[str, str],
+    page: Path, task: Task, student: Student, ids: list[int], figures: dict[str, Any]
 ) -> None:
     from npt.evaluation.modulation_map import modulation_map
     from npt.figures import FIGURES
     from npt.report.generated import page as generated_page
 
     texts = {mode: figures[mode] for mode in MODES if mode in figures}
-    both, start, parts = len(texts) > 1, len(ids), figures.get("parts_at")
-    facts, passages = [("tokens in the prompt", f"{start:,}")], []
+    both = len(texts) > 1
+    start = len(ids)
+    facts = [("tokens in the prompt", f"{start:,}")]
+    passages = []
     for mode, text in texts.items():
         measured = modulation_map(student.model, [*ids, *text["ids"]])
+        # without the prompt, which neither model wrote
         mean = float(measured.kl[start:].mean()) if text["ids"] else math.nan
         facts.append((f"tokens by the {mode}", f"{text['tokens']:,}"))
         facts.append((f"KL on the {mode}'s text, nats", FIGURES["kl"].write(mean)))
         passage = {**measured.as_dict(student.tokenizer), "start": start}
-        passage |= {} if parts is None else {"parts": start + parts}
+        if (parts := figures.get("parts_at")) is not None:
+            passage["parts"] = start + parts
         passages.append((f"The {mode}'s text" if both else "", passage))
-    layers = ", ".join(str(index) for index in measured.layers)
-    rows = [*recipe.items(), ("layers", layers), ("targets", ", ".join(measured.targets))]
-    line = _parting_line(figures) if both else f"the {next(iter(texts))} continued the prompt"
+    recipe = [
+        ("adapter", str(task.flags["adapter"])),
+        ("base", task.look.base.model_name),
+        ("tokens", f"{task.flags['max_new_tokens']:,} at most"),
+        ("layers", ", ".join(map(str, measured.layers))),
+        ("targets", ", ".join(measured.targets)),
+    ]
+    line = _parting_line(figures) if both else f"the {mode} continued the prompt"
+    line = line[0].upper() + line[1:]
     numbers = _numbers(task, student, measured)
-    write_text(page, generated_page(line[0].upper() + line[1:], facts, rows, passages, numbers))
+    write_text(page, generated_page(line, facts, recipe, passages, numbers))
 
 
 def _numbers(task: Task, student: Student, measured: ModulationMap) -> list[list[str]]:
@@ -126,7 +140,8 @@ def _numbers(task: Task, student: Student, measured: ModulationMap) -> list[list
     strongest = measured.strongest(NUMBERS)
     if not strongest:
         return []
-    model, tokenizer = student.model, student.tokenizer
+    model = student.model
+    tokenizer = student.tokenizer
     try:
         samples = read_samples(
             cut(open_source(task.data), tokenizer, task.data),
@@ -135,18 +150,20 @@ def _numbers(task: Task, student: Student, measured: ModulationMap) -> list[list
             TOKENS,
             model.config.vocab_size,
         )
-    except (NPTError, OSError) as error:
+    except (NPTError, OSError) as error:  # the page is worth having without them
         task.console.say(f"no passages of the adapter's data on the page: {error}")
         return []
+    # from the data it was trained on: there its numbers got their meaning
     found = passages_of(model, samples, [number for number, *_ in strongest])
-    texts, rows = measured.texts(tokenizer), []
+    texts = measured.texts(tokenizer)
+    rows = []
     for number, at, value in strongest:
-        passages = " | ".join(
-            f"{passage(*token_texts(tokenizer, ids[-BEFORE:]))} {size:+.2g}"
-            for size, ids in found[number]
-        )
+        passages = []
+        for size, ids in found[number]:
+            tokens = token_texts(tokenizer, ids[-BEFORE:])
+            passages.append(f"{passage(*tokens)} {size:+.2g}")
         about = [str(number.layer), f"#{number.row}", f"{value:+.2g}"]
-        rows.append([*about, visible(texts[at]), passages])
+        rows.append([*about, visible(texts[at]), " | ".join(passages)])
     return rows
 
 

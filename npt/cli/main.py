@@ -54,10 +54,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     _share_cores()
     parser = make_parser(prog)
     if not (sys.argv[1:] if argv is None else argv):
+        # not on standard output: the status is that of wrong arguments
         parser.print_help(sys.stderr)
         return 2
     flags = vars(parser.parse_args(argv))
-    debug, verb = flags.pop("debug"), flags.pop("verb")
+    debug = flags.pop("debug")
+    verb = flags.pop("verb")
     speaker = prog
     if os.environ.get("WORLD_SIZE", "1") != "1":  # several processes share the terminal
         speaker += f": process {os.environ.get('RANK')}"
@@ -66,13 +68,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
             warnings.showwarning = _show_warning
             return verb(flags)
     except KeyboardInterrupt:
+        # the status is 128 + SIGINT
         complain(f"{speaker}: interrupted")
         return 130
     except StoppedError as stop:
         complain(f"{speaker}: {stop}")
         return stop.exit_status
     except (NPTError, OSError, RuntimeError, MemoryError, UnicodeDecodeError) as error:
-        message, status = str(error), getattr(error, "exit_status", None)
+        message = str(error)
+        status = getattr(error, "exit_status", None)
         if status is None:  # not an error of npt's: a disk, permissions or memory
             status = 2
             if isinstance(error, OSError) and error.strerror is not None:
@@ -88,6 +92,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
                 reason = next(iter(message.split(". ")[0].splitlines()), "") or "MemoryError"
                 message = f"out of memory: {reason}; lower --batch_size or --max_length"
             else:
+                # a bug, of which the traceback is needed
                 raise
         if debug:
             raise
@@ -101,15 +106,18 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
         prog=prog, usage="%(prog)s VERB [flags]", description=ABOUT, formatter_class=_GroupedHelp
     )
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
+    # the verbs have headings of their own
     parser._positionals.title = argparse.SUPPRESS
     verbs = parser.add_subparsers(
         required=True, metavar="VERB", prog=prog, parser_class=OneLineParser
     )
     for name in VERBS:
+        # without torch, which a verb loads when it runs
         called = _NAMED.get(name, name)
         module = import_module(f"npt.cli.{called}")
         run = getattr(module, called)
         text = inspect.getdoc(run) or ""
+        # without abbreviations, since the next setting may make one ambiguous
         sub = verbs.add_parser(
             name,
             allow_abbrev=False,
@@ -120,6 +128,7 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
         )
         sub.set_defaults(verb=run)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        # a run writes its figures to a folder
         if name != "pretrain":
             sub.add_argument("--json", action="store_true", help="print the result as JSON")
         module.add_flags(sub)

@@ -98,14 +98,16 @@ def _check_folder(run: RunSettings) -> tuple[bool, Any]:
     from npt.distributed.processes import ProcessGroup
     from npt.runs.resume import changed_settings, find_origin
 
-    adapter, training = run.adapter, run.training
-    origin = find_origin(training.resume, training.output_dir, ProcessGroup())
+    origin = find_origin(run.training.resume, run.training.output_dir, ProcessGroup())
     if origin.checkpoint is None:
         return False, None
     recorded = origin.checkpoint.record["settings"]
-    # ranks that the closed-form start chose
-    ranks = recorded.get("ranks") if adapter.spends_ranks else adapter.ranks
-    asked = {name: value for part in run.parts for name, value in asdict(part).items()}
+    ranks = run.adapter.ranks
+    if run.adapter.spends_ranks:  # the closed-form start chose them
+        ranks = recorded.get("ranks")
+    asked: dict[str, Any] = {}
+    for part in run.parts:
+        asked |= asdict(part)
     changed_settings(recorded, {**asked, "ranks": ranks})
     return True, ranks
 
@@ -123,6 +125,7 @@ def _train(processes: Any, console: Any, run: RunSettings, resumes: bool) -> int
         )
         teacher = load_teacher(base, console, model.device)
         shard = partial(npt.shard_base, model, processes) if base.shard_base else None
+        # a run that resumes reads its adapter from the checkpoint, wherever it started
         if run.start is None or resumes:
             console.say(str(npt.attach(model, adapter, seed=training.seed)))
             if shard is not None:
@@ -156,6 +159,7 @@ def _train(processes: Any, console: Any, run: RunSettings, resumes: bool) -> int
         f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s,"
         f" {result.refused} refusals; results are in {result.folder}"
     )
+    # single refusals are what the guard is for; many say that the data or the settings are wrong
     share = result.refused / max(1, result.micro_batches)
     if share > REFUSED_SHARE_WORTH_SAYING:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(result.refused_by_kind.items()))

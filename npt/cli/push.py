@@ -15,8 +15,9 @@ def push(flags: dict[str, Any]) -> int:
     """
     import npt
 
-    adapter, to, revision = (flags[name] for name in ("adapter", "repo_id", "revision"))
-    address = npt.push_to_hub(adapter, to, private=flags["private"], revision=revision)
+    adapter = flags["adapter"]
+    to = flags["repo_id"]
+    address = npt.push_to_hub(adapter, to, private=flags["private"], revision=flags["revision"])
     figures = {"repo_id": to, "commit": address}
     tell(flags, figures, f"pushed {adapter} to {to}: {address}")
     return 0

@@ -30,6 +30,7 @@ def sweep(flags: dict[str, Any]) -> int:
     spec = study_file(flags["spec"])
     design = read_design(str(spec))
     check_design(design)
+    # before optuna is needed and a folder is made
     if flags["dry_run"]:
         console.say(
             *(f"{trial.key}  {trial}" for trial in design.trials),
@@ -48,13 +49,14 @@ def sweep(flags: dict[str, Any]) -> int:
     )
     from npt.versions import versions
 
-    folder = Path(flags["study"]) if flags["study"] is not None else Path("outputs") / design.name
+    folder = Path("outputs") / design.name if flags["study"] is None else Path(flags["study"])
     check_folder(folder, spec, design)
     storage = Storage(storage_url(folder, flags["storage"]), design.name)
     open_folder(folder, spec, design, flags["storage"], versions())
     lines = [""]
 
     def look() -> None:
+        # only what is new: the workers are looked at all the time
         if (line := progress_line(storage, design)) != lines[-1]:
             lines.append(line)
             console.say(line)
@@ -69,11 +71,15 @@ def sweep(flags: dict[str, Any]) -> int:
         )
         update_table(storage, design, folder)
         count = flags["workers"]
+        # workers that share cores spin against each other
         threads = max(1, (os.cpu_count() or 1) // count)
         command = [sys.executable, "-m", "npt", "sweep", str(spec), "--study", str(folder)]
+        # a worker ends when its parent does
         command += ["--parent", str(os.getpid())]
-        command += ["--storage", flags["storage"]] if flags["storage"] is not None else []
-        command += ["--json"] if flags["json"] else []
+        if flags["storage"] is not None:
+            command += ["--storage", flags["storage"]]
+        if flags["json"]:
+            command.append("--json")
         status = run_workers(command, count, threads, look)
         rows = update_table(storage, design, folder)
     outcomes = [row["outcome"] or "not run" for row in rows]
@@ -113,8 +119,8 @@ def _work(flags: dict[str, Any], console: Any) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add, names = parser.add_argument, ", ".join(studies())
-    text = f"study to run: a YAML file, or one of {names}"
+    add = parser.add_argument
+    text = f"study to run: a YAML file, or one of {', '.join(studies())}"
     add("spec", metavar="SPEC", help=text)
     text = "folder of the study; continued if it exists (default: outputs/NAME)"
     add("--study", metavar="FOLDER", help=text)

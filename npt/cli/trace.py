@@ -22,11 +22,15 @@ def trace(flags: dict[str, Any]) -> int:
     --against, find the first operation that differs from a reference.
     """
     check_partners(flags, dict.fromkeys(("strategy", "any_base"), "adapter"))
-    task, against = begin(flags), flags["against"]
-    if flags["adapter"] is not None:
-        task.data.check_objective(task.look.training)
+    task = begin(flags)
+    training = task.look.training
+    trains = flags["adapter"] is not None
+    if trains:
+        task.data.check_objective(training)
+    against = flags["against"]
     if against is not None and (flags["batches"] > 1 or math.isfinite(flags["limit"])):
         raise ConfigError("--against compares a single batch: remove --batches and --limit")
+    # a reference file that does not exist yet is written
     written = against not in (None, "cpu", "cuda") and not Path(against).exists()
     if written:
         check_file(Path(against), "--against")
@@ -41,10 +45,9 @@ def trace(flags: dict[str, Any]) -> int:
     from npt.distill.step import forward_backward
     from npt.distill.strategies import drive
 
-    student, step, traced = task.load(), None, "forward pass of the base"
-    if flags["adapter"] is not None:
-        training = task.look.training
-        traced = f"training step, {training.strategy}"
+    student = task.load()
+    step = None
+    traced = f"training step, {training.strategy}" if trains else "forward pass of the base"
     # copied, since quantising on the other device would change a few 4-bit codes
     reference = against
     if against in ("cpu", "cuda"):
@@ -52,14 +55,15 @@ def trace(flags: dict[str, Any]) -> int:
         reference = copy.deepcopy(student.model).to(against)
     data = open_source(task.data)
     samples = Samples(data, student.tokenizer, task.data, seed=0, hold_out=False)
-    verdict, count = None, 0
+    verdict = None
+    count = 0
     for batch in islice(batches(samples.epoch(0), flags["batch_size"]), flags["batches"]):
-        if flags["adapter"] is None:
-            batch = batch.taught
-        else:
-
+        if trains:
+            # with arguments, so that a reference runs its own step
             def step(model: Any = student.model, batch: Any = batch) -> Any:
                 return forward_backward(model, drive, batch, training)
+        else:
+            batch = batch.taught
 
         verdict = npt.trace(student.model, batch, run=step, limit=flags["limit"], against=reference)
         count += 1
@@ -76,8 +80,12 @@ def trace(flags: dict[str, Any]) -> int:
         lines = [f"no difference beyond rounding ({traced})"]
     else:
         lines = [f"no fault in {count} batch{'es' if count > 1 else ''} ({traced})"]
-    fault = verdict and verdict.as_dict()
-    figures = {"fault": fault, "batches": count, "traced": traced, **student.other}
+    figures = {
+        "fault": verdict and verdict.as_dict(),
+        "batches": count,
+        "traced": traced,
+        **student.other,
+    }
     tell(flags, figures, *lines)
     return 0 if verdict is None else 1
 

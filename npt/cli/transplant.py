@@ -62,7 +62,8 @@ def transplant(flags: dict[str, Any]) -> int:
 
     student = task.load()
     tokenizer = student.tokenizer
-    donor, receiver = (prompt_tokens(tokenizer, flags[f"text_{end}"]) for end in ("from", "to"))
+    donor = prompt_tokens(tokenizer, flags["text_from"])
+    receiver = prompt_tokens(tokenizer, flags["text_to"])
     token_from = -1 if flags["token_from"] is None else flags["token_from"]
     result = npt.transplant(student.model, donor, receiver, token_from, flags["token_to"])
     word_from = tokenizer.decode([donor[result.token_from]])
@@ -109,6 +110,7 @@ def _add_code(flags: dict[str, Any]) -> int:
     context = queries = None
     if flags["from_context"] is not None:
         context = read_text(flags["from_context"], "--from_context")
+        # the receiver is the query, unless others are given
         queries = [flags["text_to"]]
     if flags["queries"] is not None:
         lines = read_text(flags["queries"], "--queries").splitlines()
@@ -120,7 +122,8 @@ def _add_code(flags: dict[str, Any]) -> int:
     from npt.tools.editing.transplant import divergences, next_token, top_tokens, transplanted
 
     student = task.load()
-    model, tokenizer = student.model, student.tokenizer
+    model = student.model
+    tokenizer = student.tokenizer
     row = as_row(model, prompt_tokens(tokenizer, flags["text_to"]))
     position = token_index(row, flags["token_to"])
     log_p = {"receiver": next_token(model, row)}
@@ -133,6 +136,7 @@ def _add_code(flags: dict[str, Any]) -> int:
         def ids(text: str) -> Sequence[int]:
             return prompt_tokens(tokenizer, text)
 
+        # what the context adds to the code of a query is the difference of the two
         pairs = ((ids(context + query), ids(query)) for query in queries)
         code = context_code(model, pairs, record={"context": flags["from_context"]})
         source = flags["from_context"]
@@ -144,11 +148,12 @@ def _add_code(flags: dict[str, Any]) -> int:
         log_p["moved"] = next_token(model, row)
     if flags["output"] is not None:
         code.save(flags["output"])
+    # how far the code moves the receiver, and how near to where the context itself takes it
     between = [("receiver", "moved")]
     if "in_context" in log_p:
         between += [("in_context", "moved"), ("in_context", "receiver")]
     numbers = code.numbers()
-    count, layers = sum(numbers.values()), len(numbers)
+    count = sum(numbers.values())
     word = tokenizer.decode([int(row[0, position])])
     _show(
         task,
@@ -164,8 +169,8 @@ def _add_code(flags: dict[str, Any]) -> int:
             "output": flags["output"],
         },
         f"next token after receiver token {position} ({word!r}), with the code of {source} added",
-        f"the code has {count:,} numbers that are not 0, {count / layers:.1f} in each of {layers}"
-        f" layers{'' if flags['output'] is None else '; wrote ' + flags['output']}",
+        f"the code has {count:,} numbers that are not 0, {count / len(numbers):.1f} in each of"
+        f" {len(numbers)} layers{'' if flags['output'] is None else '; wrote ' + flags['output']}",
     )
     return 0
 
@@ -206,17 +211,18 @@ def _show(
 
     decode = student.tokenizer.decode
     if task.flags["json"]:
-        listed = {
-            name: [{"id": i, "token": decode([i]), "probability": p} for i, p in tokens]
-            for name, tokens in top.items()
-        }
+        listed: dict[str, list[dict[str, Any]]] = {}
+        for name, tokens in top.items():
+            listed[name] = []
+            for token, p in tokens:
+                about_token = {"id": token, "token": decode([token]), "probability": p}
+                listed[name].append(about_token)
         print_json({**about, "top": listed, "kl": kl, **student.other})
         return
     task.console.say(title)
-    rows = [
-        [f"{p:6.1%}  {decode([token])!r}" for token, p in row]
-        for row in zip(*top.values(), strict=True)
-    ]
+    rows = []
+    for place in zip(*top.values(), strict=True):
+        rows.append([f"{p:6.1%}  {decode([token])!r}" for token, p in place])
     print_table(task.console, [HEADINGS[name] for name in top], rows)
     pairs = [f"{pair.replace('_', ' ')} {FIGURES['kl'].write(nats)}" for pair, nats in kl.items()]
     task.console.say(f"KL, nats: {', '.join(pairs)}", *notes)

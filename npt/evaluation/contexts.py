@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ def passages_of(
         DataError: token ids lie outside the vocabulary.
         ModelError: no adapters are attached.
     """
-    adapters = {index: layer.npt for index, layer in npt_layers(model)}
+    # smallest first, so that the least of them is replaced
     best: dict[Number, list[tuple[float, int, Passage]]] = {number: [] for number in numbers}
     codes: dict[int, Tensor] = {}
 
@@ -62,30 +63,31 @@ def passages_of(
         if (z := stages.get("z")) is not None:
             codes[index] = z
 
-    watched = [
-        (adapter, lambda stages, index=index: keep(index, stages))
-        for index, adapter in adapters.items()
-    ]
+    watched = [(layer.npt, partial(keep, index)) for index, layer in npt_layers(model)]
     done = 0
     with evaluating(model), adapter_mode(model, "student"), observed(watched):
         for batch in checked_batches(model, batches(samples, batch_size), "the text"):
             model.model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
             padding = ~batch.attention_mask.bool()
             for number, found in best.items():
-                sizes = number.sign * codes[number.layer][..., number.row].masked_fill(padding, 0)
-                tops = sizes.max(dim=1)
-                places = zip(tops.values.tolist(), tops.indices.tolist(), strict=True)
-                for sample, (size, at) in enumerate(places):
-                    if size <= 0:
+                values = codes[number.layer][..., number.row]  # [B, T]
+                tops = (number.sign * values.masked_fill(padding, 0)).max(dim=1)
+                # read at once, so that the loop does not wait for the device at each sample
+                sizes = tops.values.tolist()
+                places = tops.indices.tolist()
+                for sample, size in enumerate(sizes):
+                    if size <= 0:  # of the other sign, or not active
                         continue
-                    before = batch.attention_mask[sample, : at + 1].bool()
-                    ids = batch.input_ids[sample, : at + 1][before].tolist()
+                    read = slice(places[sample] + 1)
+                    ids = batch.input_ids[sample, read][~padding[sample, read]].tolist()
                     passage = Passage(number.sign * size, tuple(ids))
+                    # the sample's index decides between equal sizes
                     heapq.heappush(found, (size, done + sample, passage))
                     if len(found) > PASSAGES:
                         heapq.heappop(found)
             done += len(batch.input_ids)
-    return {
-        number: [passage for *_, passage in sorted(found, reverse=True)]
-        for number, found in best.items()
-    }
+    largest = {}
+    for number, found in best.items():
+        found.sort(reverse=True)
+        largest[number] = [passage for *_, passage in found]
+    return largest

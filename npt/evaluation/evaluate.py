@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, adapters_disabled, attached_config, evaluating
 from npt.adapters.layer import Mode
-from npt.batch import Sample, batches
+from npt.batch import Batch, Sample, batches
 from npt.config import DataConfig
 from npt.data.samples import cut
 from npt.data.source import Given, records_from
@@ -92,6 +92,7 @@ class Fidelity:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fidelity:
         """Return figures from an `as_dict` of this or an earlier version; null becomes NaN."""
+        # a run without training has no `initial`
         models = {
             name: Figures.from_dict(values[name])
             for name in (*MODES, "initial")
@@ -102,18 +103,14 @@ class Fidelity:
             from npt.evaluation.greedy import Divergence
 
             divergence = Divergence.from_dict(values["divergence"])
-        attribution, positions = (
-            {name: Figures.from_dict(f) for name, f in values.get(kind, {}).items()}
-            for kind in ("attribution", "positions")
-        )
         layers = {int(index): nan_for_null(layer) for index, layer in values["layers"].items()}
         change = values.get("change")
         return cls(
             **models,
             layers=layers,
             divergence=divergence,
-            attribution=attribution,
-            positions=positions,
+            attribution=_by_name(values.get("attribution", {})),
+            positions=_by_name(values.get("positions", {})),
             change=Change(**nan_for_null(change)) if change else None,
             samples=values.get("samples", []),
         )
@@ -122,19 +119,20 @@ class Fidelity:
         """Return these figures with those of `initial`, measured before training, and the change of
         the figure `judged_by` added.
         """
-        layers = {
-            index: values
-            | {
-                key.replace("_student", "_initial"): value
-                for key, value in initial.layers.get(index, {}).items()
-                if "_student" in key
-            }
-            for index, values in self.layers.items()
-        }
+        layers = {}
+        for index, values in self.layers.items():
+            layers[index] = {**values}
+            earlier = initial.layers.get(index, {})
+            for key, value in earlier.items():
+                if "_student" in key:
+                    layers[index][key.replace("_student", "_initial")] = value
         # a resumed run may evaluate on other samples, and earlier versions kept no sums
-        samples = initial.samples, self.samples
-        change = change_of(judged_by, initial.aim, self.aim, *samples)
+        change = change_of(judged_by, initial.aim, self.aim, initial.samples, self.samples)
         return replace(self, initial=initial.student, layers=layers, change=change)
+
+
+def _by_name(values: Mapping[str, Any]) -> dict[str, Figures]:
+    return {name: Figures.from_dict(stored) for name, stored in values.items()}
 
 
 @dataclass(frozen=True)
@@ -227,8 +225,13 @@ def evaluate(
             f"unquantized holds outputs of {len(reference.states)} samples, but {len(samples)} are"
             " evaluated; run reference_outputs on the same samples"
         )
-    comparisons = COMPARISONS if reference is not None else {}
-    pairs = dict.fromkeys([*((mode, "teacher") for mode in MODES), *comparisons.values()])
+    pairs: list[Pair] = [(mode, "teacher") for mode in MODES]
+    aimed_at = ("student", "teacher")
+    comparisons = {}
+    if reference is not None:
+        comparisons = COMPARISONS
+        pairs += comparisons.values()
+        aimed_at = comparisons["unquantized_to_npt"]
     sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     octaves: dict[int, list[Tensor]] = {}
     # layers that read different rows cannot be compared
@@ -240,7 +243,8 @@ def evaluate(
             f"--divergence_prompts {divergence_prompts} does not support data with contexts: remove"
             " it, or --context_column"
         )
-    divergence, done = None, 0
+    divergence = None
+    done = 0
     with torch.no_grad(), evaluating(model):
         if divergence_prompts:
             from npt.evaluation.greedy import end_ids, measure_divergence, parting_prompts
@@ -253,53 +257,65 @@ def evaluate(
             )
         every = batches(samples, batch_size)
         for batch in checked_batches(model, every, "evaluation data", between):
-            hidden: dict[str, Tensor] = {}
-            for mode in MODES:
-                read = batch.taught if mode == "teacher" else batch
-                if layer_errors is None:
-                    watching = adapter_mode(model, mode)
-                else:
-                    watching = layer_errors.watching(read, mode)
-                with watching:
-                    hidden[mode] = final_states(model, read)
-            if layer_errors is not None:
-                layer_errors.add(batch)
+            hidden = _states_by_mode(model, batch, layer_errors)
             heads = dict.fromkeys(hidden, model.lm_head)
             size = len(batch.input_ids)
             if reference is not None:
                 states = torch.cat(reference.states[done : done + size])
                 hidden["unquantized"] = states.to(batch.input_ids.device)
                 heads["unquantized"] = reference.head
-            predicted = predicting(batch)
-            rows, targets = predicted.nonzero()[:, 0], batch.labels[:, 1:][predicted]
+            predicted = predicting(batch)  # [B, T - 1], P of them True
+            rows = predicted.nonzero()[:, 0]
+            targets = batch.labels[:, 1:][predicted]
             per_token = compare_pairs(hidden, heads, targets, model.config.vocab_size, list(sums))
             for pair, columns in per_token.items():
                 sums[pair].append(per_sample_sums(columns, rows, size))
-            octave = batch.position_ids[:, :-1][predicted].clamp(min=1).float().frexp().exponent
+            # the binary exponent: 1 for the positions 0 and 1, 2 for 2 and 3, 3 for 4 to 7
+            position = batch.position_ids[:, :-1][predicted].clamp(min=1)
+            octave = position.float().frexp().exponent
             for index in octave.unique().tolist():
-                columns = per_token["student", "teacher"][octave == index]
-                inside = per_sample_sums(columns, rows[octave == index], size)
-                octaves.setdefault(index, []).append(inside)
+                inside = octave == index
+                columns = per_token["student", "teacher"][inside]
+                octave_sums = per_sample_sums(columns, rows[inside], size)
+                octaves.setdefault(index, []).append(octave_sums)
             done += size
     per_sample = {pair: torch.cat(parts) for pair, parts in sums.items()}
     if not len(per_sample["student", "teacher"]):
         raise DataError("no token to predict in the evaluation data; check labels and prompts")
     measured = {pair: figures(parts) for pair, parts in per_sample.items()}
-    teacher, floor, student = (measured[mode, "teacher"] for mode in MODES)
+    positions = {}
+    for index, parts in sorted(octaves.items()):
+        inside = torch.cat(parts)
+        if len(inside) > 1:  # one sample has no standard error
+            first = 2 ** (index - 1) if index > 1 else 0
+            positions[f"{first}-{2**index - 1}"] = figures(inside)
     return Fidelity(
-        teacher,
-        floor,
-        student,
-        samples=per_sample[comparisons.get("unquantized_to_npt", ("student", "teacher"))].tolist(),
+        teacher=measured["teacher", "teacher"],
+        floor=measured["floor", "teacher"],
+        student=measured["student", "teacher"],
+        samples=per_sample[aimed_at].tolist(),
         layers={} if layer_errors is None else layer_errors.figures(),
         divergence=divergence,
         attribution={name: measured[pair] for name, pair in comparisons.items()},
-        positions={
-            f"{2 ** (index - 1) if index > 1 else 0}-{2**index - 1}": figures(torch.cat(parts))
-            for index, parts in sorted(octaves.items())
-            if sum(map(len, parts)) > 1  # one sample has no standard error
-        },
+        positions=positions,
     )
+
+
+def _states_by_mode(
+    model: PreTrainedModel, batch: Batch, layer_errors: LayerErrors | None
+) -> dict[str, Tensor]:
+    """Return the final states of the P predicting tokens, [P, D], of teacher, floor and student."""
+    hidden: dict[str, Tensor] = {}
+    for mode in MODES:
+        read = batch.taught if mode == "teacher" else batch
+        watching = adapter_mode(model, mode)
+        if layer_errors is not None:
+            watching = layer_errors.watching(read, mode)
+        with watching:
+            hidden[mode] = final_states(model, read)
+    if layer_errors is not None:
+        layer_errors.add(batch)
+    return hidden
 
 
 def _samples(

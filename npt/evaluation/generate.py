@@ -68,6 +68,7 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
                 f"the chat template refuses the prompt: {str(error)[:200]}; add --raw to skip the"
                 " template"
             ) from error
+        # the template has written the special tokens
         ids = bare_tokens(tokenizer, text)
     else:
         ids = prompt_tokens(tokenizer, text)
@@ -104,5 +105,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the index of the first token that differs or that only one text has; None if the texts
     are equal.
     """
-    pairs = itertools.zip_longest(one, other)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    for place, (a, b) in enumerate(itertools.zip_longest(one, other)):
+        if a != b:
+            return place
+    return None

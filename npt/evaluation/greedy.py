@@ -69,7 +69,9 @@ def continue_greedily(
     device = next(model.parameters()).device
     batch, mask = _padded(prompts, model.config._attn_implementation in MASKED)
     inputs = model_inputs(model, batch.to(device))
-    mask, positions = mask.to(device), inputs["position_ids"]
+    mask = mask.to(device)
+    positions = inputs["position_ids"]
+    # a row that has ended stays in the batch, unread, so that the shapes and the cache hold
     open_rows = {row for row, limit in enumerate(limits) if limit > 0}
     added: list[list[int]] = [[] for _ in prompts]
     cache = None
@@ -77,19 +79,21 @@ def continue_greedily(
         while open_rows:
             out = model.model(**inputs, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            logits = model.lm_head(out.last_hidden_state[:, -1].to(device)).to(device)
+            last = out.last_hidden_state[:, -1].to(device)
+            logits = model.lm_head(last).to(device)  # [B, V]
             finite = torch.isfinite(logits).all(dim=-1)
             ids = pick(torch.where(finite.unsqueeze(-1), logits, 0.0)).unsqueeze(-1)
             # one transfer from the device: the token, or -1 if logits are not finite
             answers = torch.where(finite, ids[:, 0], -1).tolist()
             for row in sorted(open_rows):
-                if answers[row] < 0:
+                token = answers[row]
+                if token < 0:
                     raise NumericalError(
                         f"the logits after token {len(prompts[row]) + len(added[row])} of"
                         f" {names[row]} are not finite; run npt trace to find the operation"
                     )
-                added[row].append(answers[row])
-                if answers[row] in ends or len(added[row]) == limits[row]:
+                added[row].append(token)
+                if token in ends or len(added[row]) == limits[row]:
                     open_rows.discard(row)
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
             positions = positions[:, -1:] + 1
@@ -102,11 +106,16 @@ def _padded(prompts: Sequence[Sequence[int]], apart: bool) -> tuple[Batch, Tenso
     """Return the prompts, padded on the left, and their mask. Each is padded with its first token,
     so that the pad token's embedding does not matter. With `apart`, padding is a separate document.
     """
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[*[prompt[0]] * (width - len(prompt)), *prompt] for prompt in prompts])
-    columns = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    batch = batch_from_tensors(ids, torch.tensor(columns))
-    mask = batch.attention_mask
+    width = max(map(len, prompts))
+    rows = []
+    masks = []
+    for prompt in prompts:
+        missing = width - len(prompt)
+        rows.append([prompt[0]] * missing + list(prompt))
+        masks.append([0] * missing + [1] * len(prompt))
+    ids = torch.tensor(rows)
+    mask = torch.tensor(masks)
+    batch = batch_from_tensors(ids, mask)
     if apart and batch.padded:
         every = batch_from_tensors(ids, torch.ones_like(mask))
         batch = replace(every, documents=mask, position_ids=batch.position_ids)
@@ -159,10 +168,10 @@ def compare_prompts(
     limits = [max_new_tokens] * len(prompts)
     with adapter_mode(model, "teacher"):
         added = continue_greedily(model, [p.input_ids for p in prompts], limits, ends, names)
-    rows = [
-        Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new))
-        for p, new in zip(prompts, added, strict=True)
-    ]
+    rows = []
+    for prompt, new in zip(prompts, added, strict=True):
+        unlabelled = [IGNORE_INDEX] * len(prompt.input_ids)
+        rows.append(Sample(prompt.id, (*prompt.input_ids, *new), (*unlabelled, *new)))
     # Pad on the right with a token of the batch: every padded query has keys, and the pad token
     # needs no embedding.
     batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
@@ -170,26 +179,30 @@ def compare_prompts(
     for mode in MODES:
         with adapter_mode(model, mode):
             hidden[mode] = final_states(model, batch)
-    tokens = torch.tensor([token for new in added for token in new], device=batch.input_ids.device)
-    head, size = model.lm_head, model.config.vocab_size
+    # from here on the tokens of all prompts are one dimension, as final_states returns them
+    tokens = torch.tensor(list(itertools.chain(*added)), device=batch.input_ids.device)
+    head = model.lm_head
+    size = model.config.vocab_size
     with cast_once(head):
         figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, head, size)
         written = {mode: most_likely(states, head, size).cpu() for mode, states in hidden.items()}
     expected = tokens.cpu()
     diverging = (written["student"] != expected) & (written["teacher"] == expected)
-    lengths = [len(new) for new in added]
-    by_prompt = (figures, diverging, written["student"])
     comparisons = []
-    for prompt, new, per_token, diverges, student_tokens in zip(
-        prompts, added, *(each.split(lengths) for each in by_prompt), strict=True
-    ):
+    end = 0
+    for prompt, new in zip(prompts, added, strict=True):
+        own = slice(end, end + len(new))
+        end = own.stop
+        per_token = figures[own]
         if not torch.isfinite(per_token).all():
             raise NumericalError(
                 f"the student's logits after {prompt.id} are not finite; run npt trace --adapter to"
                 " find the operation"
             )
-        position = next(iter(diverges.nonzero()[:, 0].tolist()), None)
-        token = None if position is None else int(student_tokens[position])
+        position = token = None
+        if diverging[own].any():
+            position = int(diverging[own].nonzero()[0])
+            token = int(written["student"][own][position])
         comparison = Comparison(prompt, tuple(new), per_token.double().cpu(), position, token)
         comparisons.append(comparison)
     return comparisons
@@ -216,10 +229,9 @@ class Divergence(Measured):
 
 def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Divergence:
     """Return the figures of one or more comparisons made with this limit on new tokens."""
-    agreed = [len(c.completion) if c.position is None else c.position for c in comparisons]
-    mean, error = mean_and_error(
-        torch.tensor(agreed, dtype=torch.float64), torch.ones(len(agreed), dtype=torch.float64)
-    )
+    counts = [len(c.completion) if c.position is None else c.position for c in comparisons]
+    agreed = torch.tensor(counts, dtype=torch.float64)
+    mean, error = mean_and_error(agreed, torch.ones_like(agreed))
     return Divergence(
         prompts=len(comparisons),
         max_new_tokens=max_new_tokens,
@@ -247,10 +259,13 @@ def parting_prompts(
         )
     prompts = []
     for sample in samples:
-        ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
-        labels = sample.labels or ()
-        masked = len(list(itertools.takewhile(lambda label: label == IGNORE_INDEX, labels)))
-        length = masked if 0 < masked < len(ids) else max(1, min(len(ids) // 2, PROMPT_TOKENS))
+        ids = sample.input_ids
+        if sample.lengths:
+            ids = ids[: sample.lengths[0]]
+        unlabelled = itertools.takewhile(lambda label: label == IGNORE_INDEX, sample.labels or ())
+        length = len(list(unlabelled))
+        if not 0 < length < len(ids):  # no prompt of its own
+            length = max(1, min(len(ids) // 2, PROMPT_TOKENS))
         prompts.append(Sample(sample.id, ids[:length][-room:]))
     return prompts
 

@@ -32,12 +32,14 @@ def evaluation_samples(
     if heldout is not None:
         samples = spread(within(cut(heldout, tokenizer, config), vocab_size), count)
     else:
-        look = FirstLook() if look is None else look
-        held = (s for s in look.at(cut(records, tokenizer, config, look.counts)) if s.heldout)
+        look = look or FirstLook()
+        every = cut(records, tokenizer, config, look.counts)
+        held = (sample for sample in look.at(every) if sample.heldout)
         samples = list(itertools.islice(within(held, vocab_size), count))
     if samples:
         return samples, True
-    return list(itertools.islice(within(cut(records, tokenizer, config), vocab_size), count)), False
+    trained = within(cut(records, tokenizer, config), vocab_size)
+    return list(itertools.islice(trained, count)), False
 
 
 def spread(samples: Iterable[Sample], count: int) -> list[Sample]:

@@ -38,7 +38,8 @@ class LayerErrors:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self._model, self._layers = model, npt_layers(model)
+        self._model = model
+        self._layers = npt_layers(model)
         self._targets: dict[int, Tensor] = {}
         self._per_token: dict[Key, Tensor] = {}
         self._sums: dict[Key, list[Tensor]] = {}
@@ -61,8 +62,10 @@ class LayerErrors:
         def forced(_: Any, args: tuple[Tensor, ...], named: dict[str, Any], output: Tensor) -> None:
             t = self._targets[index] = _rows(batch, output)
             hidden = args[0] if args else named["hidden_states"]
-            h, a = _rows(batch, hidden).to(t.device), _rows(batch, attention.pop())
+            h = _rows(batch, hidden).to(t.device)
+            a = _rows(batch, attention.pop())
 
+            # floor and student start from the teacher's h and attention: neither needs a forward
             def compare() -> None:
                 for mode in COMPARED:
                     layer.npt.mode = mode
@@ -74,8 +77,10 @@ class LayerErrors:
             finally:
                 layer.npt.mode = "teacher"
 
-        keep = layer.self_attn.register_forward_hook(lambda *call: attention.append(call[2][0]))
-        stack.callback(keep.remove)
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            attention.append(output[0])
+
+        stack.callback(layer.self_attn.register_forward_hook(keep).remove)
         stack.callback(layer.register_forward_hook(forced, with_kwargs=True).remove)
 
     def _watch_stream(
@@ -97,13 +102,15 @@ class LayerErrors:
     def add(self, batch: Batch) -> None:
         """Sum a batch's errors per sample, in fp64 on the host, and free its states."""
         count, length = batch.input_ids.shape
-        rows = batch.valid_index.cpu() // length
+        rows = batch.valid_index.cpu() // length  # [N], the sample of each valid token
         for key, values in self._per_token.items():
             sums = torch.zeros(count, dtype=torch.float64)
             sums.index_add_(0, rows, values.to("cpu", torch.float64))
             self._sums.setdefault(key, []).append(sums)
-        self._counts.append(batch.attention_mask.sum(dim=-1).to("cpu", torch.float64))
-        self._targets, self._per_token = {}, {}
+        tokens = batch.attention_mask.sum(dim=-1)
+        self._counts.append(tokens.to("cpu", torch.float64))
+        self._targets = {}
+        self._per_token = {}
 
     def figures(self) -> dict[int, dict[str, float]]:
         """Return per layer the mean NMSE per valid token by name, with a threshold the student's

@@ -7,6 +7,7 @@ estimator (Cochran, Sampling Techniques, 1977, ch. 6).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -115,6 +116,11 @@ _Predicted = tuple[Tensor, Tensor]
 """Log-probabilities at N positions, [N, V] fp32, and the most likely tokens, [N]."""
 
 
+def _predict(head: torch.nn.Module, states: Tensor) -> _Predicted:
+    logits = head(states).to(torch.float32)
+    return torch.log_softmax(logits, dim=-1), logits.argmax(dim=-1)
+
+
 def compare_pairs(
     hidden: Mapping[str, Tensor],
     heads: Mapping[str, torch.nn.Module],
@@ -135,41 +141,42 @@ def compare_pairs(
     """
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     rows = max(1, LOGIT_CHUNK // vocab_size)
+    by_model: dict[str, list[str]] = {}
+    for model, reference in pairs:
+        by_model.setdefault(model, []).append(reference)
+    references = dict.fromkeys(itertools.chain(*by_model.values()))
     with cast_once(*heads.values()):
+        # no tokens are one empty chunk, so that the result has its shape
         for start in range(0, max(1, len(targets)), rows):
             chunk = slice(start, start + rows)
-
-            def predicted(name: str, chunk: slice = chunk) -> _Predicted:
-                logits = heads[name](hidden[name][chunk]).to(torch.float32)
-                return torch.log_softmax(logits, dim=-1), logits.argmax(dim=-1)
-
-            references = dict.fromkeys(reference for _, reference in pairs)
-            teachers = {name: predicted(name) for name in references}
-            for name in dict.fromkeys(model for model, _ in pairs):
-                of_model = teachers[name] if name in teachers else predicted(name)
-                for pair in pairs:
-                    if pair[0] == name:
-                        columns = _columns(of_model, teachers[pair[1]], targets[chunk])
-                        parts[pair].append(columns)
+            teachers = {name: _predict(heads[name], hidden[name][chunk]) for name in references}
+            # one model at a time beside the references: a chunk of logits is large
+            for model, compared_with in by_model.items():
+                of_model = teachers.get(model)
+                if of_model is None:
+                    of_model = _predict(heads[model], hidden[model][chunk])
+                for reference in compared_with:
+                    columns = _columns(of_model, teachers[reference], targets[chunk])
+                    parts[model, reference].append(columns)
     return {pair: torch.cat(chunks) for pair, chunks in parts.items()}
 
 
 def _columns(model: _Predicted, teacher: _Predicted, targets: Tensor) -> Tensor:
-    (log_q, likeliest), (log_p, wanted) = model, teacher
+    log_q, likeliest = model
+    log_p, wanted = teacher
     pick = targets.unsqueeze(-1)
     # argmax of NaN is still a token
     numbers = ~(torch.isnan(log_q[:, 0]) | torch.isnan(log_p[:, 0]))
-    return torch.stack(
-        [
-            -log_p.gather(-1, pick).squeeze(-1),
-            -log_q.gather(-1, pick).squeeze(-1),
-            kl_of_logs(log_p, log_q),
-            torch.where(numbers, (likeliest == wanted).to(torch.float32), torch.nan),
-            overlap_of(log_p.exp(), log_q.exp()),
-            torch.ones_like(targets, dtype=torch.float32),
-        ],
-        dim=-1,
-    )
+    same = (likeliest == wanted).to(torch.float32)
+    columns = [
+        -log_p.gather(-1, pick).squeeze(-1),
+        -log_q.gather(-1, pick).squeeze(-1),
+        kl_of_logs(log_p, log_q),
+        torch.where(numbers, same, torch.nan),
+        overlap_of(log_p.exp(), log_q.exp()),
+        torch.ones_like(targets, dtype=torch.float32),
+    ]
+    return torch.stack(columns, dim=-1)
 
 
 def overlap_of(p: Tensor, q: Tensor) -> Tensor:
@@ -213,7 +220,8 @@ def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float]:
 
     `sums` [C] are fp64 sums over each sample's tokens, `counts` [C] the numbers of tokens.
     """
-    total, n = float(counts.sum()), len(counts)
+    total = float(counts.sum())
+    n = len(counts)
     mean = float(sums.sum()) / total
     if n < 2:
         return mean, math.nan

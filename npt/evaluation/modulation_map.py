@@ -72,12 +72,14 @@ class ModulationMap:
         """Return plain values with three digits, and the text of each token, for JSON and for
         `npt/report/generated.py`.
         """
-        values: dict[str, Any] = {"tokens": self.texts(tokenizer), "layers": list(self.layers)}
-        for name in ("change", "kl"):
-            values[name] = _rounded(getattr(self, name).tolist())
-        for name in ("teacher_first", "student_first"):
-            ids = getattr(self, name).tolist()
-            values[name] = [None if token < 0 else tokenizer.decode([token]) for token in ids]
+        values: dict[str, Any] = {
+            "tokens": self.texts(tokenizer),
+            "layers": list(self.layers),
+            "change": _rounded(self.change.tolist()),
+            "kl": _rounded(self.kl.tolist()),
+            "teacher_first": _decoded(tokenizer, self.teacher_first),
+            "student_first": _decoded(tokenizer, self.student_first),
+        }
         if self.codes:
             values["active"] = [self.active_numbers(token) for token in range(len(self.ids))]
         return values
@@ -86,9 +88,10 @@ class ModulationMap:
         """Return by layer a token's active numbers, as pairs of index and value, largest first."""
         layers = []
         for code in self.codes.values():
-            row = code[token]
+            row = code[token]  # [R]
             order = row.abs().argsort(descending=True)[: int(row.count_nonzero())]
-            layers.append([[int(i), float(f"{float(row[i]):.3g}")] for i in order])
+            values = _rounded(row[order].tolist())
+            layers.append([list(pair) for pair in zip(order.tolist(), values, strict=True)])
         return layers
 
     def strongest(self, count: int) -> list[tuple[Number, int, float]]:
@@ -98,14 +101,16 @@ class ModulationMap:
         found = []
         for layer, code in self.codes.items():
             for sign in (1, -1):
-                sizes = (sign * code).clamp_min(0.0)
-                top = sizes.max(dim=0)
-                for index, total in enumerate(sizes.square().sum(dim=0).tolist()):
-                    at = int(top.indices[index])
-                    number = Number(layer, index, sign)
-                    found.append((total, number, at, sign * float(top.values[index])))
-        found.sort(key=lambda each: each[0], reverse=True)
-        return [(number, at, value) for total, number, at, value in found[:count] if total > 0]
+                sizes = (sign * code).clamp_min(0.0)  # [T, R]
+                totals = sizes.square().sum(dim=0)
+                tops = sizes.max(dim=0)
+                for index, total in enumerate(totals.tolist()):
+                    if total > 0:
+                        value = sign * float(tops.values[index])
+                        where = (Number(layer, index, sign), int(tops.indices[index]), value)
+                        found.append((total, where))
+        found.sort(key=lambda pair: pair[0], reverse=True)
+        return [where for _, where in found[:count]]
 
 
 @torch.no_grad()
@@ -122,15 +127,17 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
         ModelError: no adapters are attached.
     """
     config = attached_config(model)
-    row, layers = as_row(model, ids), npt_layers(model)
+    row = as_row(model, ids)
+    layers = npt_layers(model)
     stages: dict[int, Stages] = {index: {} for index, _ in layers}
     changes: list[Tensor] = []
     codes: dict[int, Tensor] = {}
 
-    def compare(index: int, layer: NPTLayer) -> None:
+    def compare(index: int, layer: NPTLayer, *_: Any) -> None:
         plain = _unmodulated(layer, stages[index])
         moved = torch.linalg.vector_norm(_row(stages[index], "mlp") - plain, dim=-1)
-        changes.append((moved / torch.linalg.vector_norm(plain, dim=-1)).cpu())
+        change = moved / torch.linalg.vector_norm(plain, dim=-1)  # [T]
+        changes.append(change.cpu())
         if config.active:
             codes[index] = _row(stages[index], "z").cpu()
         stages[index].clear()  # the adapter's observer is its `update`
@@ -138,27 +145,30 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
     with evaluating(model), ExitStack() as stack:
         with adapter_mode(model, "teacher"):
             of_teacher = model.model(row, use_cache=False).last_hidden_state[0, :-1]
+        # at once after each layer, so that only one layer's stages are in memory
         for index, layer in layers:
-            hook = partial(lambda index, layer, *_: compare(index, layer), index)
-            stack.callback(layer.register_forward_hook(hook).remove)
+            hook = layer.register_forward_hook(partial(compare, index))
+            stack.callback(hook.remove)
         observers = [(layer.npt, stages[index].update) for index, layer in layers]
         with adapter_mode(model, "student"), observed(observers):
             of_student = model.model(row, use_cache=False).last_hidden_state[0, :-1]
-        head, size = model.get_output_embeddings(), model.config.vocab_size
+        head = model.get_output_embeddings()
+        size = model.config.vocab_size
         columns = compare_tokens(of_student, of_teacher, row[0, 1:], head, size).cpu()
-        of_teacher_first, of_student_first = (
-            torch.cat([torch.tensor([-1]), most_likely(each, head, size).cpu()])
-            for each in (of_teacher, of_student)
-        )
+        teacher_first = most_likely(of_teacher, head, size).cpu()
+        student_first = most_likely(of_student, head, size).cpu()
+    # nothing predicts the first token
+    none = torch.tensor([-1])
+    unknown = torch.tensor([torch.nan])
     return ModulationMap(
-        row[0].cpu(),
-        tuple(index for index, _ in layers),
-        tuple(target for target in TARGETS if target in config.targets),
-        torch.stack(changes, dim=1),
-        torch.cat([torch.tensor([torch.nan]), columns[:, COLUMNS.index("kl")]]),
-        of_teacher_first,
-        of_student_first,
-        codes,
+        ids=row[0].cpu(),
+        layers=tuple(index for index, _ in layers),
+        targets=tuple(target for target in TARGETS if target in config.targets),
+        change=torch.stack(changes, dim=1),
+        kl=torch.cat([unknown, columns[:, COLUMNS.index("kl")]]),
+        teacher_first=torch.cat([none, teacher_first]),
+        student_first=torch.cat([none, student_first]),
+        codes=codes,
     )
 
 
@@ -191,11 +201,18 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     texts = []
     for number, token in enumerate(ids):
         context = list(ids[max(0, number - _CONTEXT) : number])
+        # a character that is not complete yet
         earlier = tokenizer.decode(context).rstrip("\ufffd") if context else ""
         text = tokenizer.decode([*context, token])
-        inside = text.startswith(earlier)
-        texts.append(text[len(earlier) :] if inside else tokenizer.decode([token]))
+        if text.startswith(earlier):
+            texts.append(text.removeprefix(earlier))
+        else:
+            texts.append(tokenizer.decode([token]))
     return texts
+
+
+def _decoded(tokenizer: Any, ids: Tensor) -> list[str | None]:
+    return [None if token < 0 else tokenizer.decode([token]) for token in ids.tolist()]
 
 
 def _rounded(values: Any) -> Any:

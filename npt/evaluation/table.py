@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -87,19 +88,20 @@ def _figure(figures: Figures, name: str) -> str:
 
 
 def _layers_table(fidelity: Fidelity) -> Table:
-    columns = {
-        f"{kind}_{model}": f"{heading}, {how}"
-        for kind, how in (("nmse", "forced"), ("free_running", "free"))
-        for model, heading in (("floor", "floor"), ("initial", "before"), ("student", "student"))
-        if any(f"{kind}_{model}" in values for values in fidelity.layers.values())
-    }
-    if any("active" in values for values in fidelity.layers.values()):
-        columns["active"] = "active numbers"
+    measured = set(itertools.chain(*fidelity.layers.values()))
+    columns = {}
+    for kind, how in (("nmse", "forced"), ("free_running", "free")):
+        for model, heading in (("floor", "floor"), ("initial", "before"), ("student", "student")):
+            columns[f"{kind}_{model}"] = f"{heading}, {how}"
+    columns["active"] = "active numbers"
+    shown = [key for key in columns if key in measured]
     title = "Layer NMSE, fed the teacher's states (forced) or its own (free)"
     index_column = Column("layer", justify="right", no_wrap=True)
-    table = _table(title, [index_column], columns.values())
+    table = _table(title, [index_column], [columns[key] for key in shown])
     for index, values in fidelity.layers.items():
-        digits = {key: 1 if key == "active" else 5 for key in columns}
-        cells = (f"{values[k]:.{digits[k]}f}" if k in values else "" for k in columns)
+        cells = []
+        for key in shown:
+            digits = 1 if key == "active" else 5
+            cells.append(f"{values[key]:.{digits}f}" if key in values else "")
         table.add_row(str(index), *cells)
     return table

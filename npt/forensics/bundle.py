@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from npt.guard.guard import Guard
 
 VERSION = 4
-WINDOW, WEIGHTS, MOMENTS = "window.safetensors", "weights.safetensors", "moments.safetensors"
+WINDOW = "window.safetensors"
+WEIGHTS = "weights.safetensors"
+MOMENTS = "moments.safetensors"
 
 _ENTRIES: dict[str, tuple[type, ...]] = {
     "version": (int,),
@@ -60,10 +62,7 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
 }
 
 _TENSOR = "tensor"
-_MALFORMED = (
-    *(ArithmeticError, AttributeError, LookupError),
-    *(RuntimeError, TypeError, ValueError),
-)
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,12 @@ class Postmortem:
     @property
     def recorded(self) -> dict[tuple[str, int | None], Refusal]:
         """Refusals of `micro_batches` by kind and index; the index is None for a whole window."""
-        refusals = [(i, m.refusal) for i, m in enumerate(self.micro_batches) if m.refusal]
-        return {(r.kind, None if r.micro_batch is None else i): r for i, r in refusals}
+        refusals: dict[tuple[str, int | None], Refusal] = {}
+        for index, stored in enumerate(self.micro_batches):
+            if refusal := stored.refusal:
+                place = None if refusal.micro_batch is None else index
+                refusals[refusal.kind, place] = refusal
+        return refusals
 
 
 def write_postmortem(
@@ -121,19 +124,29 @@ def write_postmortem(
         refused, accepted: micro-batches; default: those that the guard kept.
         student: what is needed to load an NPT run's student again.
     """
-    process, settings = guard.window.processes.index, guard.settings
+    process = guard.window.processes.index
     number = f"-process-{process}" if process else ""
     folder = Path(folder).absolute() / f"step-{step:08d}{number}"
-    window: dict[str, Tensor] = {}
-    refused = guard.forensics.refused if refused is None else refused
-    accepted = guard.forensics.accepted if accepted is None else accepted
+    if refused is None:
+        refused = guard.forensics.refused
+    if accepted is None:
+        accepted = guard.forensics.accepted
+    # after a CUDA error nothing on the device can be read; what is on the host remains
     lost: list[str] = []
     state = _read("weights and moments", lambda: outcome.snapshot or guard.update.snapshot(), lost)
-    state = state or {}
-    moments = {
-        f"{key} of {name}": v for name, (_, kept) in state.items() for key, v in kept.items()
-    }
-    tensors = {name: value for name, value in moments.items() if isinstance(value, Tensor)}
+    window: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}  # of the moments
+    for name, (weight, kept) in (state or {}).items():
+        weights[name] = weight
+        for key, value in kept.items():
+            if isinstance(value, Tensor):
+                moments[f"{key} of {name}"] = value
+            else:
+                numbers[f"{key} of {name}"] = _plain(value)
+    settings = _plain_values(vars(guard.settings))
+    settings["refuse"] = [kind.__name__ for kind in guard.settings.refuse]
     record = {
         "version": VERSION,
         "reason": reason,
@@ -144,17 +157,16 @@ def write_postmortem(
         "accepted": _entries("accepted", accepted, window),
         "findings": [finding.as_dict() for finding in guard.findings],
         "history": list(guard.history),
-        "moments": _plain_values({n: v for n, v in moments.items() if n not in tensors}),
+        "moments": numbers,
         "optimizer": type(guard.update.optimizer).__name__,
         "groups": _read("rates", lambda: [*map(_plain_values, guard.update.groups())], lost) or [],
         "spike_limits": None if guard.window.spikes is None else list(outcome.limits),
-        "settings": _plain_values(vars(settings))
-        | {"refuse": [kind.__name__ for kind in settings.refuse]},
+        "settings": settings,
         "versions": versions(),
         "student": student,
     }
-    weights = {name: value for name, (value, _) in state.items()}
-    files = {WINDOW: window, MOMENTS: tensors, WEIGHTS: weights}
+    files = {WINDOW: window, MOMENTS: moments, WEIGHTS: weights}
+    # before the record is written, which names what is lost on the way
     stored = {file: _on_host(tensors, lost) for file, tensors in files.items()}
     if lost:
         record["reason"] = f"{reason}; lost with the device: {', '.join(dict.fromkeys(lost))}"
@@ -188,8 +200,11 @@ def read_postmortem(folder: str | Path) -> Postmortem:
             f" it{number}"
         )
     check_entries(path, "", record, _ENTRIES, BundleError)
+    # before any tensor is read: safetensors detects no flipped bit
     verify_checkpoint(folder)
-    window, moments, weights = (_tensors(folder / file) for file in (WINDOW, MOMENTS, WEIGHTS))
+    window = _tensors(folder / WINDOW)
+    moments = _tensors(folder / MOMENTS)
+    weights = _tensors(folder / WEIGHTS)
     with well_formed(path):
         refused = tuple(_micro_batch(entry, window) for entry in record["micro_batches"])
         accepted = tuple(_micro_batch(entry, window) for entry in record["accepted"])
@@ -222,28 +237,31 @@ def well_formed(path: Path) -> Iterator[None]:
 def _entries(
     kind: str, micro_batches: Sequence[StoredMicroBatch], tensors: dict[str, Tensor]
 ) -> list[dict[str, Any]]:
-    return [
-        {
+    entries = []
+    for number, stored in enumerate(micro_batches):
+        autocast = {k: str(d).removeprefix("torch.") for k, d in stored.autocast.items()}
+        entry = {
             "inputs": _described(stored.inputs, f"{kind}.{number}", tensors),
             "sample_ids": list(stored.sample_ids),
             "tokens": _plain(stored.tokens),
             "refusal": None if stored.refusal is None else stored.refusal.as_dict(),
             "random": _described(stored.random, f"random.{kind}.{number}", tensors),
-            "autocast": {k: str(d).removeprefix("torch.") for k, d in stored.autocast.items()},
+            "autocast": autocast,
         }
-        for number, stored in enumerate(micro_batches)
-    ]
+        entries.append(entry)
+    return entries
 
 
 def _micro_batch(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StoredMicroBatch:
-    refusal, dtypes = entry["refusal"], {"float16": torch.float16, "bfloat16": torch.bfloat16}
+    refusal = entry["refusal"]
+    dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16}
     return StoredMicroBatch(
-        _restored(entry["inputs"], tensors),
-        tuple(map(str, entry["sample_ids"])),
-        int(entry["tokens"]),
-        None if refusal is None else Refusal.from_dict(refusal),
-        _restored(entry["random"], tensors),
-        {k: dtypes[name] for k, name in entry["autocast"].items() if name in dtypes},
+        inputs=_restored(entry["inputs"], tensors),
+        sample_ids=tuple(map(str, entry["sample_ids"])),
+        tokens=int(entry["tokens"]),
+        refusal=None if refusal is None else Refusal.from_dict(refusal),
+        random=_restored(entry["random"], tensors),
+        autocast={k: dtypes[name] for k, name in entry["autocast"].items() if name in dtypes},
     )
 
 

@@ -8,6 +8,7 @@ micro-batches are computed in the same state.
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -89,14 +90,16 @@ class Replay:
             return "data"
         if any(self.findings.values()) or any(self.trials):
             return "state"
-        verdicts = [finding.verdict for finding in self.traces.values()]
-        bad = [verdict is not None and verdict.phase == "data" for verdict in verdicts]
-        return "data" if self.trials or (bad and all(bad)) else "undecided"
+        if self.trials:
+            return "data"
+        phases = {finding.verdict and finding.verdict.phase for finding in self.traces.values()}
+        return "data" if phases == {"data"} else "undecided"
 
     @property
     def reproduced(self) -> bool:
         """True if exactly the recorded refusals recurred, by micro-batch and kind."""
-        return {(r.kind, r.micro_batch) for r in self.refusals} == set(self.postmortem.recorded)
+        found = {(refusal.kind, refusal.micro_batch) for refusal in self.refusals}
+        return found == self.postmortem.recorded.keys()
 
     @property
     def verdict(self) -> Any:
@@ -107,7 +110,10 @@ class Replay:
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
         record = self.postmortem.record
-        verdicts = {i: f.verdict and f.verdict.as_dict() for i, f in self.traces.items()}
+        verdicts = []
+        for index, finding in self.traces.items():
+            verdict = finding.verdict and finding.verdict.as_dict()
+            verdicts.append({"micro_batch": index, "verdict": verdict})
         return {
             "bundle": str(self.postmortem.folder),
             "step": self.postmortem.step,
@@ -117,7 +123,7 @@ class Replay:
             "recorded": [refusal.as_dict() for refusal in self.postmortem.recorded.values()],
             "found": [refusal.as_dict() for refusal in self.refusals],
             "verdict": self.verdict and self.verdict.as_dict(),
-            "verdicts": [{"micro_batch": i, "verdict": v} for i, v in verdicts.items()],
+            "verdicts": verdicts,
             "accepted_failed": sum(self.trials),
             "accepted_total": len(self.trials),
             "findings": dict(self.findings),
@@ -127,7 +133,8 @@ class Replay:
         }
 
     def __str__(self) -> str:
-        postmortem, record = self.postmortem, self.postmortem.record
+        postmortem = self.postmortem
+        record = postmortem.record
         lines = [
             f"{postmortem.folder}: stopped after step {postmortem.step}: {record['reason']}",
             f"recorded on {record['device']}, replayed on {self.device}",
@@ -149,6 +156,7 @@ class Replay:
             named = f" (samples {samples})" if samples else ""
             lines += ["", f"micro-batch {index}{named}:"]
             lines += [f"  {line}" for line in finding.told.splitlines()]
+        # each once, in the order of the refusals
         names = dict.fromkeys(name for refusal in self.refusals for name in refusal.sample_ids)
         samples = f"samples {', '.join(names)}" if names else "the samples of this window"
         remedy = _REMEDIES[self.classification].format(samples)
@@ -192,26 +200,37 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
     with values_in(state.parameters, state.weights):
         findings = state.findings()
         outcome = state.window(postmortem.micro_batches, postmortem.limits, TRACED)
-        records = tuple(m for m in outcome.own if m.grad_norm is not None)
-        traces = {m.index: m.finding for m in outcome.own if m.finding is not None}
         trials = _trials(state, outcome.refused)
-    device = str(state.device)
-    return Replay(postmortem, device, outcome.refused, records, findings, traces, trials)
+    return Replay(
+        postmortem,
+        device=str(state.device),
+        refusals=outcome.refused,
+        records=tuple(m for m in outcome.own if m.grad_norm is not None),
+        findings=findings,
+        traces={m.index: m.finding for m in outcome.own if m.finding is not None},
+        trials=trials,
+    )
 
 
 def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]:
     """Return whether each accepted micro-batch, or all as one window, fails in the same state."""
     postmortem = state.postmortem
-    accepted, limits = postmortem.accepted, postmortem.limits
+    accepted = postmortem.accepted
     computed = [refusal for refusal in refusals if refusal.kind != "data"]
     if not computed:
         return ()
     if all(refusal.micro_batch is None for refusal in computed):
-        limits = limits if computed[0].kind == "spike" else None
-        return (bool(state.window(accepted, limits).refused),) if accepted else ()
+        if not accepted:
+            return ()
+        limits = postmortem.limits if computed[0].kind == "spike" else None
+        return (bool(state.window(accepted, limits).refused),)
     # the window's other micro-batches did not fail
-    clean = len(postmortem.micro_batches) - len({r.micro_batch for r in refusals} - {None})
-    return (*[False] * clean, *(bool(state.window([each]).refused) for each in accepted))
+    refused = {refusal.micro_batch for refusal in refusals if refusal.micro_batch is not None}
+    trials = [False] * (len(postmortem.micro_batches) - len(refused))
+    for stored in accepted:
+        outcome = state.window([stored])
+        trials.append(bool(outcome.refused))
+    return tuple(trials)
 
 
 class StoredState:
@@ -222,15 +241,18 @@ class StoredState:
     """
 
     def __init__(self, postmortem: Postmortem, model: nn.Module, loss: Loss | None = None):
-        self.postmortem, self.model, self.loss = postmortem, model, loss
+        self.postmortem = postmortem
+        self.model = model
+        self.loss = loss
         named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-        self.weights = {plain_name(n): w for n, w in postmortem.weights.items()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        self.weights = {plain_name(name): weight for name, weight in postmortem.weights.items()}
         for name, weight in self.weights.items():
-            if name not in named or named[name].shape != weight.shape:
-                there = f"{tuple(named[name].shape)}" if name in named else "none"
+            shape = tuple(weight.shape)
+            if shapes.get(name) != shape:
                 raise BundleError(
-                    f"{postmortem.folder} has {name} of shape {tuple(weight.shape)}, but the model"
-                    f" has {there}; pass the model that was trained"
+                    f"{postmortem.folder} has {name} of shape {shape}, but the model has"
+                    f" {shapes.get(name, 'none')}; pass the model that was trained"
                 )
         self.parameters = {name: named[name] for name in self.weights}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -246,6 +268,7 @@ class StoredState:
         """
         from npt.tracer.passes import differentiate
 
+        # a forward may change them, such as running statistics
         buffers = Buffers(self.model)
         buffers.begin()
         with values_in(self.parameters, self.weights), self._guard(trace) as guard:
@@ -257,7 +280,9 @@ class StoredState:
                 if stored.refusal is not None and stored.refusal.kind == "data":
                     guard.refuse(stored.refusal.detail, stored.sample_ids)
                     continue
-                ids, run = stored.sample_ids, partial(self.compute, stored)
+                ids = stored.sample_ids
+                run = partial(self.compute, stored)
+                # with its inputs and a way to run it again, so that a refusal can be traced
                 with guard.micro_batch(stored.tokens, ids, stored.inputs, run) as micro:
                     result = run()
                     micro.loss = loss_in(result)
@@ -297,18 +322,16 @@ class StoredState:
 
         moments = {n: v for n, v in self.postmortem.moments.items() if isinstance(v, Tensor)}
         weights = tensor_fault(self.weights)
-        faults = {
-            "weights": weights,
-            "moments": moments_fault(moments),
-            "base": base_fault(self.model) if weights is None else None,
-        }
+        faults = {"weights": weights, "moments": moments_fault(moments), "base": None}
+        if weights is None:
+            faults["base"] = base_fault(self.model)
         return {name: None if fault is None else str(fault) for name, fault in faults.items()}
 
     @property
     def _refuse(self) -> tuple[type[Exception], ...]:
         names = self.postmortem.record["settings"].get("refuse") or ()
         kinds = [getattr(builtins, str(name), None) for name in names]
-        return tuple(kind for kind in kinds if kind is not None)
+        return tuple(filter(None, kinds))
 
     def _guard(self, trace: int) -> Guard:
         settings = self.postmortem.record["settings"]
@@ -316,10 +339,16 @@ class StoredState:
         chosen = {name: settings[name] for name in names if settings.get(name) is not None}
         if chosen.get("loss") == "share":  # here each is a mean, weighted by its tokens
             chosen["loss"] = "mean"
-        chosen["refuse"] = self._refuse
-        chosen |= {"trace": trace, "max_refused": float("inf"), "processes": ProcessGroup()}
         with well_formed(self.postmortem.folder / POSTMORTEM):
-            return Guard(self.model, self._optimizer(), **chosen)
+            return Guard(
+                self.model,
+                self._optimizer(),
+                refuse=self._refuse,
+                trace=trace,
+                max_refused=math.inf,
+                processes=ProcessGroup(),
+                **chosen,
+            )
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Return the run's optimizer, or one that changes nothing if it was not one of torch's."""
@@ -328,22 +357,27 @@ class StoredState:
         if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
             return torch.optim.SGD(self.parameters.values(), lr=0.0)
         places: dict[str, int] = {}
-        groups, parameters = [], []
+        groups = []
+        parameters = []
         for group in record["groups"]:
             names = [plain_name(name) for name in group["params"]]
             parameters.append({"params": [self.parameters[name] for name in names]})
-            places |= {name: len(places) + index for index, name in enumerate(names)}
+            # an optimizer's state dict numbers the parameters through all groups
+            places |= {name: place for place, name in enumerate(names, len(places))}
             groups.append({**group, "params": [places[name] for name in names]})
         state: dict[int, dict[str, Any]] = {}
         fused = any(group.get("fused") for group in groups)
         for name, value in self.postmortem.moments.items():
             key, _, parameter = name.partition(" of ")
-            shape = torch.Size([]) if key == "step" else self.weights[plain_name(parameter)].shape
+            parameter = plain_name(parameter)
+            shape = torch.Size([]) if key == "step" else self.weights[parameter].shape
             # a fused kernel reads and writes beyond the end of one that is too small
             if fused and getattr(value, "shape", None) != shape:
                 raise ValueError(f"{name} does not have the shape {list(shape)}")
-            value = value.clone() if isinstance(value, Tensor) else value
-            state.setdefault(places[plain_name(parameter)], {})[key] = value
+            # a copy: the step changes it, and every attempt starts from the stored one
+            if isinstance(value, Tensor):
+                value = value.clone()
+            state.setdefault(places[parameter], {})[key] = value
         optimizer: torch.optim.Optimizer = made(parameters)  # type: ignore[call-arg]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
         return optimizer

@@ -109,18 +109,24 @@ class StudentPostmortem:
 
         BundleError if a model cannot be loaded, or is not the recorded one.
         """
-        folder, settings = self.postmortem.folder, self.entry["settings"]
-        base, recorded = self.entry["base"], self.postmortem.record["device"]
-        name = base if name is None else name
+        folder = self.postmortem.folder
+        settings = self.entry["settings"]
+        base = self.entry["base"]
+        recorded = self.postmortem.record["device"]
+        if name is None:
+            name = base
         # statistics of 4-bit weights are rounded differently on CPU and GPU
         device = "cpu" if recorded == "cpu" else None
-        teacher, precision = None, settings.get("teacher_precision")
         attention = settings.get("attn_implementation")
-        attention = attention if attention in ATTENTIONS else "sdpa"
+        if attention not in ATTENTIONS:
+            attention = "sdpa"
+        teacher = None
+        precision = settings.get("teacher_precision")
         try:
             model, _ = load_base(
                 name, device=device, attn_implementation=attention, **self.recipe.arguments
             )
+            # then and now: a model of the same name may have changed
             hashes = {"base": (self.entry["base_hash"], base_hash(model))}
             if precision is not None:
                 attention = settings.get("teacher_attention", attention)
@@ -156,7 +162,8 @@ def read_student(folder: str | Path) -> StudentPostmortem:
         CheckpointError: a file is damaged.
     """
     postmortem = read_postmortem(folder)
-    path, entry = postmortem.folder / POSTMORTEM, postmortem.record["student"]
+    path = postmortem.folder / POSTMORTEM
+    entry = postmortem.record["student"]
     if entry is None:
         raise BundleError(
             f"{path} is from your own guarded loop; replay it in Python:"
@@ -182,8 +189,9 @@ def _check_rows(inputs: Mapping[str, Any], size: int) -> None:
     rows = dict(inputs)
     teacher = rows.pop(TEACHER, None)
     kinds = {(tensor.dtype, tensor.shape) for tensor in rows.values()}
-    expected = {(torch.int64, torch.Size([size, rows["input_ids"].shape[-1]]))}
-    if {*rows, "documents"} != set(ROW_TENSORS) or kinds != expected:
+    expected = (torch.int64, (size, rows["input_ids"].shape[-1]))
+    present = {*rows, "documents"}  # which only packed rows have
+    if present != set(ROW_TENSORS) or kinds != {expected}:
         names = ", ".join(ROW_TENSORS)
         raise ValueError(f"a micro-batch of {size} samples does not hold {names} as int64 [B, T]")
     if teacher is not None:

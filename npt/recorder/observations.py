@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -105,20 +106,22 @@ class Observations:
         call = self._calls[site.name, stage, direction]
         if call > 1:
             stage = f"{stage}{'#' if direction == 'forward' else '@'}{call}"
-        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        self.entries.append(Entry(site, stage, direction, shape, dtype, summary))
-        return self.entries[-1]
+        shape = tuple(tensor.shape)
+        entry = Entry(site, stage, direction, shape, dtype_name(tensor.dtype), summary)
+        self.entries.append(entry)
+        return entry
 
     def add_update(self, reduced: Reduced, after: Tensor, state: Reduced) -> None:
         """Note in a tensor's last row what it adds to the state that it was made from."""
         tensor = state.unchanged()
-        if tensor is None or after.shape != tensor.shape or after.device != tensor.device:
+        if tensor is None or not after.is_floating_point():
             return
-        if not after.is_floating_point():
+        if after.shape != tensor.shape or after.device != tensor.device:
             return
-        pair = reduced.summary, state.summary
+        pair = (reduced.summary, state.summary)
         if pair not in self._updates:
-            self._updates[pair] = self.summarise(after.detach() - tensor.detach(), self.valid)
+            added = after.detach() - tensor.detach()
+            self._updates[pair] = self.summarise(added, self.valid)
         self.entries[reduced.entries[-1]].update = self._updates[pair], state.summary
 
     def add_saturation(
@@ -147,7 +150,7 @@ class Observations:
             here = [i for i, vector in enumerate(self._numbers) if vector.device == device]
             read = iter(torch.cat([self._numbers[i] for i in here]).tolist())
             for i in here:
-                numbers[i] = [next(read) for _ in range(self._numbers[i].numel())]
+                numbers[i] = list(itertools.islice(read, self._numbers[i].numel()))
         return tuple(_row(entry, numbers) for entry in self.entries)
 
 
@@ -167,11 +170,12 @@ def _row(entry: Entry, numbers: list[list[float]]) -> Row:
     counts = {name: int(values.pop(name)) for name in FIELDS[:4]}
     finite = counts["count"] - counts["nan"] - counts["pos_inf"] - counts["neg_inf"]
     values["absmax"] = max(abs(values["min"]), abs(values["max"]))
+    # the statistics of no element are NaN, which JSON does not have
     if not finite:
         values = dict.fromkeys(values)
     ratio = None
     if entry.update is not None:
-        added, state = (numbers[i][FIELDS.index("rms")] for i in entry.update)
+        added, state = (numbers[summary][-1] for summary in entry.update)  # the RMS
         ratio = added / state if state > 0 and added >= 0 else None  # None if one is NaN
     return Row(
         module=entry.site.name,

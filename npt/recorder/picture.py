@@ -42,8 +42,8 @@ def write_pictures(records: Iterable[Record], folder: Path, *, refused: int = 0)
         folder: where the files go.
         refused: how many micro-batches the guard refused in the run, for the page.
     """
-    ordered = sorted(records, key=lambda record: (record.step, record.micro_batch))
-    ordered = [record for record in ordered if any("float" in row.dtype for row in record.rows)]
+    ordered = [record for record in records if _drawn([record])]
+    ordered.sort(key=lambda record: (record.step, record.micro_batch))
     if not ordered:
         raise ValueError("no record has a tensor, so there is nothing to draw; record a step first")
     picture = _png(ordered)
@@ -69,24 +69,22 @@ def _png(records: Sequence[Record]) -> bytes:
     lines = short_names(dict.fromkeys(row.cell[0] for row in rows))
     columns = list(dict.fromkeys(row.cell[1] for row in rows))
     directions = list(dict.fromkeys(row.direction for row in rows))
-    width, height = max(2.5, min(5, 0.13 * len(columns))), max(1.5, min(9, 0.14 * len(lines)))
-    across, down = min(len(records), 2), math.ceil(len(records) / 2)
-    size = 2 + across * (width + 0.2), 2 + len(directions) * down * (height + 0.5)
+    # of one map, in inches: a label needs 0.13
+    width = max(2.5, min(5, 0.13 * len(columns)))
+    height = max(1.5, min(9, 0.14 * len(lines)))
+    across = min(len(records), 2)
+    down = len(directions) * math.ceil(len(records) / 2)
+    size = (2 + across * (width + 0.2), 2 + down * (height + 0.5))
     # without the user's settings of matplotlib, and with `$` in a name as text
     settings = matplotlib.rc_context(_SETTINGS)
     with matplotlib.style.context("default"), settings, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=size, layout="constrained")
-        grids = figure.subplots(
-            len(directions) * down, across, sharex=True, sharey=True, squeeze=False
-        )
+        grids = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+        # the maps of one direction share a colour scale; after an odd number one place is empty
         blocks = grids.reshape(len(directions), -1)
         for block, direction in zip(blocks, directions, strict=True):
-            sizes = [math.log10(r.rms) for r in rows if r.direction == direction and r.rms]
-            sizes = [size for size in sizes if math.isfinite(size)]
-            # so that one exploded tensor does not make all others look alike
-            low, high = np.quantile(sizes or [0.0], (0.02, 0.98))
-            ends = low - 0.2, high + 0.2
+            ends = _ends([row for row in rows if row.direction == direction])
             for axes, record in zip(block, records, strict=False):
                 image = _paint(axes, record, direction, list(lines), columns, ends)
             for axes in block[len(records) :]:
@@ -100,6 +98,16 @@ def _png(records: Sequence[Record]) -> bytes:
         stream = io.BytesIO()
         figure.savefig(stream, format="png", dpi=96, metadata={"Software": None})
     return stream.getvalue()
+
+
+def _ends(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the ends of a colour scale for log10 of the RMS, chosen so that one exploded tensor
+    does not make all others look alike.
+    """
+    sizes = [math.log10(row.rms) for row in rows if row.rms]
+    finite = [size for size in sizes if math.isfinite(size)]
+    low, high = np.quantile(finite or [0.0], (0.02, 0.98))
+    return low - 0.2, high + 0.2
 
 
 def _paint(
@@ -117,23 +125,30 @@ def _paint(
 
     sizes, bad = np.full((2, len(lines), len(columns)), np.nan)
     first = None
-    for row in (r for r in record.rows if r.direction == direction and "float" in r.dtype):
-        at = lines.index(row.cell[0]), columns.index(row.cell[1])
+    for row in _drawn([record]):
+        if row.direction != direction:
+            continue
+        name, stage = row.cell
+        at = (lines.index(name), columns.index(stage))
         if not row.finite:
-            bad[at], first = 1.0, first or at
+            bad[at] = 1.0
+            first = first or at
         elif row.rms is not None:
-            sizes[at] = np.fmax(sizes[at], math.log10(row.rms) if row.rms > 0 else -math.inf)
+            size = math.log10(row.rms) if row.rms > 0 else -math.inf
+            sizes[at] = np.fmax(sizes[at], size)  # NaN is no size yet
     look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     image = axes.imshow(np.clip(sizes, -400, 400), vmin=ends[0], vmax=ends[1], **look)
     axes.imshow(bad, cmap=ListedColormap([BAD]), **look)
     # a cross, for readers who cannot tell red from the colour scale
-    axes.plot(*np.argwhere(bad == 1).T[::-1], "x", color="white", markersize=3)
+    bad_lines, bad_columns = np.nonzero(bad == 1)
+    axes.plot(bad_columns, bad_lines, "x", color="white", markersize=3)
     title = f"step {record.step}"
     if record.micro_batch:
         title += f", micro-batch {record.micro_batch}"
     if first is not None:
-        axes.plot(first[1], first[0], "s", markerfacecolor="none", color=INK, markersize=7)
-        name = clean(f"{short_names(lines)[lines[first[0]]]} {columns[first[1]]}", 30)
+        line, column = first
+        axes.plot(column, line, "s", markerfacecolor="none", color=INK, markersize=7)
+        name = clean(f"{short_names(lines)[lines[line]]} {columns[column]}", 30)
         title += f"\n{int(np.nansum(bad))} not finite, first: {name}"
     axes.set_title(title, color=INK if first is None else BAD)
     return image
@@ -148,20 +163,25 @@ def _ticks(axis: Any, names: Sequence[str], inches: float, **look: Any) -> None:
 def _page(records: Sequence[Record], picture: bytes, refused: int) -> str:
     """Return the page."""
     bad = [(record.step, row) for record in records for row in record.bad]
-    exploded = [(record.step, g) for record in records for g in explosions(record)]
+    exploded = [(record.step, growth) for record in records for growth in explosions(record)]
     grown = [(record.step, growth) for record in records for growth in growths(record)]
-    grown = sorted(grown, key=lambda pair: -pair[1].growth)[:10]
+    grown.sort(key=lambda pair: -pair[1].growth)
     total = sum(len(record.rows) for record in records)
-    kind, finding = "good", f"All {total:,} recorded tensors are finite, and none exploded"
+    # the worst that was found, and what to do about it
+    kind = "good"
+    finding = f"All {total:,} recorded tensors are finite, and none exploded"
     advice = "If the loss still diverges, look for a layer that grows."
     if bad:
-        kind, (step, first) = "bad", bad[0]
+        kind = "bad"
+        step, first = bad[0]
         where = "" if first.layer is None else f" in layer {first.layer}"
         what = "gradient of " if first.direction == "gradient" else ""
         finding = f"First non-finite tensor: {what}{first.name}{where} at step {step}"
         advice = "Next: find the operation with npt replay POSTMORTEM or npt.trace(model, batch)."
     elif exploded:
-        kind, finding = "warn", "Largest explosion of step {}: {}".format(*exploded[0])
+        kind = "warn"
+        step, largest = exploded[0]
+        finding = f"Largest explosion of step {step}: {largest}"
         advice = "Next: lower the learning rate, and record the steps before this one."
     elif refused:
         kind = "warn"
@@ -186,7 +206,7 @@ def _page(records: Sequence[Record], picture: bytes, refused: int) -> str:
         factor=FACTOR,
         grown=[
             (step, f"× {g.growth:.3g}", f"{g.after.rms:.3g}", g.after.name, g.before.name)
-            for step, g in grown
+            for step, g in grown[:10]
         ],
         image=Markup(f"data:image/png;base64,{base64.b64encode(picture).decode()}"),
     )
@@ -209,17 +229,21 @@ def _layers_by_step(records: Sequence[Record]) -> list[tuple[str, list[tuple[str
     sizes, bad = np.zeros((2, len(lines), len(records)))
     for column, record in enumerate(records):
         for row in _drawn([record]):
-            at = places[row.cell[0]], column
+            line, _ = row.cell
+            at = (places[line], column)
             bad[at] += not row.finite
             if row.direction == "forward":
                 sizes[at] = np.fmax(sizes[at], row.rms or 0.0)
     coloured = np.isfinite(sizes) & (bad == 0)
+    # at least the smallest fp32, so that the scale has an end if all numbers are 0
     high = float(np.max(sizes, where=coloured, initial=1e-45))
 
     def cell(size: float, count: float) -> tuple[str, str]:
-        return (
-            ("hn", f"{count:.0f} bad") if count else (colour(size, high), number(size or None, 3))
-        )
+        if count:
+            return "hn", f"{count:.0f} bad"
+        return colour(size, high), number(size or None, 3)
 
-    grid = zip(sizes.tolist(), bad.tolist(), strict=True)
-    return [(name, list(map(cell, *row))) for name, row in zip(lines.values(), grid, strict=True)]
+    grid = []
+    for place, name in enumerate(lines.values()):
+        grid.append((name, list(map(cell, sizes[place].tolist(), bad[place].tolist()))))
+    return grid

@@ -9,6 +9,7 @@ model stays far below. fp16 overflows at 65,504, so a tensor near 1 is reported 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,7 @@ def explosions(record: Record, factor: float = FACTOR) -> list[Explosion]:
     """
     grown = [g for g in growths(record) if g.growth > factor and (g.after.rms or 0.0) >= _SMALL]
     names = {growth.after.module for growth in grown}
-    return [g for g in grown if not any(_contains(g.after.module, name) for name in names)]
+    return [growth for growth in grown if not _contains(growth.after.module, names)]
 
 
 def gradients(record: Record) -> list[Row]:
@@ -66,7 +67,9 @@ def gradients(record: Record) -> list[Row]:
     largest norm first.
     """
     rows = [row for row in record.rows if row.direction == "gradient"]
-    return sorted(rows, key=lambda row: (row.finite, -(row.norm or 0.0) if row.finite else 0.0))
+    finite = [row for row in rows if row.finite]
+    finite.sort(key=lambda row: -(row.norm or 0.0))
+    return [row for row in rows if not row.finite] + finite
 
 
 def worst_rows(record: Record, most: int = 10) -> list[Row]:
@@ -76,8 +79,9 @@ def worst_rows(record: Record, most: int = 10) -> list[Row]:
     """
     made = [row for row in record.rows if "float" in row.dtype and not row.stage.startswith("in")]
     made.sort(key=lambda row: -(row.absmax or 0.0) / torch.finfo(getattr(torch, row.dtype)).max)
+    exploded = [explosion.after for explosion in explosions(record)]
     found: dict[tuple[object, ...], Row] = {}
-    for row in (*record.bad, *(explosion.after for explosion in explosions(record)), *made):
+    for row in (*record.bad, *exploded, *made):
         found.setdefault((row.direction, row.nan, row.min, row.max), row)
     return [*found.values()][:most]
 
@@ -104,5 +108,7 @@ def worst(record: Record) -> str:
     return message
 
 
-def _contains(outer: str, inner: str) -> bool:
-    return inner != outer and (outer == "" or inner.startswith(f"{outer}."))
+def _contains(module: str, others: Iterable[str]) -> bool:
+    """Return whether the module contains another of these; "" is the model itself."""
+    inside = f"{module}." if module else ""
+    return any(other != module and other.startswith(inside) for other in others)

@@ -123,8 +123,9 @@ def short_names(lines: Iterable[str]) -> dict[str, str]:
     """Return the last part of each name, or all of it if several end alike. A part of the model
     may be called `model`, so the model is the whole one.
     """
-    tails = {line: line.rpartition(".")[2] for line in lines}
-    times = Counter(tails.values())
-    return {
-        line: (tail if times[tail] == 1 else line) or "whole model" for line, tail in tails.items()
-    }
+    names = {line: line.rpartition(".")[2] for line in lines}
+    times = Counter(names.values())
+    for line, tail in names.items():
+        name = tail if times[tail] == 1 else line
+        names[line] = name or "whole model"
+    return names

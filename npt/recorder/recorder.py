@@ -101,7 +101,9 @@ class Recorder:
             # once, so that no reduction waits for the copy
             device = next((p.device for p in model.parameters()), valid.device)
             valid = valid.detach().bool().to(device)
-        self.model, self.gradients, self._valid = model, gradients, valid
+        self.model = model
+        self.gradients = gradients
+        self._valid = valid
         self._hooks: ExitStack | None = None
         self._tensor_hooks: list[RemovableHandle] = []
         self._forget()
@@ -126,15 +128,18 @@ class Recorder:
             handle.remove()
         if self._hooks is not None:
             self._hooks.close()
-        self._tensor_hooks, self._hooks = [], None
-        self._sources, self._stages = {}, {}
+        self._tensor_hooks = []
+        self._hooks = None
+        self._sources = {}
+        self._stages = {}
 
     def record(self, step: int = 0, micro_batch: int = 0) -> Record:
         """Return everything observed since the block began or the last call, and clear it.
 
         This is the only time that the host waits for the device.
         """
-        rows, skipped = self._observed.rows(), self.skipped
+        rows = self._observed.rows()
+        skipped = self.skipped
         self._forget()
         self.skipped = skipped
         self._tensor_hooks = [
@@ -158,16 +163,21 @@ class Recorder:
             if isinstance(module, NPTAdapter):
                 hooks.callback(setattr, module, "observer", module.observer)
                 module.observer = self._observer(site, module)
-        for name, parameter in self.model.named_parameters() if self.gradients else ():
+        if not self.gradients:
+            return
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             # A parameter in a ParameterList or ParameterDict belongs to the module around it:
             # `npt.B.gate` is `B.gate` of `npt`.
-            owner = name.rpartition(".")[0]
+            owner, _, _ = name.rpartition(".")
             while owner and isinstance(modules[owner], nn.ParameterDict | nn.ParameterList):
-                owner = owner.rpartition(".")[0]
-            if parameter.requires_grad:
-                site, stage = sites[owner], name[len(owner) :].lstrip(".")
-                look = partial(self._quietly, site, f"gradient of {stage}", self._gradients)
-                hooks.enter_context(parameter.register_hook(partial(look, [(site, stage)], None)))
+                owner, _, _ = owner.rpartition(".")
+            site = sites[owner]
+            stage = name.removeprefix(owner).lstrip(".")
+            look = partial(self._gradients, [(site, stage)], None)  # a weight has no padding
+            quietly = partial(self._quietly, site, f"gradient of {stage}", look)
+            hooks.enter_context(parameter.register_hook(quietly))
 
     def _observer(self, site: Site, adapter: NPTAdapter) -> Callable[[dict[str, Any]], None]:
         """Return an observer of an NPT layer's stages that also calls the present one."""
@@ -205,20 +215,22 @@ class Recorder:
                 continue
             reduced = self._observed.find(tensor)
             if reduced is None:
-                reduced = self._add(site, "in" if name == main else f"in.{name}", tensor)
+                stage = "in" if name == main else f"in.{name}"
+                reduced = self._add(site, stage, tensor)
             if name == main and site.grows and tensor.is_floating_point():
                 self._sources[site.name] = reduced
 
     def _outputs(self, site: Site, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         source = self._sources.pop(site.name, None)
-        for position, (name, tensor) in enumerate(tensors_in(output)):
-            if position == 0:
-                stage = "out" if name in ("", "0") else f"out.{name}"
-                first = None if source is None else source.entries[0]
-                reduced = self._add(site, stage, tensor, first)
-                if site.element and source is not None:
-                    self._observed.add_update(reduced, tensor, source)
-            elif self._observed.find(tensor) is None:
+        outputs = list(tensors_in(output))
+        for name, tensor in outputs[:1]:
+            stage = "out" if name in ("", "0") else f"out.{name}"
+            first = None if source is None else source.entries[0]
+            reduced = self._add(site, stage, tensor, first)
+            if site.element and source is not None:
+                self._observed.add_update(reduced, tensor, source)
+        for name, tensor in outputs[1:]:
+            if self._observed.find(tensor) is None:
                 self._add(site, f"out.{name}", tensor)
 
     def _add_stages(
@@ -234,7 +246,8 @@ class Recorder:
         stages = self._stages.setdefault(site.name, {})
         made_of = stages.get(_MADE_OF.get(stage, ""))
         source = None if made_of is None else made_of.entries[-1]
-        stages[stage] = reduced = self._add(site, stage, tensor, source)
+        reduced = self._add(site, stage, tensor, source)
+        stages[stage] = reduced
         if stage.startswith("m_"):
             middle, half = adapter.config.multiplier_spread
             self._observed.add_saturation(reduced, tensor, middle, SATURATED * half)
@@ -253,7 +266,9 @@ class Recorder:
 
     def _watch(self, site: Site, stage: str, tensor: Tensor, rows: list[int]) -> None:
         """Record the gradient of `tensor` under every name that it has by then."""
-        valid, entries = self._observed.valid, self._observed.entries
+        # those of this pass: `record` may be called before the gradient comes
+        valid = self._observed.valid
+        entries = self._observed.entries
 
         def look(gradient: Tensor) -> None:
             names = [(entries[row].site, entries[row].stage) for row in rows]

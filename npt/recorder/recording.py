@@ -32,7 +32,9 @@ class Recording:
     """
 
     def __init__(self, folder: str | Path, steps: str, say: Callable[[str], None] = print):
-        self.folder, self.steps, self.say = Path(folder), steps, say
+        self.folder = Path(folder)
+        self.steps = steps
+        self.say = say
         self._ranges = parse_steps(steps, "steps")
         self._tried: set[int] = set()
         self._files: list[Path] = []
@@ -74,7 +76,8 @@ class Recording:
                 self.say(f"  {row}")
 
     def stop(self) -> Recorder | None:
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
+        self._recorder = None
         if recorder is not None:
             recorder.__exit__()
         return recorder
@@ -92,9 +95,12 @@ class Recording:
     def draw(self) -> None:
         if not self._files:
             return
-        last, gaps = len(self._files) - 1, PICTURED - 1 - len(self._bad)
-        chosen = self._bad | {round(i * last / gaps) for i in range(gaps + 1)}
-        files = self._files if last < PICTURED else [self._files[i] for i in sorted(chosen)]
+        files = self._files
+        last = len(files) - 1
+        if last >= PICTURED:
+            gaps = PICTURED - 1 - len(self._bad)
+            spread = {round(i * last / gaps) for i in range(gaps + 1)}
+            files = [files[i] for i in sorted(spread | self._bad)]
         with self._survived(f"the records in {self.folder} could not be drawn"):
             from npt.recorder.picture import write_pictures  # loads matplotlib
 

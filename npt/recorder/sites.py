@@ -37,16 +37,19 @@ def sites_of(modules: Mapping[str, Any]) -> dict[str, Site]:
     """Return a site for each module in `named_modules`, by name."""
     sites = {}
     for name, module in modules.items():
+        kind = type(module).__name__.lower()
+        layer = None
+        element = False
         parts = name.split(".") if name else []
-        listed = [
-            isinstance(modules.get(".".join(parts[:depth])), nn.ModuleList)
-            for depth in range(len(parts))
-        ]
+        for depth, part in enumerate(parts):
+            element = isinstance(modules.get(".".join(parts[:depth])), nn.ModuleList)
+            if element and layer is None:  # an expert in a list of its own is no layer
+                layer = int(part)
         sites[name] = Site(
             name=name,
-            layer=int(parts[listed.index(True)]) if any(listed) else None,
-            element=bool(listed) and listed[-1],
-            grows=not any(word in type(module).__name__.lower() for word in ("norm", "embedding")),
+            layer=layer,
+            element=element,
+            grows="norm" not in kind and "embedding" not in kind,
             parameters=_parameters(module.__class__),
         )
     return sites
@@ -68,7 +71,10 @@ def named_inputs(
     """Return a module's input tensors by parameter name, and the name of the main one: one of the
     usual names, else the first.
     """
+    # those of *args have numbers for names
     names = (*site.parameters, *map(str, range(len(site.parameters), len(args))))
-    inputs = dict(tensors_in({**dict(zip(names, args, strict=False)), **kwargs}))
-    candidates = (*_MAIN_INPUTS, *(name for name in inputs if "mask" not in name))
-    return inputs, next((name for name in candidates if name in inputs), "")
+    given = dict(zip(names, args, strict=False))
+    inputs = dict(tensors_in({**given, **kwargs}))
+    unmasked = [name for name in inputs if "mask" not in name]
+    main = next((name for name in (*_MAIN_INPUTS, *unmasked) if name in inputs), "")
+    return inputs, main

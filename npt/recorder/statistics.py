@@ -20,7 +20,8 @@ FIELDS = ("count", "nan", "pos_inf", "neg_inf", "min", "max", "mean", "std", "rm
 
 # Between these sizes no sum of squares overflows fp32, and squares that underflow are too small to
 # matter.
-_SMALLEST, _LARGEST = 1e-12, 1e15
+_SMALLEST = 1e-12
+_LARGEST = 1e15
 
 
 def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -33,10 +34,11 @@ def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
     # a dtype that holds every element and supports the reductions
     exact = values.is_floating_point() and values.dtype != torch.float64
     values = values.to(torch.float32 if exact else torch.float64)
-    sizes = _sizes(values.reshape(-1)) if _readable(values) and values.numel() else None
-    if sizes is None:
-        return _by_selection(values, mask)
-    return torch.tensor([values.numel(), 0, 0, 0, *sizes], dtype=torch.float64, device="cpu")
+    if _readable(values) and (count := values.numel()):
+        sizes = _sizes(values.reshape(-1))
+        if sizes is not None:
+            return torch.tensor([count, 0, 0, 0, *sizes], dtype=torch.float64, device="cpu")
+    return _by_selection(values, mask)
 
 
 def share_beyond(
@@ -47,8 +49,10 @@ def share_beyond(
     """
     values, mask = _elements(tensor, valid)
     beyond = (values - centre).abs() > distance
-    beyond = beyond if mask is None else beyond & mask
-    total = max(1, values.numel()) if mask is None else mask.sum().clamp_min(1)
+    total: int | Tensor = max(1, values.numel())
+    if mask is not None:
+        beyond &= mask
+        total = mask.sum().clamp_min(1)
     return (beyond.sum().to(torch.float64) / total).reshape(1)
 
 
@@ -62,7 +66,8 @@ def _elements(tensor: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | No
     valid = valid.to(values.device)
     if _readable(values):
         return values[valid], None
-    return values, valid.reshape(*valid.shape, *(1,) * (values.ndim - 2)).expand_as(values)
+    mask = valid.reshape(*valid.shape, *[1] * (values.ndim - 2))  # [B, T, 1, ...]
+    return values, mask.expand_as(values)
 
 
 def _readable(values: Tensor) -> bool:
@@ -74,17 +79,18 @@ def _sizes(flat: Tensor) -> tuple[float, ...] | None:
     """Return min, max, mean, std and RMS; None if an element is non-finite or too large or small
     to be squared.
     """
-    low, high = (float(end) for end in torch.aminmax(flat))
+    low, high = map(float, torch.aminmax(flat))
     size = max(abs(low), abs(high))
     if size != 0.0 and not _SMALLEST <= size <= _LARGEST:  # true of NaN as well
         return None
     n = flat.numel()
-    mean, square = float(flat.sum()) / n, float(torch.dot(flat, flat)) / n
+    mean = float(flat.sum()) / n
+    square = float(torch.dot(flat, flat)) / n
     variance = square - mean * mean
     if variance < 0.01 * square:  # most digits cancelled
         centred = flat - mean
-        rest = float(torch.dot(centred, centred)) / n - (float(centred.sum()) / n) ** 2
-        variance = max(0.0, rest)
+        off = float(centred.sum()) / n  # by which the rounded mean is wrong
+        variance = max(0.0, float(torch.dot(centred, centred)) / n - off**2)
     return low, high, mean, math.sqrt(variance), math.sqrt(square)
 
 
@@ -94,19 +100,23 @@ def _by_selection(values: Tensor, mask: Tensor | None) -> Tensor:
     if values.numel() == 0:
         return torch.tensor([0.0] * 4 + [math.nan] * 5, dtype=wide, device=values.device)
     chosen = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    counts = [chosen.sum()]
+    for bad in (values != values, values == math.inf, values == -math.inf):
+        counts.append((bad & chosen).sum())
+    # selected, not multiplied by a mask: Inf times 0 is NaN
     finite = torch.isfinite(values) & chosen
-    bads = (values != values, values == math.inf, values == -math.inf)
-    counts = [chosen.sum(), *((bad & chosen).sum() for bad in bads)]
     n = finite.sum()
     low = torch.where(finite, values, math.inf).amin()
     high = torch.where(finite, values, -math.inf).amax()
+    # so that no square overflows or underflows
     size = torch.maximum(low.abs(), high.abs())
     scale = torch.where((n > 0) & (size > 0), size, 1.0)
     scaled = torch.where(finite, values, 0.0) / scale
     mean = scaled.sum(dtype=wide) / n
-    variance = torch.where(finite, scaled - mean.to(values.dtype), 0.0).square().sum(dtype=wide) / n
-    scale = scale.to(wide)
-    rms = (variance + mean * mean).sqrt() * scale
-    sizes = [low.to(wide), high.to(wide), mean * scale, variance.sqrt() * scale, rms]
-    kept = [torch.where(n > 0, value, math.nan) for value in sizes]
-    return torch.stack([*(count.to(wide) for count in counts), *kept])
+    # the variance of what is centred, since a difference of two squares cancels
+    centred = torch.where(finite, scaled - mean.to(values.dtype), 0.0)
+    variance = centred.square().sum(dtype=wide) / n
+    rms = (variance + mean * mean).sqrt()
+    scaled_back = torch.stack([mean, variance.sqrt(), rms]) * scale.to(wide)
+    sizes = torch.cat([torch.stack([low, high]).to(wide), scaled_back])
+    return torch.cat([torch.stack(counts).to(wide), torch.where(n > 0, sizes, math.nan)])

@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 400, 220  # CSS pixels: as wide as a phone; a chart grows with the page
+WIDTH = 400  # CSS pixels: as wide as a phone; a chart grows with the page
+HEIGHT = 220
 MARKS = 240  # about the most marks of one kind, evenly chosen
 DOTS = 80  # a line of at most so many points has a dot for each
-LARGEST, SMALLEST = 1e100, 1e-100  # numbers beyond are drawn at the end of the scale
+LARGEST = 1e100  # numbers beyond are drawn at the end of the scale
+SMALLEST = 1e-100
 
 FLAT = 0.02  # of the room around them: numbers this close are drawn as a flat line
 
-SOFT, LINE, SECOND, BAD = "#59636e", "#0a58a8", "#a35200", "#c5162a"
-
+SOFT = "#59636e"
+BAD = "#c5162a"
+_LOOKS = (("#0a58a8", "-"), ("#a35200", "--"), (SOFT, ":"))  # colour and dashes of each line
 _SETTINGS = Path(__file__).parent / "templates" / "charts.mplstyle"
 
 
@@ -45,7 +48,8 @@ class Chart:
     figure: Figure
     label: str
     svg: str
-    width, height = WIDTH, HEIGHT
+    width = WIDTH
+    height = HEIGHT
 
     @property
     def address(self) -> Markup:
@@ -63,8 +67,12 @@ def _with_style(drawn: str) -> str:
 def drawable(values: Any, log: bool = False) -> np.ndarray:
     """Return numbers as float64, with NaN for those that the scale cannot show."""
     numbers = np.array(values, np.float64)
-    kept = np.isfinite(numbers) & ((numbers > 0) | (not log))
-    return np.clip(np.where(kept, numbers, math.nan), SMALLEST if log else -LARGEST, LARGEST)
+    kept = np.isfinite(numbers)
+    lowest = -LARGEST
+    if log:
+        kept &= numbers > 0
+        lowest = SMALLEST
+    return np.clip(np.where(kept, numbers, math.nan), lowest, LARGEST)
 
 
 def scale(axes: Axes, values: Sequence[float], log: bool | None = None) -> bool:
@@ -75,19 +83,24 @@ def scale(axes: Axes, values: Sequence[float], log: bool | None = None) -> bool:
 
     numbers = drawable(values, bool(log))
     numbers = numbers[np.isfinite(numbers)]
-    low, high = (float(numbers.min()), float(numbers.max())) if len(numbers) else (1.0, 1.0)
-    log = low > 0 and high > 8 * low if log is None else log
+    if not len(numbers):
+        numbers = np.ones(1)
+    low = float(numbers.min())
+    high = float(numbers.max())
+    if log is None:
+        log = low > 0 and high > 8 * low
     if log:
         axes.set_yscale("log")
+        # over two decades and more the ticks between powers of ten would be too many
         subs = (1, 2, 5) if high < 100 * low else (1,)
         axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=6))
         axes.yaxis.set_minor_locator(NullLocator())
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        around = 0.05 * max(abs(low), abs(high))
-        if high - low < FLAT * around:  # ticks between them would differ in the fifth digit
-            axes.set_ylim(low - around, high + around)
-    return log
+        return True
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    around = 0.05 * max(abs(low), abs(high))
+    if high - low < FLAT * around:  # ticks between them would differ in the fifth digit
+        axes.set_ylim(low - around, high + around)
+    return False
 
 
 Series = tuple[str, Sequence[float], Sequence[float]]
@@ -107,10 +120,12 @@ def lines(
     with matplotlib.rc_context(fname=_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
-        # in pixels from the left and the top; the left margin has room for tick labels
-        axes = figure.add_axes((60 / WIDTH, 1 - 160 / HEIGHT, (WIDTH - 74) / WIDTH, 140 / HEIGHT))
+        left = 60 / WIDTH  # room for tick labels
+        bottom = 1 - 160 / HEIGHT
+        axes = figure.add_axes((left, bottom, (WIDTH - 74) / WIDTH, 140 / HEIGHT))
         _draw(axes, unit, series, log, x, marks)
         stream = io.StringIO()
+        # a date would make every file another one
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(stream, format="svg", metadata=nothing)
     label = clean(_words(heading, series[0][2], len(marks)))
@@ -125,40 +140,48 @@ def _draw(
 
     log = scale(axes, [value for _, _, values in series for value in values], log)
     axes.set_title(unit + (", logarithmic" if log else ""), color=SOFT)
-    across = axes.get_xaxis_transform()
-    for (name, places, values), colour, dash in zip(
-        series, (LINE, SECOND, SOFT), ("-", "--", ":"), strict=False
-    ):
-        at, numbers = np.asarray(places), np.asarray(values, np.float64)
-        at, numbers = at[~np.isnan(numbers)], numbers[~np.isnan(numbers)]
-        heights, broken = drawable(numbers, log), at[np.isinf(numbers)]
-        marker = "o" if len(heights) <= DOTS else ""
-        axes.plot(at, heights, dash, color=colour, label=name, marker=marker, markersize=3)
-        if len(broken):
-            broken = broken[:: 1 + len(broken) // MARKS]
-            height = np.full(len(broken), 0.95)
-            axes.plot(broken, height, "x", color=BAD, label="not finite", transform=across)
-    if len(marks):
-        marks = marks[:: 1 + len(marks) // MARKS]
-        height = np.full(len(marks), 0.03)
-        axes.plot(marks, height, "^", color=BAD, label="refused", transform=across)
+    for (name, places, values), (colour, dashes) in zip(series, _LOOKS, strict=False):
+        numbers = np.asarray(values, np.float64)
+        there = ~np.isnan(numbers)
+        numbers = numbers[there]
+        at = np.asarray(places)[there]
+        # dots show single points, and hide the course of many
+        marker = "o" if len(at) <= DOTS else ""
+        heights = drawable(numbers, log)
+        axes.plot(at, heights, dashes, color=colour, label=name, marker=marker, markersize=3)
+        _mark(axes, at[np.isinf(numbers)], 0.95, "x", "not finite")
+    _mark(axes, marks, 0.03, "^", "refused")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == int(value) else "")
     ticks = axes.get_yticks()
-    digits = next((n for n in (4, 5) if len({number(y, n) for y in ticks}) == len(ticks)), 6)
+    for digits in (4, 5, 6):  # as many as tell the ticks apart
+        if len({number(tick, digits) for tick in ticks}) == len(ticks):
+            break
     axes.yaxis.set_major_formatter(lambda value, _: number(value, digits))
     axes.set_xlabel(x)
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=4)
 
 
+def _mark(axes: Axes, places: Any, height: float, sign: str, label: str) -> None:
+    """Draw a row of red signs at these places, at this share of the chart's height."""
+    if not len(places):
+        return
+    places = places[:: 1 + len(places) // MARKS]
+    heights = np.full(len(places), height)
+    across = axes.get_xaxis_transform()
+    axes.plot(places, heights, sign, color=BAD, label=label, transform=across)
+
+
 def _words(heading: str, values: Sequence[float], refusals: int) -> str:
     """Describe a chart for screen readers."""
     finite = [value for value in values if math.isfinite(value)]
-    bad = sum(math.isinf(value) for value in values)
     words = f"{heading}: no finite value"
     if finite:
-        low, high = number(min(finite)), number(max(finite))
-        words = f"{heading}: first {number(finite[0])}, last {number(finite[-1])}, {low} to {high}"
-    words += f", {bad:,} times not finite" if bad else ""
-    return words + (f"; {refusals:,} refusals" if refusals else "")
+        ends = f"first {number(finite[0])}, last {number(finite[-1])}"
+        words = f"{heading}: {ends}, {number(min(finite))} to {number(max(finite))}"
+    if bad := sum(math.isinf(value) for value in values):
+        words += f", {bad:,} times not finite"
+    if refusals:
+        words += f"; {refusals:,} refusals"
+    return words

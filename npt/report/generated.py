@@ -63,24 +63,36 @@ def _text(
     title: str, measured: Mapping[str, Any], change: np.ndarray, high: float
 ) -> dict[str, Any]:
     finite = np.isfinite(change)
+    counts = finite.sum(axis=1)
+    # the mean over the layers that have a finite number; NaN, and so no colour, if none has
     sums = np.where(finite, change, 0).sum(axis=1)
-    means = np.where(finite.any(axis=1), sums / np.maximum(finite.sum(axis=1), 1), np.nan)
-    tokens, rows = [], []
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    tokens = []
+    rows = []
     for i, text in enumerate(measured["tokens"]):
-        kind = f"{colour(means[i], high)}{' q' * (i < measured.get('start', 0))}"
-        hint = f"token {i + 1}, change {number(means[i], 3)}"
-        if i:
-            first = [measured[f"{who}_first"][i] for who in ("teacher", "student")]
-            hint += f"; most likely: teacher {visible(first[0])}, student {visible(first[1])}"
-        if "active" in measured:
-            hint += "".join(map(_numbers, measured["layers"], measured["active"][i]))
+        kind = colour(means[i], high)
+        if i < measured.get("start", 0):
+            kind += " q"
+        if i == measured.get("parts"):
+            kind += " p"
+        hint = _hint(measured, i, means[i])
+        tokens.append((visible(text), kind, text.count("\n"), hint))
         cells = [("kl", number(measured["kl"][i], 2))]
         cells += [(colour(value, high), number(value, 2)) for value in change[i]]
-        kind += " p" * (i == measured.get("parts"))
-        tokens.append((visible(text), kind, text.count("\n"), hint))
         rows.append((visible(text), cells))
     head = ["token", "KL", *measured["layers"]]
     return {"title": title, "tokens": tokens, "rows": rows, "head": head}
+
+
+def _hint(measured: Mapping[str, Any], i: int, mean: float) -> str:
+    hint = f"token {i + 1}, change {number(mean, 3)}"
+    if i:  # nothing predicts the first
+        teacher = visible(measured["teacher_first"][i])
+        student = visible(measured["student_first"][i])
+        hint += f"; most likely: teacher {teacher}, student {student}"
+    if "active" in measured:
+        hint += "".join(map(_numbers, measured["layers"], measured["active"][i]))
+    return hint
 
 
 def _numbers(layer: int, pairs: Sequence[Sequence[float]]) -> str:
@@ -100,7 +112,10 @@ def colour(value: float, high: float) -> str:
 def passage(*tokens: str) -> str:
     """Return the end of a passage on one line, with its last token in brackets."""
     *before, last = tokens
-    words = " ".join("".join(before).split()) + " " * "".join(before)[-1:].isspace()
+    text = "".join(before)
+    words = " ".join(text.split())
+    if text[-1:].isspace():
+        words += " "
     return clean(words[-LETTERS:] + f"[{visible(last)}]", 2 * LETTERS)
 
 

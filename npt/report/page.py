@@ -39,7 +39,7 @@ LISTED = 200  # the most events listed, the last ones
 
 def page(record: RunRecord, output: Path) -> str:
     """Return the HTML page about a run. Its links are relative to `output`, the page's path."""
-    parts = {
+    built = {
         "fidelity": _part(record, "fidelity.json", fidelity),
         "training": _part(record, "metrics.jsonl", training),
         "refusals": _part(record, "events.jsonl", refusals) or [],
@@ -51,15 +51,26 @@ def page(record: RunRecord, output: Path) -> str:
         "configuration": _part(record, "run.json", _configuration) or [],
     }
     kind, words = status(record)
-    known = "fidelity.json" not in record.notes
-    trained, line = (known and _part(record, "fidelity.json", change)) or (None, "")
+    changed = None
+    # after the parts above, since each may have found fault with the file
+    if "fidelity.json" not in record.notes:
+        changed = _part(record, "fidelity.json", change)
+    trained, line = changed or (None, "")
     if kind == "good" and trained is not None:
         kind = {"lower": "good", "noise": "warn"}.get(trained, "bad")
     return render(
-        "run.html.j2", title=f"{clean(record.name, 80)}: run report", sections=SECTIONS,
-        record=record, kind=kind, lines=[words, line], next=_next(record, trained),
-        facts=_facts(record), output=output, notes=record.notes, **parts,
-    )  # fmt: skip
+        "run.html.j2",
+        title=f"{clean(record.name, 80)}: run report",
+        sections=SECTIONS,
+        record=record,
+        kind=kind,
+        lines=[words, line],
+        next=Markup("Next: {} <code>{}</code>").format(*_next(record, trained)),
+        facts=_facts(record),
+        output=output,
+        notes=record.notes,
+        **built,
+    )
 
 
 def _part(record: RunRecord, file: str, build: Callable[[RunRecord], Any]) -> Any:
@@ -82,6 +93,7 @@ def status(record: RunRecord) -> tuple[str, str]:
             return "bad", f"Finished{at}, but diverged: {why}"
         return "good", f"Finished{at}"
     if state == "stopped":
+        # the step that was refused was never completed
         if (tried := record.refused_in) is not None:
             at = f" in step {tried:,} ({record.step:,} completed)"
         return "bad", f"Stopped{at}: {event.get('reason', 'no recorded reason')}"
@@ -97,22 +109,23 @@ def status(record: RunRecord) -> tuple[str, str]:
     return "warn", "No start is recorded: events.jsonl is missing or incomplete"
 
 
-def _next(record: RunRecord, trained: Verdict | None) -> Markup:
-    """Return what to do next, with a command; `trained` tells what training changed."""
-    kind, state = status(record)[0], record.end[0]
-    if state == "done" and kind == "good":
-        words, command = _after_training(record, trained)
-    elif state == "done":
-        words, command = "train with a lower learning rate and", "--trace_steps 1-8"
-    elif state == "stopped" and record.postmortems:
-        words = "to find the cause, run in this folder"
-        command = f"npt replay postmortem/{record.postmortems[-1][0].name}"
-    elif state in ("stopped", "unknown"):
-        words, command = "for the last events, read", "events.jsonl"
-    else:
-        why = "if it was killed" if state == "open" else "to resume"
-        words, command = f"{why}, repeat the command with", "--resume auto"
-    return Markup("Next: {} <code>{}</code>").format(words, command)
+def _next(record: RunRecord, trained: Verdict | None) -> tuple[str, str]:
+    """Return what to do next, and the command, flag or file for it; `trained` tells what training
+    changed.
+    """
+    kind, _ = status(record)
+    state, _ = record.end
+    if state == "done":
+        if kind == "good":
+            return _after_training(record, trained)
+        return "train with a lower learning rate and", "--trace_steps 1-8"
+    if state == "stopped" and record.postmortems:
+        path, _ = record.postmortems[-1]
+        return "to find the cause, run in this folder", f"npt replay postmortem/{path.name}"
+    if state in ("stopped", "unknown"):
+        return "for the last events, read", "events.jsonl"
+    why = "if it was killed" if state == "open" else "to resume"
+    return f"{why}, repeat the command with", "--resume auto"
 
 
 def _after_training(record: RunRecord, trained: Verdict | None) -> tuple[str, str]:
@@ -141,14 +154,18 @@ def _rate(record: RunRecord, factor: float) -> str:
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
     """Return the key figures; one logged before the last step names its step."""
-    total, warnings = record.total_steps, len(record.of("warning"))
-    of = "" if total is None or total == record.step else f" of {total}"
-    facts = [("steps", f"{record.step:,}{of}"), ("refusals", f"{record.refused().total():,}")]
+    steps = f"{record.step:,}"
+    if record.total_steps not in (None, record.step):
+        steps += f" of {record.total_steps}"
+    facts = [("steps", steps), ("refusals", f"{record.refused().total():,}")]
     for key, name, write in (("tokens", "tokens", "{:,.0f}".format), ("loss", "last loss", number)):
         if last := record.last(key):
-            at = f" at step {last[0]:,}" if last[0] != record.step else ""
-            facts.append((f"{name}{at}", write(last[1])))
-    return facts + ([("warnings", f"{warnings:,}")] if warnings else [])
+            step, value = last
+            at = "" if step == record.step else f" at step {step:,}"
+            facts.append((f"{name}{at}", write(value)))
+    if warnings := record.of("warning"):
+        facts.append(("warnings", f"{len(warnings):,}"))
+    return facts
 
 
 def _causes(record: RunRecord) -> dict[Path, str]:
@@ -158,61 +175,76 @@ def _causes(record: RunRecord) -> dict[Path, str]:
         words = [str(bundle.get("reason", "no recorded reason"))]
         if refusals := bundle.get("refusals"):
             words.append(f"Last refusal: {refusals[-1].get('detail')}")
-        verdicts = [entry.get("verdict") for entry in bundle.get("findings") or ()]
-        if verdict := next(filter(None, reversed(verdicts)), None):
-            words.append(f"First bad operation: {verdict.get('explanation') or flat(verdict)}")
+        findings = bundle.get("findings") or ()
+        verdicts = [finding["verdict"] for finding in findings if finding.get("verdict")]
+        if verdicts:
+            operation = verdicts[-1].get("explanation") or flat(verdicts[-1])
+            words.append(f"First bad operation: {operation}")
         causes[path] = ". ".join(words)
     return causes
 
 
 def _events(record: RunRecord) -> list[tuple[str, str, str, str]]:
+    rows = []
     events = [event for event in record.events if event["event"] != "refusal"]
-    return [
-        (_clock(e.get("time")), "" if e["step"] is None else str(e["step"]), e["event"], _words(e))
-        for e in events[-LISTED:]
-    ]
+    for event in events[-LISTED:]:
+        at = "–"
+        if (seconds := event.get("time")) is not None:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+        step = "" if event["step"] is None else str(event["step"])
+        rows.append((at, step, event["event"], _words(event)))
+    return rows
 
 
 def _words(event: Event) -> str:
-    message, error = event.get("message"), event.get("error")
     if event["event"] == "evaluation":
         student = event.get("unquantized") or event["student"]
         return f"held-out KL {figure(student, 'kl')} nats, top-1 {figure(student, 'top1')}"
+    message = event.get("message")
     if isinstance(message, str):
+        error = event.get("error")
         return f"{error}: {message}" if error else message
     # floats with four digits
     event = json.loads(json.dumps(event), parse_float=lambda digits: float(f"{float(digits):.4g}"))
-    details = {k: v for k, v in event.items() if k not in ("event", "step", "time")}
-    return ", ".join(f"{k} {flat(v)}" for k, v in details.items() if v not in (None, {}, []))
-
-
-def _clock(seconds: float | None) -> str:
-    return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    details = []
+    for key, value in event.items():
+        if key not in ("event", "step", "time") and value not in (None, {}, []):
+            details.append(f"{key} {flat(value)}")
+    return ", ".join(details)
 
 
 def _configuration(record: RunRecord) -> list[tuple[str, str]]:
     """Return all settings, then the other entries of `run.json`."""
     others = {k: v for k, v in record.run.items() if k not in ("settings", "wandb_run")}
-    return [(k, flat(v)) for k, v in [*sorted(record.settings.items()), *others.items()]]
+    entries = [*sorted(record.settings.items()), *others.items()]
+    return [(name, flat(value)) for name, value in entries]
 
 
 def summary(record: RunRecord) -> dict[str, Any]:
     """Return the data of `npt report --json`: plain numbers, with shares as fractions of 1."""
-    student, state = record.fidelity.get("student"), record.end[0]
-    student = student if isinstance(student, dict) else {}
-    last = {key: record.last(key) for key in ("tokens", "loss")}
-    figures = {name: as_number(student, name) for key in FIGURES for name in (key, f"{key}_se")}
+    student = record.fidelity.get("student")
+    if not isinstance(student, dict):
+        student = {}
+    figures = {}
+    for key in FIGURES:
+        for name in (key, f"{key}_se"):
+            value = as_number(student, name)
+            # null, since NaN and Infinity are no JSON
+            figures[name] = value if math.isfinite(value) else None
+    tokens = record.last("tokens")
+    loss = record.last("loss")
     return {
         "name": record.name,
-        "state": state,
+        "state": record.end[0],
         "status": status(record)[1],
         "step": record.step,
         "total_steps": record.total_steps,
         "refused_in_step": record.refused_in,
-        **{key: logged and logged[1] for key, logged in last.items()},
+        "tokens": tokens and tokens[1],
+        "loss": loss and loss[1],
         "refused": record.refused().total(),
         "refused_by_kind": dict(record.refused()),
-        **{name: value if math.isfinite(value) else None for name, value in figures.items()},
+        **figures,
         "change": record.fidelity.get("change"),
         "checkpoints": [
             {"step": step_of(path), "folder": path.name} for path in record.checkpoints

@@ -39,13 +39,18 @@ def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     made = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else clean(value),
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    kinds = {"*": Markup(' class="n"'), "~": Markup(' class="name"')}
     made.filters |= {
-        "address": address, "comma": "{:,}".format,
+        "address": address,
+        "comma": "{:,}".format,
         "upto": lambda value, limit: Markup(escape(clean(value, limit))),
-        "kind": lambda name: Markup({"*": ' class="n"', "~": ' class="name"'}.get(name[:1], "")),
-    }  # fmt: skip
+        "kind": lambda name: kinds.get(name[:1], ""),
+    }
     return made

@@ -53,11 +53,12 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.notes = folder, dict[str, str]()
-        self.run, self.fidelity = (
-            self._object(folder / f"{name}.json") for name in ("run", "fidelity")
-        )
-        self.steps, self.columns = list[int](), dict[str, list[float]]()
+        self.folder = folder
+        self.notes: dict[str, str] = {}
+        self.run = self._object(folder / "run.json")
+        self.fidelity = self._object(folder / "fidelity.json")
+        self.steps: list[int] = []
+        self.columns: dict[str, list[float]] = {}
         for line in self._lines("metrics.jsonl"):
             self._add_metrics(line)
         self.events: list[Event] = []
@@ -68,12 +69,15 @@ class RunRecord:
         self.postmortems = [(path, self._object(path / "postmortem.json")) for path in bundles]
         settings = self.run.get("settings")
         self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
-        if self.events and self.end[0] != "done":
+        # figures of an earlier end are not those of what runs now
+        end, _ = self.end
+        if self.events and end != "done":
             if self.fidelity:
                 self.notes["fidelity.json"] = "from an earlier end of this run"
             elif self.notes.get("fidelity.json") == "missing":
-                running = self.end[0] == "open"
-                why = "is written at the end" if running else "missing: the run did not finish"
+                why = (
+                    "is written at the end" if end == "open" else "missing: the run did not finish"
+                )
                 self.notes["fidelity.json"] = why
 
     @property
@@ -109,11 +113,15 @@ class RunRecord:
         """
         last: dict[str, Event] = {}
         for event in self.events:
-            last = {**({} if event["event"] == "start" else last), event["event"]: event}
+            if event["event"] == "start":
+                last.clear()
+            last[event["event"]] = event
         if "start" not in last:
             return "unknown", {}
-        ends = ("done", "signal", "stopped", "error")
-        return next(((kind, last[kind]) for kind in ends if kind in last), ("open", {}))
+        for kind in ("done", "signal", "stopped", "error"):
+            if kind in last:
+                return kind, last[kind]
+        return "open", {}
 
     def of(self, kind: str) -> list[Event]:
         return [event for event in self.events if event["event"] == kind]
@@ -130,7 +138,10 @@ class RunRecord:
     def last(self, key: str) -> tuple[int, float] | None:
         """Return step and value of a column's last finite entry."""
         cells = zip(reversed(self.steps), reversed(self.columns.get(key, ())), strict=False)
-        return next(((step, value) for step, value in cells if math.isfinite(value)), None)
+        for step, value in cells:
+            if math.isfinite(value):
+                return step, value
+        return None
 
     def _object(self, path: Path) -> Mapping[str, Any]:
         name = path.relative_to(self.folder).as_posix()
@@ -147,7 +158,8 @@ class RunRecord:
         """Yield the objects in a .jsonl file and note damaged lines, except an unfinished last
         one, which may still be being written.
         """
-        damaged, path = 0, self.folder / name
+        damaged = 0
+        path = self.folder / name
         if path.exists() and not path.is_file():  # a pipe would be waited for
             self.notes[name] = "not a regular file"
             return
@@ -159,6 +171,7 @@ class RunRecord:
                         value = json.loads(line)
                     if isinstance(value, dict):
                         yield value
+                    # an overlong line comes in pieces, of which one ends it: it counts once
                     elif line.strip() and line.endswith(b"\n"):
                         damaged += 1
         except FileNotFoundError:
@@ -172,31 +185,34 @@ class RunRecord:
         """Add a line of a step. If the run resumed from further back, the line replaces those from
         its step on. A line without a loss holds refusals after the last step, which events have.
         """
-        step, steps, columns = _count(line.get("step")), self.steps, self.columns
+        step = _count(line.get("step"))
         if step is None or ("refused_total" in line and "loss" not in line):
             return
-        position = bisect_left(steps, step)
-        del steps[position:]
-        for column in columns.values():
+        position = bisect_left(self.steps, step)
+        del self.steps[position:]
+        for column in self.columns.values():
             del column[position:]
-        for key in [key for key in line if key not in columns]:
-            if _COLUMNS.fullmatch(key) or _LAYER.fullmatch(key):
-                columns[key] = [math.nan] * len(steps)
-        steps.append(step)
-        for key, column in columns.items():
+        for key in line:
+            if key not in self.columns and (_COLUMNS.fullmatch(key) or _LAYER.fullmatch(key)):
+                self.columns[key] = [math.nan] * position
+        self.steps.append(step)
+        for key, column in self.columns.items():
             column.append(as_number(line, key))
 
     def _add_event(self, line: Mapping[str, Any]) -> None:
         """Add a line that names its event. A resume removes the step events after the save that it
         continues from, or all of them if there is none.
         """
-        event, events = {**line, "step": _count(line.get("step"))}, self.events
+        step = _count(line.get("step"))
         if line.get("event") == "resume":
-            saves = [i for i, e in enumerate(events) if e["event"] == "save"]
-            last = max((i for i in saves if events[i]["step"] == event["step"]), default=-1)
-            events[last + 1 :] = [e for e in events[last + 1 :] if e["event"] not in _UNDONE]
+            kept = 0
+            for place, event in enumerate(self.events, 1):
+                if event["event"] == "save" and event["step"] == step:
+                    kept = place
+            later = self.events[kept:]
+            self.events[kept:] = [event for event in later if event["event"] not in _UNDONE]
         if isinstance(line.get("event"), str):
-            events.append(event)
+            self.events.append({**line, "step": step})
 
 
 def _count(value: Any) -> int | None:
@@ -205,9 +221,11 @@ def _count(value: Any) -> int | None:
 
 def _step_folders(folder: Path) -> list[Path]:
     """Return the folders named after a step, in order of steps. Symbolic links are skipped."""
+    if not folder.is_dir():
+        return []
     paths = [
         path
-        for path in (folder.iterdir() if folder.is_dir() else ())
+        for path in folder.iterdir()
         if _STEP_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     ]
     return sorted(paths, key=lambda path: (step_of(path), path.name))

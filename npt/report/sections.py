@@ -44,8 +44,8 @@ REFUSALS = 200  # the most refusals listed, the last ones
 FIRST = ("kl", "top1", "acceptance", "perplexity_ratio", "perplexity")
 """Figures in the order of their weight: a phone shows two or three columns."""
 
-Table = tuple[list[str], list[list[str]]]
-"""Headings, a star before each one of numbers, and rows."""
+Table = tuple[list[str], list[list[str]], str]
+"""Headings, a star before each one of numbers; rows; and the caption."""
 
 Models = Mapping[str, Mapping[str, Any]]
 
@@ -54,7 +54,7 @@ def training(record: RunRecord) -> dict[str, Any]:
     """Return charts over the steps, with their headings, and what has a single value as a table,
     since one dot is no chart.
     """
-    steps, columns, pictures = record.steps, record.columns, []
+    pictures: list[tuple[str, charts.Chart]] = []
     single: list[list[str]] = []
 
     def draw(heading: str, unit: str, series: Sequence[charts.Series], **more: Any) -> None:
@@ -64,16 +64,22 @@ def training(record: RunRecord) -> dict[str, Any]:
         else:
             single.append([heading, f"{places[0]:,.0f}", number(values[0])])
 
+    steps = record.steps
+    columns = record.columns
     if "loss" in columns:
-        losses = {"loss": "loss", "loss_nmse": "NMSE part"}
-        series = [(name, steps, columns[key]) for key, name in losses.items() if key in columns]
+        series = [("loss", steps, columns["loss"])]
+        if "loss_nmse" in columns:
+            series.append(("NMSE part", steps, columns["loss_nmse"]))
+        # a refusal of unknown step has no place on the axis
         refused = [event["step"] for event in record.of("refusal") if event["step"]]
         draw("Loss per token", "loss", series, marks=refused)
     for key, heading, unit, log in _CHARTS:
         if key in columns:
             draw(heading, unit, [(unit, steps, columns[key])], log=log)
-    if measured := {e["step"]: as_number(e["student"], "kl") for e in record.of("evaluation")}:
-        draw("Held-out KL", "nats per token", [("KL", list(measured), list(measured.values()))])
+    measured = {event["step"]: event["student"] for event in record.of("evaluation")}
+    if measured:
+        kls = [as_number(student, "kl") for student in measured.values()]
+        draw("Held-out KL", "nats per token", [("KL", list(measured), kls)])
     return {"pictures": pictures, "single": single}
 
 
@@ -92,10 +98,12 @@ def refusals(record: RunRecord) -> list[list[str]]:
     """Return step, kind, place, reason and samples of each of the last refusals."""
     rows = []
     for event in record.of("refusal")[-REFUSALS:]:
-        index, process, samples = (event.get(key) for key in ("micro_batch", "rank", "sample_ids"))
+        index = event.get("micro_batch")
         where = "whole window" if index is None else f"micro-batch {index}"
-        where += f" on process {process}" if process else ""
-        ids = ", ".join(map(str, (samples or [])[:8]))
+        if process := event.get("rank"):
+            where += f" on process {process}"
+        samples = event.get("sample_ids") or []
+        ids = ", ".join(map(str, samples[:8]))
         detail = str(event.get("detail", "–"))[:200]
         rows.append([str(event["step"]), str(event.get("kind", "–")), where, detail, ids])
     return rows
@@ -103,7 +111,8 @@ def refusals(record: RunRecord) -> list[list[str]]:
 
 def change(record: RunRecord) -> tuple[Verdict, str] | None:
     """Return what training changed, as a verdict and a sentence; None if that is not known."""
-    initial, student = (record.fidelity.get(name) for name in ("initial", "student"))
+    initial = record.fidelity.get("initial")
+    student = record.fidelity.get("student")
     if found := record.fidelity.get("change"):
         changed = Change(**nan_for_null(found))
     elif initial and student and not record.fidelity.get("attribution"):
@@ -119,30 +128,29 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
     models = {name: values for name in MODELS if (values := record.fidelity.get(name))}
     if not models:
         return None
-    tables = [(*_table("model", models, MODELS), "Fidelity to the teacher")]
+    tables = [_table("Fidelity to the teacher", "model", models, MODELS)]
     if positions := record.fidelity.get("positions"):
-        caption = "Student by position in the text"
-        tables.append((*_table("position", positions, {}), caption))
+        tables.append(_table("Student by position in the text", "position", positions, {}))
     if costs := record.fidelity.get("attribution"):
         caption = "Cost of quantisation and of conversion"
-        tables.append((*_table("from, to", costs, COMPARISON_NAMES), caption))
+        tables.append(_table(caption, "from, to", costs, COMPARISON_NAMES))
     if divergence := record.fidelity.get("divergence"):
         caption = "Greedy continuations: tokens before they diverge"
-        tables.append((*_table("models", {"student and teacher": divergence}, {}), caption))
+        tables.append(_table(caption, "models", {"student and teacher": divergence}, {}))
     return {
-        "headline": _headline(*(models.get(name, {}) for name in ("floor", "initial", "student"))),
+        "headline": _headline(models),
         "tables": tables,
         "training_text": record.fidelity.get("heldout") is False,
     }
 
 
-def _headline(
-    floor: Mapping[str, Any], initial: Mapping[str, Any], student: Mapping[str, Any]
-) -> str:
+def _headline(models: Models) -> str:
     """Return the share of its floor's KL that the student closes, and that it closed before
     training; "" if the floor has none.
     """
-    start, kl = as_number(floor, "kl"), as_number(student, "kl")
+    student = models.get("student", {})
+    start = as_number(models.get("floor", {}), "kl")
+    kl = as_number(student, "kl")
     if math.isnan(kl) or not 1e-6 < start < math.inf:
         return ""
     if not math.isfinite(kl):
@@ -151,59 +159,66 @@ def _headline(
     if kl <= start:
         share = _GONE.write(1 - kl / start)
         words = f"closes {share} of the KL between its floor (without context) and its teacher"
-        if math.isfinite(before := as_number(initial, "kl")):
+        before = as_number(models.get("initial", {}), "kl")
+        if math.isfinite(before):
             words += f" ({_GONE.write(1 - before / start)} before training)"
     at_floor = FIGURES["kl"].write(start)
     return f"The student {words}: {figure(student, 'kl')} nats, against {at_floor} at the floor."
 
 
-def _table(head: str, models: Models, names: Mapping[str, str]) -> Table:
+def _table(caption: str, head: str, models: Models, names: Mapping[str, str]) -> Table:
     """Return a table of all figures that any model has, with their standard errors."""
-    found = dict.fromkeys(key for values in models.values() for key in values)
-    keys = {key: None for key in FIRST if key in found} | found
-    shown = [
-        key
-        for key in keys
-        if re.fullmatch(r"\w{1,40}", key) and key.removesuffix("_se") not in keys.keys() - {key}
-    ]
-    heads = [FIGURES[key].short if key in FIGURES else key.replace("_", " ") for key in shown]
-    rows = [
-        [names.get(name, name), *(figure(values, key) for key in shown)]
-        for name, values in models.items()
-    ]
-    return [head, *(f"*{name}" for name in heads)], rows
+    found = [key for values in models.values() for key in values]
+    keys = dict.fromkeys([key for key in FIRST if key in found] + found)
+    errors = {f"{key}_se" for key in keys}  # shown with their figures
+    heads = [head]
+    rows = [[names.get(name, name)] for name in models]
+    for key in keys:
+        if key in errors or not re.fullmatch(r"\w{1,40}", key):
+            continue
+        name = FIGURES[key].short if key in FIGURES else key.replace("_", " ")
+        heads.append(f"*{name}")
+        for row, values in zip(rows, models.values(), strict=True):
+            row.append(figure(values, key))
+    return heads, rows, caption
 
 
 def layers(record: RunRecord) -> dict[str, Any] | None:
     """Return the layers' NMSE on held-out text, or None if it was not measured."""
     measured: Models = record.fidelity.get("layers", {})
-    keys = {
-        f"{kind}_{model}": MODELS[model] + fed
-        for kind, fed in (("nmse", ""), ("free_running", ", free-running"))
-        for model in MODELS
-        if any(f"{kind}_{model}" in values for values in measured.values())
-    }
-    if not keys:
+    heads = ["*layer"]
+    columns = {}
+    # a figure that any layer has is a column
+    for kind, fed in (("nmse", ""), ("free_running", ", free-running")):
+        for model, name in MODELS.items():
+            key = f"{kind}_{model}"
+            if any(key in values for values in measured.values()):
+                heads.append(f"*{name}{fed}")
+                columns[key] = [as_number(values, key) for values in measured.values()]
+    if not columns:
         return None
-    columns = {key: [as_number(values, key) for values in measured.values()] for key in keys}
-    students = dict(zip(measured, columns.get("nmse_student", ()), strict=False))
-    finite = {name: value for name, value in students.items() if math.isfinite(value)}
-    hardest = max(finite, key=lambda name: finite[name], default=None)
-    order = {"nmse_student": "student", "nmse_initial": "before", "nmse_floor": "floor"}
-    drawn: list[charts.Series] = [
-        (name, list(map(int, measured)), columns[key])
-        for key, name in order.items()
-        if key in columns
-    ]
-    cells = zip(*(map(number, column) for column in columns.values()), strict=True)
-    rows = [[name, *row] for name, row in zip(measured, cells, strict=True)]
+    students = columns.get("nmse_student", [])
+    # those that are not finite count as bad, and would hide the hardest of the others
+    finite = [value for value in students if math.isfinite(value)]
+    hardest = None
+    if finite:
+        worst = max(finite)
+        hardest = (list(measured)[students.index(worst)], number(worst))
+    # the student's line comes first: the picture is described by it
+    drawn: list[charts.Series] = []
+    for model, name in (("student", "student"), ("initial", "before"), ("floor", "floor")):
+        if (values := columns.get(f"nmse_{model}")) is not None:
+            drawn.append((name, list(map(int, measured)), values))
+    picture = None
+    if len(measured) > 1:
+        picture = charts.lines("NMSE by layer", "NMSE", drawn, x="layer")
+    cells = [map(number, column) for column in columns.values()]
+    rows = [list(row) for row in zip(measured, *cells, strict=True)]
     return {
-        "picture": charts.lines("NMSE by layer", "NMSE", drawn, x="layer")
-        if len(measured) > 1
-        else None,
-        "hardest": None if hardest is None else (hardest, number(finite[hardest])),
-        "bad": sum(map(math.isinf, students.values())),
-        "table": (["*layer", *(f"*{head}" for head in keys.values())], rows),
+        "picture": picture,
+        "hardest": hardest,
+        "bad": sum(map(math.isinf, students)),
+        "table": (heads, rows),
     }
 
 
@@ -216,15 +231,19 @@ MODULATION = {
 }
 """What a converted layer does to its tokens, by key of `metrics.jsonl`, in order of weight."""
 
-SATURATED, SATURATING = 0.1, 0.01
-"""Shares of a layer's multipliers at a bound that spoil training, and that may come to it."""
+SATURATED = 0.1
+"""A share of a layer's multipliers at a bound that spoils training."""
+
+SATURATING = 0.01
+"""A share that may come to it."""
 
 
 def modulation(record: RunRecord) -> dict[str, Any] | None:
     """Return the modulation of each layer at the first and the last logged step, and whether
     multipliers saturate; None if no step logs it.
     """
-    rows, shares = [], dict[int, float]()
+    rows = []
+    shares = {}
     keys = [key for key in MODULATION if record.layers(key)]
     for index in record.layers(*keys):
         cells = [str(index)]
@@ -234,23 +253,28 @@ def modulation(record: RunRecord) -> dict[str, Any] | None:
                 shares[index] = ends[1]
             cells.append(_arrow(ends, percent=key == "at_bounds"))
         rows.append(cells)
-    worst = max(shares, key=lambda index: shares[index], default=None)
-    kind, words = "", ""
-    if worst is not None:
-        kind, words = _saturation(worst, shares[worst])
-    table = ["*layer", *(MODULATION[key] for key in keys)], rows
-    return {"table": table, "kind": kind, "words": words} if rows else None
+    if not rows:
+        return None
+    kind, words = _saturation(shares)
+    heads = ["*layer", *(MODULATION[key] for key in keys)]
+    return {"table": (heads, rows), "kind": kind, "words": words}
 
 
 def _arrow(ends: tuple[float, float] | None, percent: bool) -> str:
     if ends is None:
         return "–"
-    scale, unit = (100, "%") if percent else (1, "")
-    return " → ".join(f"{number(scale * value, 2)}{unit}" for value in ends)
+    first, last = ends
+    if percent:
+        return f"{number(100 * first, 2)}% → {number(100 * last, 2)}%"
+    return f"{number(first, 2)} → {number(last, 2)}"
 
 
-def _saturation(layer: int, share: float) -> tuple[str, str]:
+def _saturation(shares: Mapping[int, float]) -> tuple[str, str]:
     """Return a CSS class and whether saturation is a problem, by the layer with most of it."""
+    if not shares:
+        return "", ""
+    layer = max(shares, key=lambda index: shares[index])
+    share = shares[layer]
     if share == 0:
         return "", "No multiplier is at a bound at the last logged step: none is saturated."
     many = f"{number(100 * share, 2)}% of the multipliers of layer {layer}"

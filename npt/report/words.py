@@ -27,7 +27,7 @@ _SECRETS = (
 
 def clean(value: Any, limit: int = TEXT) -> str:
     """Return a value as text of at most `limit` characters, with invisible ones spelled out."""
-    shown = value if isinstance(value, str) else "none" if value is None else str(value)
+    shown = "none" if value is None else str(value)
     for pattern, instead in _SECRETS:
         shown = pattern.sub(instead, shown[: 16 * limit])
     if len(shown) > limit:
@@ -54,11 +54,13 @@ def number(value: float | None, digits: int = 4) -> str:
     """Return a number with a few digits, a very large or small one as a power of ten. None and NaN
     give a dash; infinity stands for a value that was not finite.
     """
-    if value is None or not math.isfinite(value):
-        return "–" if value is None or math.isnan(value) else "not finite"
-    shown = f"{value:.{digits}g}"
+    if value is None or math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "not finite"
     if value == 0:
         return "0"
+    shown = f"{value:.{digits}g}"
     if not 1e-4 <= abs(value) < 1e6:
         shown = re.sub(r"e([+-])0*", lambda e: "e" + e[1].strip("+"), shown)
     elif abs(value) >= 10 ** (digits - 1):
@@ -80,7 +82,8 @@ def as_number(values: Mapping[str, Any], key: str) -> float:
 
 
 def figure(values: Mapping[str, Any], key: str) -> str:
-    value, error = as_number(values, key), as_number(values, f"{key}_se")
+    value = as_number(values, key)
+    error = as_number(values, f"{key}_se")
     if key in FIGURES and abs(value) < 1e6:
         return FIGURES[key].write(value, error)
     return number(value) + (f" ± {number(error, 2)}" if math.isfinite(error) else "")

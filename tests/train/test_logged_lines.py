@@ -104,5 +104,7 @@ def test_counts_by_epoch_that_are_none_are_a_damaged_checkpoint(here, monkeypatc
     state = checkpoint / "state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "refused_by_epoch": value}))
     monkeypatch.setattr("npt.runs.checkpoint.verify_checkpoint", lambda folder: None)
-    with pytest.raises(CheckpointError, match=r"refused_by_epoch is .*, expected (counts by epoch|dict)"):
+    with pytest.raises(
+        CheckpointError, match=r"refused_by_epoch is .*, expected (counts by epoch|dict)"
+    ):
         read_checkpoint(checkpoint)
