@@ -154,6 +154,7 @@ class Guard(Generic[Result]):
         self.scheduler = scheduler
         self._model = model
         guarded = guarded_parameters(model, optimizer, self.whole_norm)
+        # flags and figures live where the first parameter does
         self._home = next(iter(guarded.stepped.values())).device
         processes = all_processes(self._home) if processes is None else processes
         self.sharding = sharding_of(model, guarded.held, processes)
@@ -162,6 +163,7 @@ class Guard(Generic[Result]):
                 "sharded parameters support neither rates=[...] nor a scaler: pass a scheduler and"
                 " train in bf16 or fp32"
             )
+        # a step with a scheduler or a scaler is read at once: both go by its outcome
         late = late if self.lists else False
         self.update = GuardedUpdate(guarded.stepped, optimizer, late)
         if self.lists:
@@ -183,7 +185,7 @@ class Guard(Generic[Result]):
         keep = self.settings.postmortem is not None
         self.draws: Draws = Draws() if draws is None else draws
         self._buffers = Buffers(whole(model), self.update.reads)
-        self._traces = self.draws, self._buffers
+        self._traces = self.draws, self._buffers  # what is undone besides gradients
         self.recheck = self._make_recheck()
         again = None if self.recheck is None else self.recheck.is_due
         self.forensics = Forensics(model, self.settings.trace, keep, self.sharding.together, again)
@@ -222,6 +224,7 @@ class Guard(Generic[Result]):
         unset = torch.zeros((), device=self._home)
         micro = MicroBatch(unset, 1 if tokens is None else tokens)
         names = micro.sample_ids = tuple(map(str, ids))
+        # under FSDP2 backward itself weights the gradients, before it sums them
         self._begin(micro.tokens if self.settings.loss == "mean" else 1)
         stored = StoredMicroBatch(inputs, names, micro.tokens, random=self.draws.before)
         if run is not None:
@@ -238,8 +241,10 @@ class Guard(Generic[Result]):
             micro.loss = loss  # without its graph, which takes memory
             micro.report = micro.report.detach()
         except BaseException as error:
-            done = isinstance(error, DataError) or micro.loss is not unset
-            done = done and any(p.grad is not None for p in self.window.gradients.parameters)
+            # whether other processes, which wait for this one's layers, got all that they need
+            judged = isinstance(error, DataError) or micro.loss is not unset
+            reached = any(p.grad is not None for p in self.window.gradients.parameters)
+            done = judged and reached
             self._withdraw()
             if isinstance(error, self.settings.refuse):
                 self.sharding.end_together(error, done)
@@ -260,6 +265,7 @@ class Guard(Generic[Result]):
                     f" {micro.tokens}; with sharded parameters pass micro_batch(tokens=...)"
                 )
             loss = loss * micro.tokens
+        # from here on the flag decides, on the device
         flag = self.window.add(micro, loss, self._buffers.spoilt(self._home))
         for trace in self._traces:
             trace.settle(flag)
@@ -483,6 +489,7 @@ class Guard(Generic[Result]):
         outcome = None
         steps = self.window.known_steps
         index = self.window.committed
+        # what follows the step; weights and moments have a copy of their own, in the update
         owners = (self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes)
         followers = Holdings(
             [owner for owner in owners if owner is not None],
@@ -495,7 +502,10 @@ class Guard(Generic[Result]):
                 self.scheduler.step()
             outcome.longest = self.counts.add(outcome, self.window.processes, excused)
             for trace in self._traces:
-                (trace.forget if outcome.applied else trace.rewind)()
+                if outcome.applied:
+                    trace.forget()
+                else:
+                    trace.rewind()
         except BaseException:
             if outcome is not None and outcome.update is not None:
                 update.take_back(outcome.update)
@@ -514,7 +524,7 @@ class Guard(Generic[Result]):
         for outcome in outcomes:
             if outcome.halts:
                 continue
-            if self.lists:
+            if self.lists:  # else the step has counted it, so that an error takes it back
                 outcome.longest = self.counts.add(outcome, self.window.processes)
             if self.forensics.left and outcome.refused:
                 self._trace(outcome)

@@ -43,6 +43,7 @@ def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Ite
     embedding = _part(model, "get_input_embeddings")
     rows = _rows_of(embedding)
     classes = _rows_of(_part(model, "get_output_embeddings"))
+    # all on the device, so that the host waits once
     bad_ids = {name: _outside(_ids_in(given.get(name)), rows) for name in LOOKED_UP}
     tokens = given.get("input_ids") is not None or reads_labels(model)
     targets = _ids_in(given.get("labels")) if tokens else None
@@ -53,6 +54,7 @@ def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Ite
     if not suspects or not bool(torch.stack(suspects).any()):  # read once for both
         yield
         return
+    # rare from here on: something is outside, but the model may replace it before it looks
     found: list[DataError] = []
     sharded = bool(sharded_modules(model))
     # a mapping that is read-only cannot have its labels replaced

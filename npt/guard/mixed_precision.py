@@ -62,14 +62,16 @@ class LossScale:
         self._unscaled = False
         others = [refusal for refusal in refused if not _overflowed(refusal)]
         overflowed = len(refused) - len(others)
-        most = state["scale"] > 1 and overflowed > (outcome.micro_batches - len(others)) / 2
-        falls = overflowed > 0 and (most or self._quiet < scaler.get_growth_interval())
+        computed = outcome.micro_batches - len(others)
+        most = state["scale"] > 1 and overflowed > computed / 2
+        recurs = self._quiet < scaler.get_growth_interval()
+        falls = overflowed > 0 and (most or recurs)
         self._quiet = 0 if overflowed else self._quiet + 1
         if falls:
             scale = state["scale"] * scaler.get_backoff_factor()
             scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": 0})
         elif not outcome.applied or (overflowed and scaler.get_scale() > state["scale"]):
-            scaler.load_state_dict(state)
+            scaler.load_state_dict(state)  # it never grows on an overflow
         if most and outcome.loss is None:
             outcome.refused = tuple(others)
             for micro in outcome.own:

@@ -347,6 +347,7 @@ def outcome_of(
     numbers = None
     if window.figures is not None and window.record is not None:
         numbers = window.figures.unpacked(window.record)
+    # a process that stops voids the window everywhere
     codes = [window.halt]
     if numbers is not None and processes.size > 1:
         codes = [int(code) for code in numbers.all_of("halts")]
@@ -354,10 +355,11 @@ def outcome_of(
     if outcome.halts:
         return replace(outcome, micro_batches=0)
     outcome.own = sorted([*window.earlier, *window.own], key=lambda micro: micro.index)
-    if numbers is None:
+    if numbers is None:  # all were refused before anything was computed
         return replace(outcome, refused=tuple(_refusals(outcome.own)))
     if processes.size > 1:
         check_alike(numbers.each, window.index, known_steps, processes)
+    # first this process's micro-batches, then those of all, in the order of the window
     outcome.reports = _settle(window, numbers, names, processes)
     refusals = _refusals(outcome.own)
     if processes.size > 1 and numbers.one("refused"):  # a sum over processes, so all come here
@@ -375,6 +377,7 @@ def outcome_of(
             refusals.append(window_refusal(window, names, numbers))
     outcome.update = window.update
     outcome.refused = tuple(refusals)
+    # a refusal is traced with the weights that it was computed with
     if refusals and window.update is not None:
         outcome.snapshot = window.update.snapshot
     return outcome

@@ -148,6 +148,7 @@ class Report(TrainerCallback):
         if args.logging_nan_inf_filter:
             text += " (logging_nan_inf_filter keeps it out of the log)"
         gradients = {name: p.grad for name, p in _trained(model).items() if p.grad is not None}
+        # one wait for all flags, those of the last step's weights among them
         losses, bad = self._read(
             _Look("loss", step, [*computed], _all_of(computed.values()), text),
             _finite("gradient", step, gradients, "the gradient of {0} is not finite ({1} of {2})"),
@@ -155,6 +156,7 @@ class Report(TrainerCallback):
         self._hidden += len(losses)
         optimizer = kwargs.get("optimizer")
         expected = getattr(optimizer, "scaler", None) is not None  # overflows of gradients
+        # once the weights are lost, every loss is, and a trace says nothing new
         to_trace = losses or (bad and not expected)
         if to_trace and self._left and not self.counts["weight"]:
             suspects = [computed[name] for name in losses] or self._window

@@ -110,7 +110,7 @@ class TrainerWindow:
         """Compute a micro-batch; after the window's last, compute survivors of a refusal again."""
         trainer = self._trainer
         guard = self._guard_of(model)
-        if not self._inputs:
+        if not self._inputs:  # the first of a window
             share_buffers(model)
             # callbacks change it
             guard.window.max_grad_norm = trainer.args.max_grad_norm or math.inf
@@ -126,6 +126,7 @@ class TrainerWindow:
             self.generations.trainer._step += 1
         if not trainer.accelerator.gradient_state.sync_gradients:
             return loss
+        # each share of the loss depends on how many count, so survivors are computed once more
         losses = None
         refused: set[int] = set()
         while refusals := guard.begin_again():
@@ -200,7 +201,8 @@ class TrainerWindow:
             counted = [_blank(x) if i in refused else x for i, x in enumerate(window)]
             items = trainer._get_num_items_in_batch(counted, trainer.args.device)
         losses: list[Tensor] = []
-        last = max((i for i in range(len(window)) if i not in refused), default=None)
+        survivors = [place for place in range(len(window)) if place not in refused]
+        last = survivors[-1] if survivors else None
         for place, inputs in enumerate(window):
             if self.generations is not None:
                 self.generations.rewind_to(place)
@@ -212,6 +214,7 @@ class TrainerWindow:
                 finally:
                     trainer.accelerator.sync_gradients = True
                 continue
+            # later ones keep their indices, and the other processes their partner
             guard.window.place += processes.size
             if guard.sharding.modules and not guard.sharding.trained:
                 with (  # another process may wait for its layers

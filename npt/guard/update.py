@@ -159,6 +159,7 @@ class Holdings:
                 if not isinstance(value, tuple):
                     self._containers.append((value, value.copy()))
                 items = value.values() if isinstance(value, dict) else value
+                # most containers hold tensors alone, which then need no turn of their own
                 kinds = set(map(type, items))
                 if kinds == {Tensor}:  # a parameter's moments
                     tensors.extend(items)

@@ -147,6 +147,7 @@ class Forensics:
                 elif micro.index in places:  # not refused with another process's
                     accepted.append(stored)
         if refused:
+            # a step between them would make the earlier ones a matter of other weights
             earlier = [] if self._stepped else self.refused
             most = max(KEPT, len(refused))
             self.refused = [*earlier, *map(_copied, refused)][-most:]

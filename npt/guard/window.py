@@ -599,6 +599,7 @@ class GradientWindow:
     def _read(self, keep: int) -> list[Outcome]:
         results = []
         while len(self._launched) > keep:
+            # it stays in line until its outcome is known, so that an error can take it back
             window = self._launched[0]
             if self.processes.broken and window.arrived is not None:
                 self._take_back()  # the lost process was reported already
