@@ -94,7 +94,10 @@ class Holdings:
     def restore(self) -> None:
         for container, items in self._containers:
             container.clear()
-            (container.update if isinstance(container, dict | set) else container.extend)(items)
+            if isinstance(container, dict | set):
+                container.update(items)
+            else:
+                container.extend(items)
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copy)  # in place: others hold it, and paged tensors have attributes
         if self._paged:  # the host may read them next
