@@ -6,6 +6,7 @@ names the thing, the values and the remedy. A bug in NPT is an `assert` or a pla
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
 from collections.abc import Iterable
@@ -149,12 +150,17 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
 def let_go(error: BaseException) -> None:
     """Clear the variables of a suppressed error's frames, as far as these have ended.
 
     They keep activations alive, and with torch 2.9 the hooks of a checkpointed forward in place.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_flags & _SUSPENDS:  # to clear a data loader's generator would end it
+            continue
         with suppress(RuntimeError):  # it has not ended
             frame.clear()
             _ = frame.f_locals  # before Python 3.13 a copy, which whoever read it left: renew it

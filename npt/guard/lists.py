@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import attrgetter, eq
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ SMALL = 2**12
 WRAPPER = "__tensor_flatten__"
 """The attribute of a tensor that is made of others."""
 
+_SHAPE = attrgetter("shape")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -55,6 +57,11 @@ def bits_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(_INTEGERS[part.element_size()]) for part in parts]
 
 
+def have_shapes_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether each tensor has the shape of its other."""
+    return all(map(eq, map(_SHAPE, tensors), map(_SHAPE, others)))
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype are equal bit for bit, NaN included."""
     first, second = bits_of([one, other])
@@ -86,6 +93,7 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
+        self._shapes: list[torch.Size] = []
         self._large: list[Tensor] = []
         self._small: list[list[Tensor]] = []  # of one shape, device and dtype
 
@@ -95,7 +103,8 @@ class FiniteCheck:
         norm takes a tenth of the time of a maximum.
         """
         now = [*tensors]
-        if [*map(id, now)] != [*map(id, self._tensors)]:
+        same = [*map(id, now)] == [*map(id, self._tensors)]
+        if not same or not all(map(eq, map(_SHAPE, now), self._shapes)):
             self._sort(now)
         parts = self._large + [torch.stack(group) for group in self._small]
         return not parts or bool(norms_of(parts).isfinite().all())
@@ -108,6 +117,7 @@ class FiniteCheck:
                 form = tensor.device, tensor.dtype, tensor.shape
                 small.setdefault(form, []).append(tensor)
         self._tensors = tensors
+        self._shapes = [tensor.shape for tensor in tensors]
         self._large = [tensor for tensor in numbers if tensor.numel() > SMALL]
         self._small = [*small.values()]
 

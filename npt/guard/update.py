@@ -28,6 +28,7 @@ from npt.guard.lists import (
     bits_of,
     copied,
     has_norm,
+    have_shapes_of,
     is_plain,
     keep_,
     norms_of,
@@ -134,8 +135,9 @@ class Holdings:
             not self.kept
             and self._reusable
             and [*map(id, tensors)] == [*map(id, self._tensors)]
-            # other code may have replaced a parameter's `.data`
+            # other code may have replaced a parameter's `.data`, or resized a moment
             and [*map(Tensor.data_ptr, tensors)] == self._addresses
+            and have_shapes_of(tensors, self._copies)
         )
         return self._copies if same else None
 

@@ -141,22 +141,13 @@ class Gradients:
     def add(self, flag: Tensor) -> None:
         """Add the gradients to the sums if `flag`, a scalar bool, is set; then drop them."""
         if not self._reads or bool(flag):  # to add zeros would change nothing
-            self._join(flag)
-        self.withdraw()
-
-    def _join(self, flag: Tensor) -> None:
-        replaces = self._stale and len(self.present) == len(self.parameters)
-        if not replaces:
-            self.renew()
-        totals = [self.sum_views[place] for place in self.present]
-        for gradients, sums in alike([*self.present.values()], totals):
-            if not self._reads:
-                keep_(gradients, flag)
-            if replaces:
-                torch._foreach_copy_(sums, gradients)
-            else:
+            self.renew()  # a copy in place of zeros and a sum would keep -0, which a sum does not
+            totals = [self.sum_views[place] for place in self.present]
+            for gradients, sums in alike([*self.present.values()], totals):
+                if not self._reads:
+                    keep_(gradients, flag)
                 torch._foreach_add_(sums, gradients)
-        self._stale = False
+        self.withdraw()
 
     def expose(self, unreached: Sequence[int] = ()) -> None:
         """Point `.grad` at the window's sums, except for the parameters in `unreached`."""

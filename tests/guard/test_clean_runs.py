@@ -14,7 +14,7 @@ from several import several, values
 from clean_runs import EXAMPLES
 from clean_runs.watched import compared
 from npt.guard.trainer import TrainerMixin
-from npt.guard.window import GradientWindow
+from npt.guard.window import Gradients
 
 ROOT = Path(__file__).parents[2]
 BY_ID = {example.id: example for example in EXAMPLES}
@@ -45,13 +45,12 @@ def adds_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loses_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = GradientWindow._step
+    def expose(gradients: Gradients, unreached: Any = ()) -> None:
+        gradients.renew()
+        for parameter, view in zip(gradients.parameters, gradients.sum_views, strict=True):
+            parameter.grad = view
 
-    def step_from_sums(window: GradientWindow, *arguments: Any) -> None:
-        window.gradients.expose()
-        step(window, *arguments)
-
-    monkeypatch.setattr(GradientWindow, "_step", step_from_sums)
+    monkeypatch.setattr(Gradients, "expose", expose)
 
 
 @pytest.mark.parametrize(

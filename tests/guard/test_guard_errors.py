@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from guarded_loops import MAX_NORM, Micro, World, assert_same_state, never_saw, plain_run
+from torch import Tensor, nn
 
 from npt.errors import ConfigError
 from npt.guard import Guard
@@ -209,3 +210,32 @@ def test_a_refused_error_keeps_nothing_of_its_forward_alive() -> None:
     assert alive[0]() is None
     assert "raises the same again" in guard.step().findings[0].told
     assert len(alive) > 1 and all(held() is None for held in alive)
+
+
+def test_a_loader_that_hands_on_an_error_goes_on_after_its_refusal() -> None:
+    """The error's frames include the loader's own, which waits for the next batch."""
+
+    def decoded(number: int) -> Tensor:
+        if number == 1:
+            raise FloatingPointError("bad sample")
+        return torch.ones(1, 3) * number
+
+    def loader() -> Iterator[Tensor | Exception]:
+        for number in range(4):
+            try:
+                item: Tensor | Exception = decoded(number)
+            except FloatingPointError as error:
+                item = error
+            yield item
+
+    model = nn.Linear(3, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    applied = []
+    for item in loader():
+        with guard.micro_batch() as micro:
+            if isinstance(item, Exception):
+                raise item
+            micro.loss = loss = model(item).sum()
+            loss.backward()
+        applied.append(guard.step().applied)
+    assert applied == [True, False, True, True]

@@ -273,3 +273,15 @@ def test_a_loss_beside_the_models_is_refused_and_not_repaired() -> None:
         loss.backward()
     with pytest.raises(ConfigError, match=r"other gradients than the loop: .*pass micro_batch"):
         guard.step()
+
+
+def test_gradients_of_minus_zero_are_no_difference() -> None:
+    torch.manual_seed(0)
+    model = Regression()
+    model.inner.weight.register_hook(lambda gradient: torch.full_like(gradient, -0.0))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), loss="mean", recheck=1)
+    for _ in range(3):
+        with guard.micro_batch() as micro:
+            micro.loss = loss = model(torch.ones(1, 3))["loss"]
+            loss.backward()
+        assert not guard.step().repaired

@@ -269,3 +269,39 @@ def test_excluded_parameters_are_not_copied_wherever_they_are_held() -> None:
     weight = nn.Parameter(torch.ones(2))
     copies, _ = Holdings([[weight], {"a": weight}], without=[weight]).before()
     assert not copies
+
+
+class Shrinking(torch.optim.SGD):
+    """Keeps a table that it shrinks in place."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            table = state.setdefault("table", torch.ones(8))
+            table.resize_(len(table) - 1)
+        return super().step(closure)
+
+
+def test_a_state_that_changes_its_size_in_place_is_copied_and_checked_anew() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = Shrinking(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer)
+    for left in range(7, 2, -1):
+        with guard.micro_batch() as micro:
+            micro.loss = loss = model(torch.ones(1, 3)).sum()
+            loss.backward()
+        assert guard.step().applied
+        assert len(optimizer.state[model.weight]["table"]) == left
+
+
+def test_a_buffer_that_changes_its_size_in_place_between_micro_batches_is_checked_anew() -> None:
+    model = nn.Linear(3, 1)
+    model.register_buffer("seen", torch.ones(8))
+    model.register_buffer("also", torch.ones(8))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for size in (8, 4, 6):
+        model.seen.resize_(size).fill_(1.0)
+        with guard.micro_batch() as micro:
+            micro.loss = loss = model(torch.ones(1, 3)).sum()
+            loss.backward()
+        assert guard.step().applied
