@@ -268,6 +268,7 @@ def evaluate(
             rows = predicted.nonzero()[:, 0]
             targets = batch.labels[:, 1:][predicted]
             per_token = compare_pairs(hidden, heads, targets, model.config.vocab_size, list(sums))
+            del hidden  # before the next batch's forward passes
             for pair, columns in per_token.items():
                 sums[pair].append(per_sample_sums(columns, rows, size))
             # the binary exponent: 1 for the positions 0 and 1, 2 for 2 and 3, 3 for 4 to 7

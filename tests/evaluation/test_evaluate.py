@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -268,6 +269,22 @@ def test_a_batch_takes_three_passes_of_the_model_and_of_its_head(student, tokeni
     for handle in handles:
         handle.remove()
     assert passes == {"embedding": 3 * 2, "head": 3 * 2}  # of two batches
+
+
+def test_a_batchs_states_are_gone_when_the_next_one_begins(student, tokenizer, monkeypatch) -> None:
+    held: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    real = evaluate_module.final_states
+
+    def counting(model: nn.Module, batch: Any) -> Tensor:
+        alive.append(sum(state() is not None for state in held))
+        states = real(model, batch)
+        held.append(weakref.ref(states))
+        return states
+
+    monkeypatch.setattr(evaluate_module, "final_states", counting)
+    evaluate(student, tokenizer, random_samples([9] * 6), batch_size=2)
+    assert alive == [0, 1, 2] * 3
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
