@@ -24,7 +24,7 @@ from npt.base import linear
 from npt.data import encoding
 from npt.distill import local
 from npt.evaluation import greedy
-from npt.guard import refusal
+from npt.guard import outcome
 from npt.guard.window import GradientWindow
 
 
@@ -139,9 +139,9 @@ def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_tw
 
 
 def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, sound_twins) -> None:
-    explain = refusal.describe_norms
+    explain = outcome.describe_norms
     careless = lambda norms, names: explain(norms.flip(0), names)  # noqa: E731
-    monkeypatch.setattr(refusal, "describe_norms", careless)
+    monkeypatch.setattr(outcome, "describe_norms", careless)
     verdict = judged(at_once("gradient-nan")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("survived", False, False)
 
