@@ -57,9 +57,24 @@ def bits_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(_INTEGERS[part.element_size()]) for part in parts]
 
 
-def have_shapes_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Return whether each tensor has the shape of its other."""
-    return all(map(eq, map(_SHAPE, tensors), map(_SHAPE, others)))
+class Forms:
+    """The addresses and shapes of tensors, to notice that other code replaced or resized one.
+
+    Written without a call for each tensor: an optimizer has three for each parameter.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors = [*tensors]
+        self._addresses = [*map(Tensor.data_ptr, tensors)]
+        self._shapes = [*map(_SHAPE, tensors)]
+
+    def are_those_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether these are the same tensors, with the same memory and shapes."""
+        return (
+            [*map(id, tensors)] == [*map(id, self._tensors)]
+            and [*map(Tensor.data_ptr, tensors)] == self._addresses
+            and all(map(eq, map(_SHAPE, tensors), self._shapes))
+        )
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -104,6 +119,7 @@ class FiniteCheck:
         """
         now = [*tensors]
         same = [*map(id, now)] == [*map(id, self._tensors)]
+        # not by address, which a tensor that is made of others has not
         if not same or not all(map(eq, map(_SHAPE, now), self._shapes)):
             self._sort(now)
         parts = self._large + [torch.stack(group) for group in self._small]
@@ -117,7 +133,7 @@ class FiniteCheck:
                 form = tensor.device, tensor.dtype, tensor.shape
                 small.setdefault(form, []).append(tensor)
         self._tensors = tensors
-        self._shapes = [tensor.shape for tensor in tensors]
+        self._shapes = [*map(_SHAPE, tensors)]
         self._large = [tensor for tensor in numbers if tensor.numel() > SMALL]
         self._small = [*small.values()]
 

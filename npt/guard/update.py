@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from npt.distributed.processes import ProcessGroup
 from npt.guard.lists import (
     FiniteCheck,
+    Forms,
     alike,
     bits_of,
     copied,
     has_norm,
-    have_shapes_of,
     is_plain,
     keep_,
     norms_of,
@@ -81,11 +81,16 @@ class Holdings:
         self._containers: list[tuple[Container, Container]] = []  # each with its shallow copy
         self._values = self._follow(owners, {id(each) for each in without})
         self._tensors = [own_part(value) for value in self._values] if parts else self._values
-        memory = None if earlier is None else earlier._memory_for(self._tensors)
-        self._copies = copied(self._tensors, memory)
-        # a tensor that is made of others need not copy together with others
-        self._reusable = memory is not None or all(map(is_plain, self._tensors))
-        self._addresses = [*map(Tensor.data_ptr, self._tensors)] if self._reusable else []
+        self._copies: list[Tensor]
+        self._forms: Forms | None = None
+        if earlier is not None and earlier._can_be_overwritten_by(self._tensors):
+            self._copies = copied(self._tensors, earlier._copies)
+            self._forms = earlier._forms
+        else:
+            self._copies = copied(self._tensors)
+            # a tensor that is made of others need not copy together with others
+            if all(map(is_plain, self._tensors)):
+                self._forms = Forms(self._tensors)
         self.kept = False
         both = zip(self._tensors, self._values, strict=True)
         self._paged = parts and any(tensor.device != value.device for tensor, value in both)
@@ -129,17 +134,9 @@ class Holdings:
         entries = {id(c): items for c, items in self._containers if isinstance(items, dict)}
         return dict(copies), entries
 
-    def _memory_for(self, tensors: list[Tensor]) -> list[Tensor] | None:
-        """Return the copies, if they were made of the same tensors and nothing else holds them."""
-        same = (
-            not self.kept
-            and self._reusable
-            and [*map(id, tensors)] == [*map(id, self._tensors)]
-            # other code may have replaced a parameter's `.data`, or resized a moment
-            and [*map(Tensor.data_ptr, tensors)] == self._addresses
-            and have_shapes_of(tensors, self._copies)
-        )
-        return self._copies if same else None
+    def _can_be_overwritten_by(self, tensors: list[Tensor]) -> bool:
+        """Return whether the copies are of these tensors, and nothing else holds them."""
+        return not self.kept and self._forms is not None and self._forms.are_those_of(tensors)
 
     def _follow(self, owners: Iterable[object], seen: set[int]) -> list[Tensor]:
         """Note the containers, and return the tensors. Written without a call for each value: an
