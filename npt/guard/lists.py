@@ -58,23 +58,27 @@ def bits_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Forms:
-    """The addresses and shapes of tensors, to notice that other code replaced or resized one.
+    """Which tensors there were, with which memory and shapes: other code may replace or resize one.
 
     Written without a call for each tensor: an optimizer has three for each parameter.
+
+    Attributes:
+        plain: whether none is made of others; only then they have addresses to compare.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._tensors = [*tensors]
-        self._addresses = [*map(Tensor.data_ptr, tensors)]
         self._shapes = [*map(_SHAPE, tensors)]
+        self.plain = all(map(is_plain, tensors))
+        self._addresses = [*map(Tensor.data_ptr, tensors)] if self.plain else []
 
     def are_those_of(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether these are the same tensors, with the same memory and shapes."""
-        return (
-            [*map(id, tensors)] == [*map(id, self._tensors)]
-            and [*map(Tensor.data_ptr, tensors)] == self._addresses
-            and all(map(eq, map(_SHAPE, tensors), self._shapes))
-        )
+        if [*map(id, tensors)] != [*map(id, self._tensors)]:
+            return False
+        if self.plain and [*map(Tensor.data_ptr, tensors)] != self._addresses:
+            return False
+        return all(map(eq, map(_SHAPE, tensors), self._shapes))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -107,8 +111,7 @@ class FiniteCheck:
     """
 
     def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
-        self._shapes: list[torch.Size] = []
+        self._forms = Forms([])
         self._large: list[Tensor] = []
         self._small: list[list[Tensor]] = []  # of one shape, device and dtype
 
@@ -118,9 +121,7 @@ class FiniteCheck:
         norm takes a tenth of the time of a maximum.
         """
         now = [*tensors]
-        same = [*map(id, now)] == [*map(id, self._tensors)]
-        # not by address, which a tensor that is made of others has not
-        if not same or not all(map(eq, map(_SHAPE, now), self._shapes)):
+        if not self._forms.are_those_of(now):
             self._sort(now)
         parts = self._large + [torch.stack(group) for group in self._small]
         return not parts or bool(norms_of(parts).isfinite().all())
@@ -132,8 +133,7 @@ class FiniteCheck:
             if tensor.numel() <= SMALL:
                 form = tensor.device, tensor.dtype, tensor.shape
                 small.setdefault(form, []).append(tensor)
-        self._tensors = tensors
-        self._shapes = [*map(_SHAPE, tensors)]
+        self._forms = Forms(tensors)
         self._large = [tensor for tensor in numbers if tensor.numel() > SMALL]
         self._small = [*small.values()]
 

@@ -82,15 +82,13 @@ class Holdings:
         self._values = self._follow(owners, {id(each) for each in without})
         self._tensors = [own_part(value) for value in self._values] if parts else self._values
         self._copies: list[Tensor]
-        self._forms: Forms | None = None
+        self._forms: Forms
         if earlier is not None and earlier._can_be_overwritten_by(self._tensors):
             self._copies = copied(self._tensors, earlier._copies)
             self._forms = earlier._forms
         else:
             self._copies = copied(self._tensors)
-            # a tensor that is made of others need not copy together with others
-            if all(map(is_plain, self._tensors)):
-                self._forms = Forms(self._tensors)
+            self._forms = Forms(self._tensors)
         self.kept = False
         both = zip(self._tensors, self._values, strict=True)
         self._paged = parts and any(tensor.device != value.device for tensor, value in both)
@@ -136,7 +134,9 @@ class Holdings:
 
     def _can_be_overwritten_by(self, tensors: list[Tensor]) -> bool:
         """Return whether the copies are of these tensors, and nothing else holds them."""
-        return not self.kept and self._forms is not None and self._forms.are_those_of(tensors)
+        # a tensor that is made of others need not copy together with others
+        free = self._forms.plain and not self.kept
+        return free and self._forms.are_those_of(tensors)
 
     def _follow(self, owners: Iterable[object], seen: set[int]) -> list[Tensor]:
         """Note the containers, and return the tensors. Written without a call for each value: an
