@@ -35,6 +35,7 @@ from npt.guard.spikes import HISTORY
 from npt.guard.update import Snapshot
 from npt.guard.window import GradientWindow
 from npt.manifest import POSTMORTEM, verify_checkpoint, write_manifest
+from npt.random_state import random_state, set_random_state
 from npt.stored import (
     Header,
     check_entries,
@@ -56,6 +57,7 @@ RECORD = "state.json"
 
 OPTIMIZER_TENSORS = ("step", "exp_avg", "exp_avg_sq")
 
+_RANDOM = "rng.0."
 _SPIKES = ("spikes.losses", "spikes.norms")
 _NUMBER = (int, float)
 _COUNTERS = ("step", "tokens", "micro_batches", "in_a_row", "diagnoses")
@@ -79,18 +81,18 @@ class State:
         snapshot: adapters and optimizer state.
         fixed: tensors of the adapters that are not trained, by name.
         spikes: losses and norms that the spike guard remembers, if it is on.
-        random_states: random state by process.
+        random_state: the random state by device, of process 0.
     """
 
     step: int
     snapshot: Snapshot
     fixed: Mapping[str, Tensor]
     spikes: tuple[Sequence[float], Sequence[float]] | None
-    random_states: Mapping[int, Mapping[str, Tensor]]
+    random_state: Mapping[str, Tensor]
 
     def restore(self, model: PreTrainedModel, window: GradientWindow) -> None:
-        """Restore adapters into a model, and moments, spike guard and step count into its empty
-        window.
+        """Restore adapters into a model, moments, spike guard and step count into its empty window,
+        and the random state.
         """
         update = window.update
         tensors = adapter_tensors(model)
@@ -105,6 +107,7 @@ class State:
         window.resume_at(self.step)
         if window.spikes is not None and self.spikes is not None:
             window.spikes.recall(*self.spikes)
+        set_random_state(self.random_state)
 
 
 @dataclass(frozen=True)
@@ -161,32 +164,26 @@ class Checkpoint:
         for name, value in adapters.items():
             moments = {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS}
             snapshot[name] = (value, moments)
-        return State(self.step, snapshot, fixed, self._spikes(), self._random_states())
+        return State(self.step, snapshot, fixed, self._spikes(), self._random_state())
 
-    def _random_states(self) -> dict[int, dict[str, Tensor]]:
+    def _random_state(self) -> dict[str, Tensor]:
         path = self.folder / TENSORS
-        states: dict[int, dict[str, Tensor]] = {}
-        names = [name for name in self.headers if name.startswith("rng.")]
+        states = {}
+        names = {_RANDOM + "cpu", *(name for name in self.headers if name.startswith("rng."))}
         for name, state in read_tensors(path, names, CheckpointError).items():
-            match = re.fullmatch(r"rng\.(\d{1,6})\.(cpu|cuda\.\d{1,3})", name)
+            match = re.fullmatch(re.escape(_RANDOM) + r"((cpu)|cuda\.\d{1,3})", name)
             try:
                 if match is None:
                     raise ValueError("no such device")
-                device = match[2].partition(".")[0]
                 # without CUDA nothing sets a state of CUDA, and nothing can check it
-                if device == "cpu" or torch.cuda.is_initialized():
-                    torch.Generator(device).set_state(state)
+                if match[2] or torch.cuda.is_initialized():
+                    torch.Generator(match[2] or "cuda").set_state(state)
             except (RuntimeError, TypeError, ValueError) as problem:
                 raise CheckpointError(
                     f"{path}: the tensor {shown(name)} is not a random state"
                     f" ({first_line(problem)}); restore it from the original"
                 ) from problem
-            states.setdefault(int(match[1]), {})[match[2]] = state
-        if not states or any("cpu" not in states.get(n, {}) for n in range(len(states))):
-            raise CheckpointError(
-                f"{path} is damaged: random states of processes {sorted(states)}, expected a CPU"
-                " state of each process; restore it from the original"
-            )
+            states[match[1]] = state
         return states
 
     def _spikes(self) -> tuple[list[float], list[float]] | None:
@@ -220,7 +217,6 @@ def write_checkpoint(
     window: GradientWindow,
     record: Mapping[str, Any],
     base: BaseIdentity,
-    random_states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     """Write a checkpoint, whole or not at all (OSError); AdapterFileError if the adapter is not
     finite.
@@ -232,9 +228,9 @@ def write_checkpoint(
     check_savable(adapter_tensors(model), folder)
     snapshot = window.update.snapshot()
     tensors = {}
-    for process, states in random_states.items():
-        for name, state in states.items():
-            tensors[f"rng.{process}.{name}"] = state
+    # process 0 writes for all: micro-batches are seeded individually, other draws agree
+    for device, state in random_state().items():
+        tensors[_RANDOM + device] = state
     for name, (_, moments) in snapshot.items():
         for key, moment in moments.items():
             if isinstance(moment, Tensor):

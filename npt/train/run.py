@@ -25,7 +25,6 @@ from npt.guard.outcome import Outcome
 from npt.guard.refusal import Refusal
 from npt.guard.watching import KEPT
 from npt.manifest import POSTMORTEM
-from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.run_folder import EVENTS, METRICS, REPORT, RUN, RunFolder, writable
 from npt.stored import read_json
@@ -242,9 +241,7 @@ class Run:
         }
 
         def write(path: Path) -> None:
-            # Micro-batches are seeded individually; all other draws agree across processes.
-            states = {0: random_state()}
-            write_checkpoint(path, setup.model, guard.window, record, self.base, states)
+            write_checkpoint(path, setup.model, guard.window, record, self.base)
 
         try:
             path = folder.save_checkpoint(step, write, setup.config.save_total_limit)

@@ -27,7 +27,6 @@ from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, StoppedError
 from npt.guard.schedule import rate_table
-from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
 from npt.tracer.watchdogs import base_fault, require, tensor_fault
@@ -261,8 +260,6 @@ class Trainer:
         if samples is not None and not is_sharded(self.setup.model):
             splitter = self.setup.splitter
             splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
-        states = state.random_states  # earlier versions wrote one per process
-        set_random_state(states.get(index, states[0]))
 
     def _train(self, run: Run) -> TrainResult:
         setup = self.setup
