@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,17 @@ def test_a_module_imports_from_its_own_package_and_from_below_only(file) -> None
 def test_every_module_has_a_level() -> None:
     found = {unit_of(path.relative_to(ROOT).as_posix()) for path in FILES}
     assert found <= {unit for units in LEVELS for unit in units}
+
+
+@pytest.mark.parametrize("package", ["runs", "train"])
+def test_the_modules_of_a_run_import_one_way(package) -> None:
+    """Imports for types count too, and those within functions."""
+    graph = {}
+    for path in (ROOT / package).glob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        names = imported_modules(source, path.relative_to(ROOT).as_posix())
+        graph[f"npt.{package}.{path.stem}"] = {name for _, name in names}
+    TopologicalSorter(graph).prepare()  # raises for a circle
 
 
 def test_the_page_of_the_architecture_has_every_package_in_this_order() -> None:

@@ -39,8 +39,8 @@ from npt.runs.resume import RunOrigin
 from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
 from npt.tracer.watchdogs import tensor_fault
+from npt.train.journal import Journal
 from npt.train.loop import Loop
-from npt.train.run import Run
 from npt.train.setup import RunSetup
 from npt.train.trainer import Trainer
 
@@ -150,8 +150,8 @@ def looped(
         trackers = Trackers(config, folder.path)
         data: Any = SimpleNamespace(total_steps=len(windows))
         nothing: Any = None  # to evaluate, or to save
-        run = Run(setup, data, folder, trackers, {}, nothing, nothing, nothing)
-        loop = Loop(run, guard, strategy)
+        journal = Journal(setup, data, folder, trackers, {}, nothing, nothing, nothing)
+        loop = Loop(journal, guard, strategy)
         loop.train(Window(batches) for batches in windows)
         folder.close()
         lines = _lines(folder.path / "metrics.jsonl")

@@ -77,7 +77,7 @@ def averaged(subject: Subject) -> str:
 
     loop, lines = looped(student_of(subject), windows, poisoned)
     _, expected = looped(student_of(subject), [windows[0][:1], windows[1]])
-    counted = dict(loop.refused)
+    counted = dict(loop.progress.refused_by_kind)
     if counted != {"loss": 1} or [line["refused_total"] for line in lines] != [1, 1]:
         raise Wrong(f"one NaN loss is counted as {counted}")
     for line, other in zip(lines, expected, strict=True):

@@ -18,7 +18,7 @@ def report(flags: dict[str, Any]) -> int:
     """
     from npt.report.page import summary
     from npt.runs.run_folder import REPORT, is_run
-    from npt.train.run import write_report
+    from npt.train.journal import write_report
 
     folder = Path(flags["folder"])
     output = Path(flags["output"] or folder / REPORT)

@@ -28,7 +28,6 @@ from npt.adapters.converted import adapter_parameters, adapter_tensors
 from npt.adapters.files.adapter_files import check_savable, read_adapter, write_adapter
 from npt.adapters.files.run_layout import ADAPTER, checkpoints
 from npt.base.identity import BaseIdentity
-from npt.data.samples import Position
 from npt.errors import CheckpointError, first_line
 from npt.files import new_folder, write_json
 from npt.guard.spikes import HISTORY
@@ -36,6 +35,7 @@ from npt.guard.update import Snapshot
 from npt.guard.window import GradientWindow
 from npt.manifest import POSTMORTEM, verify_checkpoint, write_manifest
 from npt.random_state import random_state, set_random_state
+from npt.runs.progress import RunProgress
 from npt.stored import (
     Header,
     check_entries,
@@ -64,7 +64,7 @@ _COUNTERS = ("step", "tokens", "micro_batches", "in_a_row", "diagnoses")
 _COUNTS = (*_COUNTERS, "refused_by_kind", "counted_from", "position")
 _ENTRIES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTERS, (int,)),
-    **dict.fromkeys(("base_hash", "strategy"), (str,)),
+    "base_hash": (str,),
     "last_evaluation": (int, type(None)),
     "best_kl": (*_NUMBER, type(None)),
     "samples_at_once": (list,),
@@ -128,8 +128,8 @@ class Checkpoint:
         return int(self.record["step"])
 
     @property
-    def position(self) -> Position:
-        return Position.from_dict(self.record["position"])
+    def progress(self) -> RunProgress:
+        return RunProgress.from_record(self.record)
 
     @property
     def initial(self) -> Fidelity:
@@ -297,7 +297,7 @@ def _check_counts(path: Path, record: Mapping[str, Any]) -> None:
 
 def _check_figures(checkpoint: Checkpoint) -> None:
     """Raise an error of Python's for a position or figures that later code could not read."""
-    known = checkpoint.position.as_dict()
+    known = checkpoint.progress.position.as_dict()
     position = checkpoint.record["position"]
     if known != position:
         raise ValueError(f"unknown entries of the position {sorted(position.keys() - known)}")

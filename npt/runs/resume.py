@@ -17,6 +17,7 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import CheckpointError, ConfigError
 from npt.manifest import MANIFEST
 from npt.runs.checkpoint import Checkpoint, newest_good, read_checkpoint
+from npt.runs.progress import RunProgress
 from npt.runs.run_folder import check_free, default_folder, is_run, tidy
 from npt.stored import shown
 
@@ -59,8 +60,13 @@ class RunOrigin:
     broken: Mapping[Path, str] = field(default_factory=dict)
 
     @property
+    def progress(self) -> RunProgress:
+        """How far the run had come."""
+        return RunProgress() if self.checkpoint is None else self.checkpoint.progress
+
+    @property
     def step(self) -> int:
-        return 0 if self.checkpoint is None else self.checkpoint.step
+        return self.progress.step
 
     @property
     def resume_at(self) -> int | None:

@@ -174,7 +174,7 @@ class RunData:
         if checkpoint is not None:
             check_same_data(checkpoint.record["data"], self.identity)
             self.counted_from = self._last_resize(checkpoint)
-            self.start = checkpoint.position
+            self.start = setup.origin.progress.position
         elif makes_start(setup.model):
             self.start_samples, after = self._first_samples()
             # losses on the samples of the start would look better than they are
@@ -335,10 +335,11 @@ class RunData:
         changed = self._setup.changed
         if RESIZING.isdisjoint(changed):
             return dict(checkpoint.record["counted_from"])
-        tried = checkpoint.record["micro_batches"]
+        progress = checkpoint.progress
+        tried = progress.micro_batches
         if "batch_size" in changed:
-            tried = math.ceil(checkpoint.position.drawn / self._setup.config.batch_size)
-        return {"steps": checkpoint.step, "micro_batches": tried}
+            tried = math.ceil(progress.position.drawn / self._setup.config.batch_size)
+        return {"steps": progress.step, "micro_batches": tried}
 
 
 def makes_start(model: LlamaForCausalLM) -> bool:

@@ -6,31 +6,27 @@ import contextlib
 import itertools
 import math
 import zlib
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from npt.adapters.converted import is_sharded, npt_layers
 from npt.adapters.trained import ModulationMeter
 from npt.batch import Batch, Sample, collate, find_fault
-from npt.data.samples import Position, Window
+from npt.data.samples import Window
+from npt.device import card_error
 from npt.distill.step import MicroBatchSplitter, forward_backward, summed
 from npt.distill.strategies import Strategy
-from npt.errors import StoppedError
+from npt.errors import StoppedError, TooManyRefusalsError
 from npt.guard.guard import PlannedGuard
-from npt.guard.outcome import Outcome
-from npt.guard.spikes import SpikeGuard
+from npt.guard.outcome import Outcome, Refusal
 from npt.guard.update import EXACT
 from npt.guard.window import FAILED
+from npt.train.journal import Journal
 from npt.train.metrics import StepMetrics
-from npt.train.run import Run
-
-if TYPE_CHECKING:
-    from npt.evaluation.evaluate import Fidelity
 
 REFUSED_SHARE = 0.2
 """A run stops when the share of refused micro-batches exceeds this."""
@@ -46,29 +42,23 @@ class Loop:
     """One run of the training loop, with the guard of its student.
 
     Attributes:
+        progress: of the run, advanced by every outcome.
         sharded: the base is sharded, so all processes must compute equally often.
-        refused: number of refused micro-batches and windows so far, by kind.
-        refused_by_epoch: the same by epoch, from 0.
         failure: error of this process that stops all processes at the next step.
         halts: halt code of each process that stopped.
     """
 
-    def __init__(self, run: Run, guard: PlannedGuard, strategy: Strategy):
-        self.run = run
-        self.setup = run.setup
-        self.config = run.setup.config
+    def __init__(self, journal: Journal, guard: PlannedGuard, strategy: Strategy):
+        self.journal = journal
+        self.progress = journal.progress
+        self.setup = journal.setup
+        self.config = journal.setup.config
         self.guard = guard
         self.strategy = strategy
         self.sharded = is_sharded(self.setup.model)
-        self.steps = self.tokens = self.micro_batches = self.diagnoses = 0
-        self.refused: Counter[str] = Counter()
-        self.refused_by_epoch: Counter[int] = Counter()
-        self.position = Position()
-        self.best = math.inf
-        self.last_evaluation: int | None = None
         self.failure: Exception | None = None
         self.halts: dict[int, int] = {}
-        self.metrics = StepMetrics(self.setup, run.data.total_steps)
+        self.metrics = StepMetrics(self.setup, journal.data.total_steps)
         self.meter = ModulationMeter([layer.npt for _, layer in npt_layers(self.setup.model)])
         self.setup.splitter.report = self._report_lack
         self._saved: int | None = None  # micro-batches at the last checkpoint
@@ -78,7 +68,18 @@ class Loop:
         self._last_refused: tuple[Window, Outcome] | None = None
         self._ended = False  # the data ended, or a process stopped
         self._unlogged: Outcome | None = None  # of the last step, if no line was due
-        self._refusals_logged = 0
+        self._resume()
+
+    def _resume(self) -> None:
+        """Continue from the progress of the run's checkpoint, if it has one."""
+        progress = self.progress
+        self.metrics.logged_tokens = progress.tokens
+        self._refusals_logged = progress.refused_by_kind.copy()
+        self.guard.counts.in_a_row = progress.in_a_row
+        self.guard.forensics.left = max(0, self.guard.settings.trace - progress.diagnoses)
+        origin = self.setup.origin
+        if origin.goes_on and origin.checkpoint is not None:
+            self._saved = progress.micro_batches
 
     def train(self, windows: Iterable[Window]) -> None:
         """Train until the windows end, `max_steps` is reached or any process gets a signal.
@@ -99,7 +100,7 @@ class Loop:
             self._evaluate_if_due()  # a signal may have cut this step's evaluation short
         coming = iter(windows)
         # Only outcomes end the loop: all processes get the same ones at the same window.
-        while not self._ended and self.steps < most:
+        while not self._ended and self.progress.step < most:
             window: Window | None = None
             with self._stopping_together():
                 if self.failure is None:
@@ -133,7 +134,7 @@ class Loop:
             # the outcomes known by now: reading this window's would wait for the device
             self._account(guard.step(self._fingerprint(window)))
             # Saving and evaluating must see the state of exactly this step.
-            if self._is_boundary(self.steps + guard.window.in_flight):
+            if self._is_boundary(self._coming_step - 1):
                 self.settle()
         self.settle()
         if not self.halts:
@@ -151,23 +152,20 @@ class Loop:
         processes = self.setup.processes
         stop = self.setup.stop
         open_window = self.guard.window
-        batches = () if window is None else window.batches
-        end = self.setup.window_size if self.sharded else len(batches)
-        stopped = False
-        for place in range(processes.index, end, processes.size):
-            stopped = stopped or stop.number is not None
-            if place < len(batches) and not stopped:
-                yield place, batches[place]
-            elif self.sharded:
-                yield place, None
-            else:
+        batches: list[Batch | None] = [] if window is None else [*window.batches]
+        length = len(batches)
+        skipped = window is None
+        if self.sharded:
+            batches += [None] * (self.setup.window_size - length)
+        for place in range(processes.index, len(batches), processes.size):
+            skipped = skipped or stop.number is not None
+            if skipped and not self.sharded:
                 break
+            yield place, None if skipped else batches[place]
         else:
-            open_window.place = len(batches)  # past those of the other processes too
-            # a signal after the last micro-batch stops the run at the next window
-            if batches and not stopped:
-                return
-        if stop.number is not None and self.failure is None:
+            open_window.place = length  # past those of the other processes too
+        # a signal after the last micro-batch stops the run at the next window
+        if skipped and stop.number is not None and self.failure is None:
             open_window.halt(stop.number)
 
     def _fingerprint(self, window: Window | None) -> int:
@@ -210,7 +208,7 @@ class Loop:
     @contextlib.contextmanager
     def _recorded(self, place: int, part: Batch) -> Iterator[None]:
         """Record the first part of a micro-batch in a step that `--trace_steps` selects."""
-        recording = self.run.recording
+        recording = self.journal.recording
         step = self._coming_step
         if recording is None or not recording.wants(step):
             yield
@@ -226,7 +224,7 @@ class Loop:
 
     def _report_lack(self, samples: int, now: int, message: str) -> None:
         step = self._coming_step
-        self.run.folder.event(
+        self.journal.folder.event(
             "out_of_memory", step=step, samples=samples, samples_at_once=now, message=message
         )
         self.setup.say_lack(f"step {step}", samples, now, message)
@@ -240,49 +238,49 @@ class Loop:
             if window is None:
                 self.halts = self.halts or outcome.halts
                 self._ended = True
-                continue
-            for repair in outcome.repaired:
-                self.run.folder.event("repaired", step=self.steps, message=repair)
-                self.setup.say(f"step {self.steps}: repaired: {repair}")
-            if outcome.refused:
-                self._report_refused(window, outcome)
-                if self.run.recording is not None:
-                    self.run.recording.refused = self.refused.total()
-                # without the snapshot, which holds every adapter and its moments
-                self._last_refused = window, replace(outcome, snapshot=None, update=None)
-            if (reason := self._excess(outcome.longest)) is not None:
-                self._give_up(window, outcome, reason)
-            if outcome.applied:
-                if not outcome.refused:
-                    self._last_accepted = window
-                self._after_step(outcome)
+            else:
+                self._report(window, outcome)
 
     def _count(self, outcome: Outcome) -> Window | None:
         """Count an outcome; return its window, or None if the data ended or a process stopped."""
         window = self._open.pop(outcome.index)
         if outcome.halts or window is None:
             return None
-        self.position = window.position
-        self.micro_batches += outcome.micro_batches
-        self.refused.update(refusal.kind for refusal in outcome.refused)
-        if outcome.refused:
-            self.refused_by_epoch[window.position.place.epoch] += len(outcome.refused)
-        if outcome.applied:
-            self.steps += 1
-            self.tokens += outcome.tokens
+        self.progress.count(outcome, window.position)
         return window
 
+    def _report(self, window: Window, outcome: Outcome) -> None:
+        """Report what was repaired, refused and applied; raise if too much was refused."""
+        step = self.progress.step
+        for repair in outcome.repaired:
+            self.journal.folder.event("repaired", step=step, message=repair)
+            self.setup.say(f"step {step}: repaired: {repair}")
+        if outcome.refused:
+            self._report_refused(window, outcome)
+            # without the snapshot, which holds every adapter and its moments
+            self._last_refused = window, replace(outcome, snapshot=None, update=None)
+        reason = self._excess(outcome.longest)
+        if reason is not None:
+            self._give_up(window, outcome, reason)
+        if not outcome.applied:
+            return
+        if not outcome.refused:
+            self._last_accepted = window
+        self._after_step(outcome)
+
     def _report_refused(self, window: Window, outcome: Outcome) -> None:
-        event = self.run.folder.event
+        event = self.journal.folder.event
         say = self.setup.say
-        step = self.steps if outcome.applied else self.steps + 1
+        step = self.progress.step
+        if not outcome.applied:
+            step += 1
         for refusal in outcome.refused:
             event("refusal", step=step, epoch=window.position.place.epoch, **refusal.as_dict())
             say(f"step {step}: refused {refusal}")
         traced = [(finding.refusal.micro_batch, finding.told) for finding in outcome.findings]
         of_all = self.setup.processes.gather(traced)
         for micro_batch, message in itertools.chain(*of_all):
-            self.diagnoses += 1
+            self.progress.diagnoses += 1
             event("diagnosis", step=step, micro_batch=micro_batch, message=message)
             for line in f"diagnosis: {message}".splitlines():
                 say(f"  {line}")
@@ -291,8 +289,8 @@ class Loop:
         most = self.config.max_consecutive_bad
         if longest >= most:
             return f"{longest} refusals in a row (--max_consecutive_bad {most})"
-        total = self.refused.total()
-        tried = self.micro_batches
+        total = self.progress.refused
+        tried = self.progress.micro_batches
         if tried < SHARE_COUNTS_FROM or total <= REFUSED_SHARE * tried:
             return None
         return f"{total} of {tried} micro-batches refused, over {REFUSED_SHARE:.0%}"
@@ -307,32 +305,30 @@ class Loop:
         accepted = () if self._last_accepted is None else self._last_accepted.batches
         if not self.setup.processes.broken:
             self._log_rest()
-        self.run.give_up(
-            self.guard, outcome, reason, self.steps, self.refusals, window.batches, accepted
-        )
+        self.journal.give_up(self.guard, outcome, reason, window.batches, accepted)
 
     def _after_step(self, outcome: Outcome) -> None:
+        step = self.progress.step
         self._unlogged = replace(outcome, own=[], snapshot=None, update=None)
-        if self._is_logged(self.steps):
+        if self._is_logged(step):
             self._log(self._unlogged)
         if self.sharded or self.failure is None:
             with self._computing():
                 self._evaluate_if_due()
-        every = self.config.save_steps
-        if every and self.steps % every == 0:
+        if _falls_on(step, self.config.save_steps):
             self.save()
 
     def _is_logged(self, step: int) -> bool:
-        return step % self.config.log_steps == 0 or step in (1, self.run.data.total_steps)
+        return step % self.config.log_steps == 0 or step in (1, self.journal.data.total_steps)
 
     def _log(self, outcome: Outcome) -> None:
         """Log the last applied step, whose outcome this is."""
-        metrics = self.metrics.line(outcome, self.steps, self.tokens, self._refusal_counts)
+        metrics = self.metrics.line(outcome, self.progress)
         self._unlogged = None
-        self._refusals_logged = self.refused.total()
+        self._refusals_logged = self.progress.refused_by_kind.copy()
         with self._stopping_together():
-            self.run.folder.metrics(metrics)
-            self.run.trackers.log(metrics, self.steps)
+            self.journal.folder.metrics(metrics)
+            self.journal.trackers.log(metrics, self.progress.step)
         self.setup.say(self.metrics.progress(metrics))
 
     def _log_rest(self) -> None:
@@ -343,110 +339,71 @@ class Loop:
         """
         if self._unlogged is not None:
             self._log(self._unlogged)
-        elif self.refused.total() != self._refusals_logged:
+        elif self.progress.refused_by_kind != self._refusals_logged:
             with self._stopping_together():
-                self.run.trackers.log(self._refusal_counts, self.steps)
-
-    @property
-    def _refusal_counts(self) -> dict[str, int]:
-        """The refusals so far, for `metrics.jsonl`."""
-        epoch = self.position.place.epoch
-        return {
-            "refused_total": self.refused.total(),
-            **{f"refused.{kind}": count for kind, count in sorted(self.refused.items())},
-            "epoch": epoch,
-            "refused_in_epoch": self.refused_by_epoch[epoch],
-        }
-
-    @property
-    def refusals(self) -> dict[str, Any]:
-        """The refusals of the run, for the event at its end."""
-        return {
-            "refused": self.refused.total(),
-            "refused_by_kind": dict(self.refused),
-            "refused_by_epoch": dict(self.refused_by_epoch),
-        }
+                self.journal.trackers.log(self.progress.refusal_counts, self.progress.step)
 
     def _evaluate_if_due(self) -> None:
-        every = self.config.eval_steps
-        if not every or self.steps % every:
-            return
+        progress = self.progress
         # before the first step and after the last one the Trainer evaluates by itself
-        if self.steps in (0, self.run.data.total_steps, self.last_evaluation):
+        done = (0, self.journal.data.total_steps, progress.last_evaluation)
+        if progress.step in done or not _falls_on(progress.step, self.config.eval_steps):
             return
         # on a signal the loop ends and saves
         with contextlib.suppress(StoppedError), self.metrics.paused():
-            fidelity = self.run.evaluate(self.steps)
-            self.last_evaluation = self.steps
-            self.keep_if_best(fidelity)
-
-    def keep_if_best(self, fidelity: Fidelity) -> None:
-        """Save the adapters if the figure that judges them is the best so far."""
-        figure = getattr(fidelity.aim, self.config.judged_by)
-        if figure < self.best:  # False for NaN
-            self.best = figure
-            self.run.save_best(self.steps, fidelity)
+            self.journal.evaluate()
 
     def save(self, last: bool = False) -> None:
         """Save a checkpoint; with `last` a failed write raises."""
         with self.metrics.paused():
-            if self.run.save(self.guard, self.state(), last):
-                self._saved = self.micro_batches
+            if self.journal.save(self.guard, last):
+                self._saved = self.progress.micro_batches
 
     @property
     def unsaved(self) -> bool:
         """True if any micro-batch, even a refused one, came after the last checkpoint."""
-        return self._saved != self.micro_batches
+        return self._saved != self.progress.micro_batches
 
-    @property
-    def open_batches(self) -> list[Batch]:
-        """The micro-batches of windows in flight."""
-        return [batch for window in self._open.values() if window for batch in window.batches]
+    def rescue(self, error: BaseException) -> None:
+        """Save the applied steps after an error ended the loop, unless a second signal came."""
+        processes = self.setup.processes
+        if isinstance(error, KeyboardInterrupt) and self.setup.stop.number is not None:
+            return
+        if not isinstance(error, TooManyRefusalsError):
+            self.journal.failed("error", error, str(error))
+        # the other processes are not here, so nothing may wait for them
+        if not processes.met_by_all(error):
+            processes.leave()
+        why = card_error(self.setup.device) if isinstance(error, RuntimeError) else None
+        if why is not None:
+            self._give_up_card(why)
+        try:
+            self.settle()  # a checkpoint is named by the step of its weights
+            steps = self.progress.step
+            if processes.broken and self.guard.window.applied_steps != steps:
+                return  # the weights are ahead of the last outcome that all processes sent
+            if steps and self.unsaved:
+                self.save(last=True)
+        except Exception as second:  # the first error is the one to raise
+            self.journal.failed("error", second, f"not saved: {second}")
 
-    def state(self) -> dict[str, Any]:
-        """Return the loop's part of a checkpoint."""
-        return {
-            "step": self.steps,
-            "tokens": self.tokens,
-            "micro_batches": self.micro_batches,
-            "refused_by_kind": dict(self.refused),
-            "refused_by_epoch": dict(self.refused_by_epoch),
-            "in_a_row": self.guard.counts.in_a_row,
-            "diagnoses": self.diagnoses,
-            "last_evaluation": self.last_evaluation,
-            "strategy": self.config.strategy,
-            "best_kl": self.best if math.isfinite(self.best) else None,
-            "position": self.position.as_dict(),
-        }
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
-        self.steps = state["step"]
-        self.tokens = state["tokens"]
-        self.micro_batches = state["micro_batches"]
-        self.diagnoses = state["diagnoses"]
-        self.refused = Counter(state["refused_by_kind"])
-        by_epoch = state["refused_by_epoch"].items()
-        self.refused_by_epoch = Counter({int(epoch): number for epoch, number in by_epoch})
-        self._refusals_logged = self.refused.total()
-        self.guard.counts.in_a_row = state["in_a_row"]
-        self.guard.forensics.left = max(0, self.guard.settings.trace - self.diagnoses)
-        self.last_evaluation = state["last_evaluation"]
-        # A new folder has no best adapters yet.
-        if state["best_kl"] is not None and self.run.folder.has_best:
-            self.best = state["best_kl"]
-        self.position = Position.from_dict(state["position"])
-        self.metrics.logged_tokens = self.tokens
-        self._saved = self.micro_batches if self.setup.origin.goes_on else None
-        window = self.guard.window
-        # losses of another strategy differ in size
-        if window.spikes is not None and state["strategy"] != self.config.strategy:
-            window.spikes = SpikeGuard()
+    def _give_up_card(self, why: str) -> None:
+        """Report the windows in flight as refused by a GPU that is lost."""
+        batches = [batch for window in self._open.values() if window for batch in window.batches]
+        index = self.guard.window.committed
+        outcome = Outcome(index, len(batches), applied=False, steps=self.progress.step)
+        outcome.refused = (Refusal("card", why),)
+        self.journal.give_up(self.guard, outcome, why, batches)
 
     @property
     def _coming_step(self) -> int:
-        return self.steps + self.guard.window.in_flight + 1
+        return self.progress.step + self.guard.window.in_flight + 1
 
     def _is_boundary(self, step: int) -> bool:
-        every = (self.config.save_steps, self.config.eval_steps)
-        return step == self.config.max_steps or any(n and step % n == 0 for n in every)
+        config = self.config
+        ends = step == config.max_steps
+        return ends or _falls_on(step, config.save_steps) or _falls_on(step, config.eval_steps)
+
+
+def _falls_on(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

@@ -16,6 +16,7 @@ from npt.adapters.converted import npt_layers
 from npt.adapters.trained import MODULATION
 from npt.distill.local import REPORTED
 from npt.guard.outcome import Outcome
+from npt.runs.progress import RunProgress
 from npt.train.setup import RunSetup
 
 
@@ -38,26 +39,25 @@ class StepMetrics:
         finally:
             self._since += time.perf_counter() - began
 
-    def line(
-        self, outcome: Outcome, step: int, tokens: int, refused: Mapping[str, int]
-    ) -> dict[str, Any]:
-        """Return a step's metrics: means per valid token over the accepted micro-batches of all
-        processes, except the logit loss, a mean per predicted token. `tokens` and the counts in
-        `refused` are totals of the run, this step included.
+    def line(self, outcome: Outcome, progress: RunProgress) -> dict[str, Any]:
+        """Return the metrics of the last step: means per valid token over the accepted
+        micro-batches of all processes, except the logit loss, a mean per predicted token. Tokens
+        and refusals are totals of the run, this step included.
         """
         config = self._setup.config
         # Reports arrived with the outcome; reading other tensors could wait for newer windows.
         total, nmses, modulation = self._sums(outcome.reports)
         now = time.perf_counter()
+        tokens = progress.tokens
         metrics = {
-            "step": step,
+            "step": progress.step,
             "loss": total["loss"] / outcome.tokens,
             "loss_reg": total["reg"] / outcome.tokens,
             "grad_norm": outcome.grad_norm,
             "lr": outcome.rate,
             "tokens": tokens,
             "tokens_per_second": (tokens - self.logged_tokens) / (now - self._since),
-            **refused,
+            **progress.refusal_counts,
         }
         self._since = now
         self.logged_tokens = tokens

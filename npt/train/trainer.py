@@ -26,13 +26,15 @@ from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, StoppedError
+from npt.guard.guard import PlannedGuard
 from npt.guard.schedule import rate_table
+from npt.guard.spikes import SpikeGuard
 from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
 from npt.tracer.watchdogs import base_fault, require, tensor_fault
 from npt.train.data import RunData
+from npt.train.journal import Journal
 from npt.train.loop import Loop
-from npt.train.run import Run
 from npt.train.setup import check_trainable, make_setup
 from npt.train.smoke import smoke_test
 from npt.train.start import calibrated, evaluator, run_record
@@ -175,7 +177,7 @@ class Trainer:
                 if setup.processes.main:
                     folder = RunFolder(path, resume_at=resume_at)
                 with contextlib.closing(folder):
-                    run = Run(
+                    journal = Journal(
                         setup=setup,
                         data=self.data,
                         folder=folder,
@@ -185,9 +187,9 @@ class Trainer:
                         measure=self.evaluate,
                         initial=self.initial,
                     )
-                    run.begin()
-                    with run.reported(self.report):
-                        result = self._train(run)
+                    journal.begin()
+                    with journal.reported(self.report):
+                        result = self._train(journal)
                 trackers.close(result.exit_status)
             # A launcher may kill the others once one process ends, so wait until the main process
             # has written everything.
@@ -245,14 +247,16 @@ class Trainer:
         setup.say(data.note())
         return self.evaluate()
 
-    def _restore(self, loop: Loop) -> None:
+    def _restore(self, guard: PlannedGuard) -> None:
         state = self._state
         checkpoint = self.setup.origin.checkpoint
         if state is None or checkpoint is None:
             return
         self._state = None  # free this copy of all tensors
-        state.restore(self.setup.model, loop.guard.window)
-        loop.load_state(checkpoint.record)
+        state.restore(self.setup.model, guard.window)
+        # losses of another strategy differ in size
+        if guard.window.spikes is not None and "strategy" in self.setup.changed:
+            guard.window.spikes = SpikeGuard()
         index = self.setup.processes.index
         samples_at_once = checkpoint.record["samples_at_once"]
         samples = samples_at_once[index] if index < len(samples_at_once) else None
@@ -261,38 +265,39 @@ class Trainer:
             splitter = self.setup.splitter
             splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
 
-    def _train(self, run: Run) -> TrainResult:
+    def _train(self, journal: Journal) -> TrainResult:
         setup = self.setup
         config = setup.config
-        folder = run.folder
+        folder = journal.folder
+        progress = journal.progress
         rates = rate_table(
-            config.learning_rate, config.scheduler_type, config.warmup_steps, run.data.total_steps
+            config.learning_rate, config.scheduler_type, config.warmup_steps, self.data.total_steps
         )
         # closing the guard frees its buffers before the evaluation
         with student_guard(setup.model, config, rates, processes=setup.processes, trace=1) as guard:
-            loop = Loop(run, guard, self.strategy)
-            self._restore(loop)
+            self._restore(guard)
+            loop = Loop(journal, guard, self.strategy)
             started = time.perf_counter()
             try:
                 with contextlib.closing(self.data.windows()) as windows:
                     loop.train(windows)
             except BaseException as error:
-                run.rescue(loop, error)
+                loop.rescue(error)
                 raise
             seconds = time.perf_counter() - started
             number = setup.signal()
             if number is not None:
-                run.report_data(loop)
-                folder.event("signal", number=number, step=loop.steps)
-            elif loop.steps == 0:
-                self._refuse_empty(loop)
+                journal.report_data()
+                folder.event("signal", number=number, step=progress.step)
+            elif progress.step == 0:
+                self._refuse_empty(journal)
             if loop.unsaved:
                 loop.save(last=True)
         setup.splitter.report = nowhere  # or it would keep the loop and the guard in memory
         fidelity = None
         if number is not None:
             setup.say(
-                f"stopped by signal {number} at step {loop.steps} after saving a checkpoint;"
+                f"stopped by signal {number} at step {progress.step} after saving a checkpoint;"
                 f" continue with --resume {folder.path}"
             )
         else:
@@ -303,31 +308,31 @@ class Trainer:
             if number is not None and setup.processes.size > 1:
                 fidelity = None
             if fidelity is None:
-                folder.event("signal", number=number, step=loop.steps)
+                folder.event("signal", number=number, step=progress.step)
             else:
-                run.finish(loop, fidelity, seconds)
+                journal.finish(fidelity, seconds)
                 number = setup.signal()
         return TrainResult(
             folder=folder.path,
-            steps=loop.steps,
-            tokens=loop.tokens,
-            refused=loop.refused.total(),
-            micro_batches=loop.micro_batches,
-            refused_by_kind=dict(loop.refused),
+            steps=progress.step,
+            tokens=progress.tokens,
+            refused=progress.refused,
+            micro_batches=progress.micro_batches,
+            refused_by_kind=dict(progress.refused_by_kind),
             seconds=seconds,
             fidelity=fidelity,
             heldout=self.data.heldout,
-            diverged=run.diverged,
+            diverged=journal.diverged,
             signal=number,
         )
 
-    def _refuse_empty(self, loop: Loop) -> None:
-        folder = loop.run.folder
+    def _refuse_empty(self, journal: Journal) -> None:
+        folder = journal.folder
         folder.event("stopped", step=0, reason="no step was applied")
         error = no_sample(self.data.loader.samples.counts)
-        if loop.micro_batches:
+        if journal.progress.micro_batches:
             error = DataError(
-                f"the data ended before any step was applied ({loop.refused.total()} refusals, see"
-                f" {folder.path / EVENTS})"
+                "the data ended before any step was applied"
+                f" ({journal.progress.refused} refusals, see {folder.path / EVENTS})"
             )
         raise self.setup.processes.everywhere(error)

@@ -39,8 +39,8 @@ from npt.runs.resume import RunOrigin
 from npt.runs.run_folder import NullRunFolder, RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
+from npt.train.journal import Journal
 from npt.train.loop import Loop
-from npt.train.run import Run
 from npt.train.setup import RunSetup
 from npt.train.trainer import Trainer
 
@@ -167,9 +167,9 @@ def looped(
     record = {"settings": {}, **identity, "versions": {}, "device": "cpu"}
     trackers = Trackers(config, folder.path)
     data, nothing = SimpleNamespace(total_steps=len(windows)), None
-    run = Run(setup, data, folder, trackers, record, nothing, nothing, nothing)
-    run.save = lambda guard, state, last=False: saved.append(state["step"]) is None
-    loop = Loop(run, guard, planting)
+    journal = Journal(setup, data, folder, trackers, record, nothing, nothing, nothing)
+    journal.save = lambda guard, last=False: saved.append(journal.progress.step) is None
+    loop = Loop(journal, guard, planting)
     MOMENTS[:] = [loop]
     error = None
     with stop:
@@ -181,10 +181,10 @@ def looped(
                 processes.leave()
     folder.close()
     return {
-        "steps": loop.steps,
-        "tokens": loop.tokens,
-        "micro_batches": loop.micro_batches,
-        "refused": dict(loop.refused),
+        "steps": loop.progress.step,
+        "tokens": loop.progress.tokens,
+        "micro_batches": loop.progress.micro_batches,
+        "refused": dict(loop.progress.refused_by_kind),
         "state": state_of(loop),
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "status": getattr(error, "exit_status", None),
@@ -239,7 +239,7 @@ def trained(
         return STRATEGIES[config.strategy](model, batch, config)
 
     trainer.strategy = watching
-    with mock.patch("npt.train.run.write_checkpoint", failing_at(plant)):
+    with mock.patch("npt.train.journal.write_checkpoint", failing_at(plant)):
         result = without_report(trainer).train()
     folder = Path(out)
     return {

@@ -28,8 +28,8 @@ from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatch, send_record
 from npt.guard.spikes import SpikeGuard
 from npt.guard.window import IN_FLIGHT, GradientWindow
+from npt.train import journal as journal_module
 from npt.train import loop as loop_module
-from npt.train import run as run_module
 from npt.train import trainer as trainer_module
 
 
@@ -193,7 +193,7 @@ def test_a_run_that_gives_up_saves_the_step_of_its_weights(late_runs, monkeypatc
     """
     runs, _ = late_runs([0, 2, 0, 0, 0, 0])
     saved: list[tuple[int, int, int, int]] = []
-    write = run_module.write_checkpoint
+    write = journal_module.write_checkpoint
 
     def writing(
         path: Path, model: Any, transaction: GradientWindow, record: dict[str, Any], *others: Any
@@ -208,7 +208,7 @@ def test_a_run_that_gives_up_saves_the_step_of_its_weights(late_runs, monkeypatc
         )
         write(path, model, transaction, record, *others)
 
-    monkeypatch.setattr(run_module, "write_checkpoint", writing)
+    monkeypatch.setattr(journal_module, "write_checkpoint", writing)
     with pytest.raises(TooManyRefusalsError, match="stopped at step 4: 1 refusals in a row"):
         runs.run("run", poisoning(runs.model, 1), max_consecutive_bad=1)
     assert saved == [(4, 4, 5, 5)]
@@ -223,13 +223,13 @@ def test_an_error_between_late_results_loses_none_of_them(late_runs, monkeypatch
     def failing(loop: Any, outcome: Any) -> None:
         seen.append(loop)
         after_step(loop, outcome)
-        if loop.steps == 2:
+        if loop.progress.step == 2:
             raise ZeroDivisionError
 
     monkeypatch.setattr(loop_module.Loop, "_after_step", failing)
     with pytest.raises(ZeroDivisionError):
         runs.run("run")
-    assert seen[0].steps == made[0].applied_steps == 5
+    assert seen[0].progress.step == made[0].applied_steps == 5
     assert runs.outcome("run").state["step"] == 5
 
 

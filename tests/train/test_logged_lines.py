@@ -9,10 +9,14 @@ import pytest
 from resumed_runs import Runs, Stream, events, lines, records
 from torch import nn
 
+import npt
 from npt.errors import CheckpointError, TooManyRefusalsError
 from npt.report.run import RunRecord
 from npt.runs.checkpoint import read_checkpoint
+from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
+from npt.train.journal import Journal
+from npt.train.start import run_record
 
 
 @pytest.fixture
@@ -74,6 +78,31 @@ def test_a_run_that_stops_on_refusals_logs_their_number(here, monkeypatch, every
     counts = {"refused_total": 2, "refused.data": 2, "epoch": 0, "refused_in_epoch": 2}
     told, step = logged[-1]
     assert counts.items() <= told.items() and step == 3
+
+
+def test_a_journal_needs_no_loop(here) -> None:
+    trainer = here.trainer("run")
+    base = npt.base_identity(here.model)
+    path = here.place / "run"
+    journal = Journal(
+        setup=trainer.setup,
+        data=trainer.data,
+        folder=RunFolder(path),
+        trackers=Trackers(trainer.setup.config, path),
+        record=run_record(trainer.setup, trainer.data, base, None),
+        base=base,
+        measure=trainer.evaluate,
+        initial=trainer.evaluate(),
+    )
+    journal.begin()
+    journal.progress.step = 2
+    journal.evaluate()
+    journal.finish(trainer.evaluate(), seconds=1.0)
+    journal.folder.close()
+    (evaluation,) = events(path, "evaluation")
+    (done,) = events(path, "done")
+    assert (evaluation["step"], done["steps"], done["refused"]) == (2, 2, 0)
+    assert (path / "run.json").is_file() and (path / "adapter").is_dir()
 
 
 def test_a_run_without_a_step_logs_its_refusals_too(here, monkeypatch) -> None:

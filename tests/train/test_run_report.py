@@ -12,7 +12,7 @@ from resumed_runs import Runs, at, events, records
 
 from npt.errors import TooManyRefusalsError
 from npt.report.run import RunRecord
-from npt.train.run import write_report
+from npt.train.journal import write_report
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_an_unwritable_report_is_warned_of_and_changes_nothing(here, monkeypatch
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr("npt.train.run.write_report", fail)
+    monkeypatch.setattr("npt.train.journal.write_report", fail)
     result = here.run("run", max_steps=3)
     assert result.exit_status == 0 and result.fidelity == whole.fidelity
     (warning,) = (event["message"] for event in events(result.folder, "warning"))

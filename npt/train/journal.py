@@ -1,8 +1,15 @@
-"""What a run writes to its folder and its trackers before, during and after the loop."""
+"""The journal of a run: all that it writes to its folder, its trackers and the console.
+
+The parts of a run depend on each other in one direction. `RunSetup` holds what is fixed before it
+(setup.py), `RunData` what it reads (data.py), and `RunProgress` how far it has come. The journal
+writes about these three. The loop advances the progress and tells the journal (loop.py), and the
+Trainer makes them all (trainer.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,13 +23,11 @@ from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.batch import Batch
 from npt.data.encoding import RecordCounts, lost, unused_columns
-from npt.device import card_error
 from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError
 from npt.figures import FIGURES
 from npt.files import write_text
 from npt.guard.guard import PlannedGuard
 from npt.guard.outcome import Outcome
-from npt.guard.refusal import Refusal
 from npt.guard.watching import KEPT
 from npt.manifest import POSTMORTEM
 from npt.runs.checkpoint import write_checkpoint
@@ -37,14 +42,14 @@ if TYPE_CHECKING:
     from npt.recorder.recording import Recording
     from npt.report.run import RunRecord
     from npt.runs.trackers import Trackers
-    from npt.train.loop import Loop
 
 
 @dataclass(eq=False)
-class Run:
-    """A run that writes its folder and reports the same to its trackers.
+class Journal:
+    """Writes a run's folder and reports the same to its trackers. It needs no loop.
 
     Attributes:
+        progress: how far the run has come; the loop advances it.
         record: content of `run.json`.
         measure: evaluates the student.
         initial: figures of the student before training.
@@ -63,6 +68,11 @@ class Run:
     recording: Recording | None = None
     diverged: tuple[str, ...] = ()
     _warned: bool = False
+
+    def __post_init__(self) -> None:
+        self.progress = self.setup.origin.progress
+        if not self.folder.has_best:  # a new folder has no best adapters yet
+            self.progress.best_kl = math.inf
 
     def warn(self, message: str) -> None:
         """Print a warning and log it as an event."""
@@ -157,9 +167,11 @@ class Run:
                 " learning rate will not reach --learning_rate; lower --warmup_steps"
             )
 
-    def evaluate(self, step: int) -> Fidelity:
-        """Evaluate the student during the run, and report its figures."""
+    def evaluate(self) -> None:
+        """Evaluate the student between two steps, report its figures and keep the best adapters."""
         fidelity = self.measure()
+        step = self.progress.step
+        self.progress.last_evaluation = step
         aim = fidelity.aim
         student = fidelity.student.as_dict()
         logged = {f"eval/{key}": value for key, value in student.items()}
@@ -172,10 +184,10 @@ class Run:
         ratio = FIGURES["perplexity_ratio"].write(aim.perplexity_ratio, aim.perplexity_ratio_se)
         kl = FIGURES["kl"].write(aim.kl, aim.kl_se)
         self.setup.say(f"step {step}: held-out perplexity ratio {ratio}, KL {kl}")
-        self._judge(step, fidelity)
-        return fidelity
+        self._judge(fidelity)
+        self._keep_if_best(fidelity)
 
-    def _judge(self, step: int, fidelity: Fidelity) -> None:
+    def _judge(self, fidelity: Fidelity) -> None:
         """Warn once if the student is worse than its floor by more than one standard error. With
         `residual="keep"` the floor is the base itself, and both are compared with the teacher.
         """
@@ -195,9 +207,19 @@ class Run:
             self._warned = True
             self.trackers.alert("npt: the run has diverged", cause)
             advice = "try a lower --learning_rate or a longer --warmup_steps"
+            step = self.progress.step
             self.warn(f"step {step}: the run has diverged: {cause}; {advice}")
 
-    def save(self, guard: PlannedGuard, state: Mapping[str, Any], last: bool = False) -> bool:
+    def _keep_if_best(self, fidelity: Fidelity) -> None:
+        """Save the adapters if the figure that judges them is the best so far."""
+        figure = getattr(fidelity.aim, self.setup.config.judged_by)
+        if figure < self.progress.best_kl:  # False for NaN
+            self.progress.best_kl = figure
+            with self._written("the best adapters", "training continues"):
+                figures = {"step": self.progress.step, **fidelity.as_dict()}
+                self.folder.save_best(self.setup.model, self.base, figures)
+
+    def save(self, guard: PlannedGuard, last: bool = False) -> bool:
         """Write a checkpoint; return False if that fails but an older one lets the run continue.
 
         Raises:
@@ -207,9 +229,10 @@ class Run:
         model = self.setup.model
         processes = self.setup.processes
         audit_precision(model, policy_dtype(model))
+        self.progress.in_a_row = guard.counts.in_a_row
         shrunk_to = [self.setup.splitter.shrunk_to]
         if processes.broken:  # the others are gone
-            return processes.main and self._write(guard, state, shrunk_to, last)
+            return processes.main and self._write(guard, shrunk_to, last)
         if processes.size > 1:
             shrunk_to = processes.gather(*shrunk_to)
             # one process writes for all, so first make sure that all hold the same
@@ -218,21 +241,19 @@ class Run:
                 if checksum != first:
                     error = ProcessError(
                         f"the adapters or moments of process {process} differ from those of"
-                        f" process 0 at step {state['step']} (checksums {checksum} and"
+                        f" process 0 at step {self.progress.step} (checksums {checksum} and"
                         f" {first}), so nothing was saved; check the hardware of both, then"
                         " continue with --resume auto"
                     )
                     raise processes.everywhere(error)
-        return processes.first(lambda: self._write(guard, state, shrunk_to, last))
+        return processes.first(lambda: self._write(guard, shrunk_to, last))
 
-    def _write(
-        self, guard: PlannedGuard, state: Mapping[str, Any], shrunk_to: list[int | None], last: bool
-    ) -> bool:
+    def _write(self, guard: PlannedGuard, shrunk_to: list[int | None], last: bool) -> bool:
         setup = self.setup
         folder = self.folder
-        step = state["step"]
+        step = self.progress.step
         record = {
-            **state,
+            **self.progress.as_record(),
             **{name: self.record[name] for name in ("settings", "date", "base_hash", "versions")},
             "samples_at_once": shrunk_to,
             "counted_from": self.data.counted_from,
@@ -248,7 +269,7 @@ class Run:
         except (OSError, SafetensorError, CheckpointError) as error:
             older = folder.checkpoints()
             good = f"the last good one is {older[-1]}" if older else "there is no older one"
-            self._failed("save_failed", step, error, f"{error}; {good}")
+            self.failed("save_failed", error, f"{error}; {good}")
             if older and not last:
                 message = f"no checkpoint at step {step}: {error}; {good}, training continues"
                 setup.say(f"WARNING: {message}")
@@ -260,13 +281,8 @@ class Run:
         folder.event("save", step=step, folder=str(path.relative_to(folder.path)))
         return True
 
-    def save_best(self, step: int, fidelity: Fidelity) -> None:
-        """Save the adapters as the best so far; warn if that fails."""
-        with self._written("the best adapters", "training continues"):
-            figures = {"step": step, **fidelity.as_dict()}
-            self.folder.save_best(self.setup.model, self.base, figures)
-
-    def _failed(self, event: str, step: int, error: BaseException, message: str) -> None:
+    def failed(self, event: str, error: BaseException, message: str) -> None:
+        step = self.progress.step
         self.folder.event(event, step=step, error=type(error).__name__, message=message[:500])
 
     def give_up(
@@ -274,18 +290,14 @@ class Run:
         guard: PlannedGuard,
         outcome: Outcome,
         reason: str,
-        steps: int,
-        refused: Mapping[str, Any],
         batches: Sequence[Batch],
-        accepted: Sequence[Batch],
+        accepted: Sequence[Batch] = (),
     ) -> None:
         """Write the post-mortem and raise CardError or TooManyRefusalsError. If the GPU is lost,
         the post-mortem holds what is left on the host.
 
         Args:
             outcome: outcome of the last window with a refusal.
-            steps: number of applied steps.
-            refused: the refusals of the run, as `Loop.refusals` counts them.
             batches: micro-batches of that window.
             accepted: micro-batches of the last window without a refusal.
         """
@@ -295,6 +307,7 @@ class Run:
         setup = self.setup
         path = self.folder.path
         seed = setup.config.seed
+        steps = self.progress.step
         # a window's snapshot is from before its step
         at = steps if outcome.snapshot is None else outcome.steps - outcome.applied
 
@@ -321,7 +334,7 @@ class Run:
         # a lost process would never answer
         bundle = write() if setup.processes.broken else setup.processes.first(write)
         reason = bundle.pop("reason", reason)
-        self.folder.event("stopped", step=steps, reason=reason, **refused, **bundle)
+        self.folder.event("stopped", step=steps, reason=reason, **self.progress.refusals, **bundle)
         gpu_lost = any(refusal.kind == "card" for refusal in outcome.refused)
         last = ""
         if outcome.refused and not gpu_lost:
@@ -341,35 +354,11 @@ class Run:
         kind = CardError if gpu_lost else TooManyRefusalsError
         raise setup.processes.everywhere(kind(message))
 
-    def rescue(self, loop: Loop, error: BaseException) -> None:
-        """Save the applied steps after an error ended the loop, unless a second signal came."""
-        processes = self.setup.processes
-        if isinstance(error, KeyboardInterrupt) and self.setup.stop.number is not None:
-            return
-        if not isinstance(error, TooManyRefusalsError):
-            self._failed("error", loop.steps, error, str(error))
-        # the other processes are not here, so nothing may wait for them
-        if not processes.met_by_all(error):
-            processes.leave()
-        why = card_error(self.setup.device) if isinstance(error, RuntimeError) else None
-        if why is not None:
-            batches = loop.open_batches
-            outcome = Outcome(loop.guard.window.committed, len(batches), False, loop.steps)
-            outcome.refused = (Refusal("card", why),)
-            self.give_up(loop.guard, outcome, why, loop.steps, loop.refusals, batches, ())
-        try:
-            loop.settle()  # a checkpoint is named by the step of its weights
-            if processes.broken and loop.guard.window.applied_steps != loop.steps:
-                return  # the weights are ahead of the last outcome that all processes sent
-            if loop.steps and loop.unsaved:
-                loop.save(last=True)
-        except Exception as second:  # the first error is the one to raise
-            self._failed("error", loop.steps, second, f"not saved: {second}")
-
-    def finish(self, loop: Loop, fidelity: Fidelity, seconds: float) -> None:
+    def finish(self, fidelity: Fidelity, seconds: float) -> None:
         """Write the figures and the final adapter of a completed run."""
         folder = self.folder
         config = self.setup.config
+        progress = self.progress
         figures = fidelity.as_dict()
         # each write by itself: one that fails must not cost the next
         with self._written("fidelity.json", "to measure again, run npt evaluate"):
@@ -377,32 +366,32 @@ class Run:
         with self._written("the final adapter", f"its weights are in {CHECKPOINTS}"):
             folder.save_final(self.setup.model, self.base, figures)
         if config.eval_steps:
-            loop.keep_if_best(fidelity)
+            self._keep_if_best(fidelity)
         measured = {"eval": fidelity.student, "final": fidelity.aim}
-        self.trackers.log(_by_name(measured), loop.steps)
-        self.report_data(loop)
-        if config.max_steps is not None and loop.steps < config.max_steps:
+        self.trackers.log(_by_name(measured), progress.step)
+        self.report_data()
+        if config.max_steps is not None and progress.step < config.max_steps:
             self.warn(
-                f"the data ended after {loop.steps} of --max_steps {config.max_steps} steps and"
+                f"the data ended after {progress.step} of --max_steps {config.max_steps} steps and"
                 " cannot be read again; pass a list instead of a generator"
             )
-        self._judge(loop.steps, fidelity)
+        self._judge(fidelity)
         folder.event(
             "done",
-            steps=loop.steps,
-            tokens=loop.tokens,
-            **loop.refusals,
+            steps=progress.step,
+            tokens=progress.tokens,
+            **progress.refusals,
             diverged=list(self.diverged),
             seconds=round(seconds, 3),
         )
 
-    def report_data(self, loop: Loop) -> None:
+    def report_data(self) -> None:
         """Report at the end of a run which records were cut, left out or not used, and in which
         epochs micro-batches were refused.
         """
-        position = loop.position
-        if position.place.epoch and loop.refused_by_epoch:
-            by_epoch = sorted(loop.refused_by_epoch.items())
+        position = self.progress.position
+        if position.place.epoch and self.progress.refused_by_epoch:
+            by_epoch = sorted(self.progress.refused_by_epoch.items())
             epochs = ", ".join(f"{n} in epoch {epoch}" for epoch, n in by_epoch)
             self.setup.say(f"refused: {epochs} (the first is 0)")
         sources = self.data.sources
@@ -439,6 +428,7 @@ class Run:
     def _close(self, report: bool) -> None:
         path = self.folder.path
         if self.recording is not None:
+            self.recording.refused = self.progress.refused
             self.recording.draw()
         if report and self.setup.processes.main:
             with self._written(REPORT):
