@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from npt.base.identity import BaseIdentity
 from npt.errors import CheckpointError, first_line
 from npt.files import new_folder, write_json
 from npt.guard.spikes import HISTORY
-from npt.guard.update import Snapshot
+from npt.guard.update import GuardedUpdate
 from npt.guard.window import GradientWindow
 from npt.manifest import POSTMORTEM, verify_checkpoint, write_manifest
 from npt.random_state import random_state, set_random_state
@@ -59,14 +59,14 @@ OPTIMIZER_TENSORS = ("step", "exp_avg", "exp_avg_sq")
 
 _RANDOM = "rng.0."
 _SPIKES = ("spikes.losses", "spikes.norms")
-_NUMBER = (int, float)
+_NUMBER_OR_NULL = (int, float, type(None))
 _COUNTERS = ("step", "tokens", "micro_batches", "in_a_row", "diagnoses")
 _COUNTS = (*_COUNTERS, "refused_by_kind", "counted_from", "position")
 _ENTRIES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTERS, (int,)),
     "base_hash": (str,),
     "last_evaluation": (int, type(None)),
-    "best_kl": (*_NUMBER, type(None)),
+    "best_kl": _NUMBER_OR_NULL,
     "samples_at_once": (list,),
     **dict.fromkeys(("refused_by_kind", "refused_by_epoch", "counted_from"), (dict,)),
     **dict.fromkeys(("position", "settings", "data", "initial"), (dict,)),
@@ -78,34 +78,26 @@ class State:
     """A checkpoint's content, checked against the model so that restoring cannot fail halfway.
 
     Attributes:
-        snapshot: adapters and optimizer state.
-        fixed: tensors of the adapters that are not trained, by name.
-        spikes: losses and norms that the spike guard remembers, if it is on.
+        tensors: those of the adapters and of the optimizer, by name.
+        spikes: losses and norms that the spike guard remembers.
         random_state: the random state by device, of process 0.
     """
 
     step: int
-    snapshot: Snapshot
-    fixed: Mapping[str, Tensor]
-    spikes: tuple[Sequence[float], Sequence[float]] | None
+    tensors: Mapping[str, Tensor]
+    spikes: tuple[Sequence[float], Sequence[float]]
     random_state: Mapping[str, Tensor]
 
     def restore(self, model: PreTrainedModel, window: GradientWindow) -> None:
         """Restore adapters into a model, moments, spike guard and step count into its empty window,
         and the random state.
         """
-        update = window.update
-        tensors = adapter_tensors(model)
+        live = {**adapter_tensors(model), **_moments(window.update)}
         with torch.no_grad():
-            for name, value in self.fixed.items():
-                tensors[name].copy_(value)
-            for name, parameter in zip(update.names, update.parameters, strict=True):
-                value, moments = self.snapshot[name]
-                parameter.copy_(value)
-                for key, moment in moments.items():
-                    update.optimizer.state[parameter][key].copy_(moment)
+            for name, value in self.tensors.items():
+                live[name].copy_(value)
         window.resume_at(self.step)
-        if window.spikes is not None and self.spikes is not None:
+        if window.spikes is not None:
             window.spikes.recall(*self.spikes)
         set_random_state(self.random_state)
 
@@ -148,23 +140,17 @@ class Checkpoint:
         """
         path = self.folder / TENSORS
         _, adapters = read_adapter(model, self.folder / ADAPTER, base=base)
-        fixed = {}
-        for name in adapters.keys() - adapter_parameters(model):
-            fixed[name] = adapters.pop(name)
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, value in adapters.items():
+        for name in adapter_parameters(model):
             for key in OPTIMIZER_TENSORS:
                 # a step is a scalar, a moment has its parameter's shape
-                shapes[f"optimizer.{name}.{key}"] = () if key == "step" else tuple(value.shape)
+                shape = () if key == "step" else tuple(adapters[name].shape)
+                shapes[f"optimizer.{name}.{key}"] = shape
         others = ("rng.", "spikes.")
         headers = {n: h for n, h in self.headers.items() if not n.startswith(others)}
         check_tensors(path, headers, shapes, CheckpointError)
-        tensors = _read(path, shapes)
-        snapshot: Snapshot = {}
-        for name, value in adapters.items():
-            moments = {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS}
-            snapshot[name] = (value, moments)
-        return State(self.step, snapshot, fixed, self._spikes(), self._random_state())
+        tensors = {**adapters, **_read(path, shapes)}
+        return State(self.step, tensors, self._spikes(), self._random_state())
 
     def _random_state(self) -> dict[str, Tensor]:
         path = self.folder / TENSORS
@@ -186,11 +172,11 @@ class Checkpoint:
             states[match[1]] = state
         return states
 
-    def _spikes(self) -> tuple[list[float], list[float]] | None:
+    def _spikes(self) -> tuple[list[float], list[float]]:
         path = self.folder / TENSORS
         headers = {name: h for name, h in self.headers.items() if name.startswith("spikes.")}
         if not headers:
-            return None
+            return [], []
         _, shape = next(iter(headers.values()))
         count = math.prod(shape)
         check_tensors(path, headers, dict.fromkeys(_SPIKES, (count,)), CheckpointError, "F64")
@@ -211,6 +197,15 @@ def _read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     return tensors
 
 
+def _moments(update: GuardedUpdate) -> dict[str, Tensor]:
+    """Return the optimizer's tensors by their names in the file."""
+    moments = {}
+    for name, parameter in zip(update.names, update.parameters, strict=True):
+        for key in OPTIMIZER_TENSORS:
+            moments[f"optimizer.{name}.{key}"] = update.optimizer.state[parameter][key]
+    return moments
+
+
 def write_checkpoint(
     folder: Path,
     model: PreTrainedModel,
@@ -226,22 +221,16 @@ def write_checkpoint(
         record: content of `state.json`.
     """
     check_savable(adapter_tensors(model), folder)
-    snapshot = window.update.snapshot()
-    tensors = {}
+    tensors = {name: moment.cpu() for name, moment in _moments(window.update).items()}
     # process 0 writes for all: micro-batches are seeded individually, other draws agree
     for device, state in random_state().items():
         tensors[_RANDOM + device] = state
-    for name, (_, moments) in snapshot.items():
-        for key, moment in moments.items():
-            if isinstance(moment, Tensor):
-                tensors[f"optimizer.{name}.{key}"] = moment.cpu().contiguous()
     if window.spikes is not None:
         for name, logarithms in zip(_SPIKES, window.spikes.remembered(), strict=True):
             tensors[name] = torch.tensor(logarithms, dtype=torch.float64)
     with new_folder(folder) as temporary:
         (temporary / ADAPTER).mkdir()
-        values = {name: value for name, (value, _) in snapshot.items()}
-        write_adapter(model, temporary / ADAPTER, base, tensors=values)
+        write_adapter(model, temporary / ADAPTER, base)
         save_file(tensors, temporary / TENSORS)
         write_json(temporary / RECORD, {"format": FORMAT, **record})
         write_manifest(temporary)
@@ -279,20 +268,9 @@ def _check_counts(path: Path, record: Mapping[str, Any]) -> None:
     check_entries(path, "", record, _ENTRIES, CheckpointError, exact=False)
     counted_from = {"steps": (int,), "micro_batches": (int,)}
     check_entries(path, "counted_from.", record["counted_from"], counted_from, CheckpointError)
-    for name in _COUNTS:
-        if not all(map(_is_count, _leaves(record[name]))):
-            raise CheckpointError(f"{path}: {name} is {shown(record[name])}, expected counts")
-    at_once = record["samples_at_once"]
-    if not all(n is None or (_is_count(n) and n) for n in at_once):
-        raise CheckpointError(
-            f"{path}: samples_at_once is {shown(at_once)}, expected a count or null for each"
-            " process"
-        )
-    refused = record["refused_by_epoch"]
-    if not all(epoch.isdecimal() and _is_count(n) for epoch, n in refused.items()):
-        raise CheckpointError(
-            f"{path}: refused_by_epoch is {shown(refused)}, expected counts by epoch"
-        )
+    for name, (is_right, expected) in _VALUES.items():
+        if not is_right(record[name]):
+            raise CheckpointError(f"{path}: {name} is {shown(record[name])}, expected {expected}")
 
 
 def _check_figures(checkpoint: Checkpoint) -> None:
@@ -302,10 +280,9 @@ def _check_figures(checkpoint: Checkpoint) -> None:
     if known != position:
         raise ValueError(f"unknown entries of the position {sorted(position.keys() - known)}")
     figures = checkpoint.initial
-    numbers = [model.as_dict() for model in (figures.teacher, figures.floor, figures.student)]
-    numbers += figures.layers.values()
-    for value in _leaves(numbers):
-        if value is not None and not isinstance(value, _NUMBER):
+    models = [model.as_dict() for model in (figures.teacher, figures.floor, figures.student)]
+    for value in _leaves([models, figures.layers]):
+        if not isinstance(value, _NUMBER_OR_NULL):
             raise ValueError("a figure is not a number")
     for layer in figures.layers.values():
         layer["nmse_student"]
@@ -326,13 +303,33 @@ def newest_good(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     return None, broken
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**62
-
-
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _leaves(item)
     else:
         yield value
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+def _are_counts(value: Any) -> bool:
+    return all(map(_is_count, _leaves(value)))
+
+
+def _are_samples(of_processes: list[Any]) -> bool:
+    return 0 not in of_processes and all(n is None or _is_count(n) for n in of_processes)
+
+
+def _are_by_epoch(counts: dict[str, Any]) -> bool:
+    return all(map(str.isdecimal, counts)) and all(map(_is_count, counts.values()))
+
+
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_COUNTS, (_are_counts, "counts")),
+    "samples_at_once": (_are_samples, "a count or null for each process"),
+    "refused_by_epoch": (_are_by_epoch, "counts by epoch"),
+}
+"""What the types of the record's entries leave open."""

@@ -38,7 +38,7 @@ _MATTERS = {
 
 _SOURCES = ("dataset_name", "replay_dataset")
 
-_OF_ONE_START = ("resume", "output_dir")
+_OF_ONE_START = {"resume", "output_dir"}
 
 _RECORDED = {"adapter", "processes", "teacher", "teacher_attention", *_OF_ONE_START}
 """Entries among a run's settings that need not be settings of every run."""
@@ -82,72 +82,78 @@ def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGr
         ConfigError: the folder cannot be used.
         CheckpointError: there is nothing to resume, or it is damaged.
     """
-    looked: list[RunOrigin] = []
-
-    def look() -> tuple[Path, Path | None, bool]:
-        if resume is None:
-            folder = Path(output_dir) if output_dir else default_folder()
-            check_free(folder)
-            origin = RunOrigin(folder)
-        else:
-            origin = _resumed(resume, None if output_dir is None else Path(output_dir))
-        looked.append(origin)
-        path = None if origin.checkpoint is None else origin.checkpoint.folder
-        return origin.folder, path, origin.goes_on
-
+    to = Path(output_dir) if output_dir else None
     try:
-        folder, path, goes_on = processes.first(look)
+        origin = processes.first(lambda: _origin(resume, to))
     except OSError as error:
         raise CheckpointError(
             f"--resume {resume}: cannot read {error.filename or 'it'}: {error.strerror}; check its"
             " permissions"
         ) from error
-    if looked:
-        return looked[0]
-    # every process reads the checkpoint itself
-    checkpoint = None if path is None else read_checkpoint(path)
-    return RunOrigin(folder, checkpoint, goes_on)
+    if processes.main or origin.checkpoint is None:
+        return origin
+    # every process reads the checkpoint itself; process 0 sets broken ones aside
+    return RunOrigin(origin.folder, read_checkpoint(origin.checkpoint.folder), origin.goes_on)
+
+
+def _origin(resume: str | None, to: Path | None) -> RunOrigin:
+    if resume == AUTO:
+        return _continued(to)
+    if resume is not None:
+        return _resumed(resume, to)
+    folder = to or default_folder()
+    check_free(folder)
+    return RunOrigin(folder)
+
+
+def _continued(to: Path | None) -> RunOrigin:
+    """Return where `--resume auto` begins."""
+    if to is None:
+        raise ConfigError(
+            "--resume auto looks for checkpoints in --output_dir; add --output_dir RUN_FOLDER"
+        )
+    # nothing has run here yet: one command starts a run and resumes it
+    if not to.is_dir() or not any(to.iterdir()):
+        check_free(to)
+        return RunOrigin(to, goes_on=True)
+    if not is_run(to):
+        raise ConfigError(
+            f"--output_dir {to} holds something other than a run; choose another folder"
+        )
+    tidy(to)
+    chosen, broken = newest_good(to / CHECKPOINTS)
+    if chosen is None and broken:
+        raise _none_good(to, broken)
+    return RunOrigin(to, chosen, True, broken)
 
 
 def _resumed(resume: str, to: Path | None) -> RunOrigin:
     path = Path(resume).expanduser()
-    is_checkpoint = False
-    if resume == AUTO:
-        if to is None:
-            raise ConfigError(
-                "--resume auto looks for checkpoints in --output_dir; add --output_dir RUN_FOLDER"
+    run: Path | None = path
+    if not (path / CHECKPOINTS).is_dir():
+        named = (path / MANIFEST).exists() or path.name.startswith("step-")
+        if not (path.is_dir() and named):
+            raise CheckpointError(
+                f"--resume {resume} is neither a checkpoint nor a run folder with checkpoints; pass"
+                " one, or auto"
             )
-        # nothing has run here yet: one command starts a run and resumes it
-        if not to.is_dir() or not any(to.iterdir()):
-            check_free(to)
-            return RunOrigin(to, goes_on=True)
-        if not is_run(to):
-            raise ConfigError(
-                f"--output_dir {to} holds something other than a run; choose another folder"
-            )
-        run: Path | None = to
-    elif (path / CHECKPOINTS).is_dir():
-        run = path
-    elif path.is_dir() and ((path / MANIFEST).exists() or path.name.startswith("step-")):
-        is_checkpoint = True
         # a checkpoint may have been copied out of its run
         above = path.resolve().parent
         run = above.parent if above.name == CHECKPOINTS else None
-    else:
-        raise CheckpointError(
-            f"--resume {resume} is neither a checkpoint nor a run folder with checkpoints; pass"
-            " one, or auto"
-        )
     folder, goes_on = _ready(resume, run, to)
-    if run is None or is_checkpoint:
+    if run != path:
         return RunOrigin(folder, read_checkpoint(path), goes_on)
-    chosen, broken = newest_good(run / CHECKPOINTS)
-    if chosen is None and (broken or resume != AUTO):
-        faults = "; ".join(broken.values()) or "there is none"
-        raise CheckpointError(
-            f"no checkpoint in {run} can be resumed: {faults}; start again in another folder"
-        )
+    chosen, broken = newest_good(path / CHECKPOINTS)
+    if chosen is None:
+        raise _none_good(path, broken)
     return RunOrigin(folder, chosen, goes_on, broken)
+
+
+def _none_good(run: Path, broken: Mapping[Path, str]) -> CheckpointError:
+    faults = "; ".join(broken.values()) or "there is none"
+    return CheckpointError(
+        f"no checkpoint in {run} can be resumed: {faults}; start again in another folder"
+    )
 
 
 def _ready(resume: str, run: Path | None, to: Path | None) -> tuple[Path, bool]:
@@ -188,9 +194,7 @@ def changed_settings(
             " resume with the version of npt that wrote it, or start a new run"
         )
     changed: dict[str, tuple[Any, Any]] = {}
-    for name in sorted(recorded.keys() & now.keys()):
-        if name in _OF_ONE_START:
-            continue
+    for name in sorted(recorded.keys() & now.keys() - _OF_ONE_START):
         old = _listed(recorded[name])
         new = _listed(now[name])
         # A path may be relative to another folder; fingerprints compare the content.
