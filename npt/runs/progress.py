@@ -60,8 +60,7 @@ class RunProgress:
         self.position = position
         self.micro_batches += outcome.micro_batches
         self.refused_by_kind.update(refusal.kind for refusal in outcome.refused)
-        if outcome.refused:
-            self.refused_by_epoch[position.place.epoch] += len(outcome.refused)
+        self.refused_by_epoch.update([position.place.epoch] * len(outcome.refused))
         if outcome.applied:
             self.step += 1
             self.tokens += outcome.tokens

@@ -195,7 +195,7 @@ def changed_settings(
         )
     changed: dict[str, tuple[Any, Any]] = {}
     for name in sorted(recorded.keys() & now.keys() - _OF_ONE_START):
-        old = _listed(recorded[name])
+        old = recorded[name]
         new = _listed(now[name])
         # A path may be relative to another folder; fingerprints compare the content.
         moved = name in _SOURCES and Path(str(old)).name == Path(str(new)).name
@@ -248,15 +248,16 @@ def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None
     """Raise CheckpointError if the known `data_fingerprint` of a dataset has changed."""
     for name, new in now.items():
         old = recorded.get(name)
-        if not isinstance(old, Mapping):
-            continue
-        for key in ("records", "sha256"):
-            was = old.get(key)
-            if None not in (was, new[key]) and was != new[key]:
-                raise CheckpointError(
-                    f"the checkpoint was trained on {name} of {_described(old)}, but this run has"
-                    f" {_described(new)}; resume with the same data or start a new run"
-                )
+        if isinstance(old, Mapping) and _differ(old, new):
+            raise CheckpointError(
+                f"the checkpoint was trained on {name} of {_described(old)}, but this run has"
+                f" {_described(new)}; resume with the same data or start a new run"
+            )
+
+
+def _differ(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    known = [key for key in new if None not in (old.get(key), new[key])]
+    return any(old[key] != new[key] for key in known)
 
 
 def _described(fingerprint: Mapping[str, Any]) -> str:

@@ -163,9 +163,8 @@ class RunFolder:
             self.set_aside(folder, BROKEN)
             raise
         if keep is not None:
-            others = [path for path in self.checkpoints() if path != folder]
-            excess = max(0, len(others) + 1 - keep)
-            for old in others[:excess]:
+            others = [path for path in reversed(self.checkpoints()) if path != folder]
+            for old in others[keep - 1 :]:
                 with contextlib.suppress(OSError):  # one checkpoint too many does no harm
                     remove_folder(old)
         return folder

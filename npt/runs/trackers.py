@@ -40,17 +40,21 @@ def check_trackers(config: TrainConfig) -> list[str]:
     for name in names:
         require(name, f"--use_{name}")
     if "wandb" in names:
-        import wandb
-
-        _check_environment()
-        try:
-            online = wandb.setup().settings.mode == "online"
-            logged_in = not online or wandb.login(prompt=False, verify=False)
-        except Exception as error:  # wandb has errors of its own
-            raise _not_started(first_line(error)) from error
-        if not logged_in:
-            raise _not_started("there is no API key")
+        _check_wandb()
     return names
+
+
+def _check_wandb() -> None:
+    import wandb
+
+    _check_environment()
+    try:
+        online = wandb.setup().settings.mode == "online"
+        logged_in = not online or wandb.login(prompt=False, verify=False)
+    except Exception as error:  # wandb has errors of its own
+        raise _not_started(first_line(error)) from error
+    if not logged_in:
+        raise _not_started("there is no API key")
 
 
 def _check_environment() -> None:

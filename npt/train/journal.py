@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,29 +86,21 @@ class Journal:
         folder = self.folder
         origin = setup.origin
         record = {**self.record, "wandb_run": self.trackers.run_id}
-        if not origin.goes_on:
-            for problem in origin.broken.values():
-                self.warn(problem)
-        else:
+        if origin.goes_on:
             folder.set_aside_after(origin.step, origin.broken, self.warn)
             with contextlib.suppress(CheckpointError):
                 earlier = read_json(folder.path / RUN, CheckpointError)
                 record["wandb_run"] = record["wandb_run"] or earlier.get("wandb_run")
                 if origin.checkpoint is not None:  # a resumed run is not calibrated again
                     record["calibration"] = earlier.get("calibration")
-        # the first write to the folder: if it fails, or a signal comes, nothing may be left behind
-        try:
-            with writable(folder.path):
-                folder.write(RUN, record)
-            setup.stop.check()
-        except BaseException:
-            folder.discard()
-            raise
+        else:
+            for problem in origin.broken.values():
+                self.warn(problem)
+        self._write_first(record)
         self.trackers.warn = self.warn
         self.trackers.describe(_flat(record))
         initial = self.initial
-        measured = {"floor": initial.floor, "teacher": initial.teacher, "initial": initial.aim}
-        self.trackers.log(_by_name(measured), origin.step)
+        self._track({"floor/": initial.floor, "teacher/": initial.teacher, "initial/": initial.aim})
         folder.event(
             "start",
             device=str(setup.device),
@@ -118,18 +111,30 @@ class Journal:
             folder.event("calibration", **record["calibration"], passed_over=self.data.start.begun)
         if setup.config.resume is not None:
             self._report_resumed()
-        self._warn_of_settings()
-        for warning in self.data.warnings():
-            self.warn(f"data: {warning}")
-        columns = self.data.columns_not_used()
-        if columns:
-            setup.say(columns)
+        self._warn_beforehand()
         setup.say(f"run folder {folder.path}")
         if setup.processes.main and setup.config.trace_steps is not None:
             from npt.recorder.recording import Recording
 
             self.recording = Recording(folder.path / "trace", setup.config.trace_steps, setup.say)
             setup.say(str(self.recording))
+
+    def _write_first(self, record: dict[str, Any]) -> None:
+        """Write `run.json`, the first file: if that fails, or a signal comes, leave nothing."""
+        try:
+            with writable(self.folder.path):
+                self.folder.write(RUN, record)
+            self.setup.stop.check()
+        except BaseException:
+            self.folder.discard()
+            raise
+
+    def _track(self, measured: Mapping[str, Figures]) -> None:
+        """Give figures to the trackers, by the start of their names."""
+        figures: dict[str, float] = {}
+        for start, model in measured.items():
+            figures |= {f"{start}{key}": value for key, value in model.as_dict().items()}
+        self.trackers.log(figures, self.progress.step)
 
     def _report_resumed(self) -> None:
         say = self.setup.say
@@ -140,12 +145,13 @@ class Journal:
         else:
             path = str(origin.checkpoint.folder)
             say(f"resuming from {path} at step {origin.step}")
-        changed = {name: list(values) for name, values in self.setup.changed.items()}
+        changed = self.setup.changed
         self.folder.event("resume", step=origin.step, checkpoint=path, changed=changed)
         for name, (old, new) in changed.items():
             say(f"changed setting: {name} was {old}, is now {new}")
 
-    def _warn_of_settings(self) -> None:
+    def _warn_beforehand(self) -> None:
+        """Warn of settings and data."""
         setup = self.setup
         config = setup.config
         total = self.data.total_steps
@@ -166,6 +172,11 @@ class Journal:
                 f"--warmup_steps {config.warmup_steps} is more than the run's {total} steps: the"
                 " learning rate will not reach --learning_rate; lower --warmup_steps"
             )
+        for warning in self.data.warnings():
+            self.warn(f"data: {warning}")
+        columns = self.data.columns_not_used()
+        if columns:
+            setup.say(columns)
 
     def evaluate(self) -> None:
         """Evaluate the student between two steps, report its figures and keep the best adapters."""
@@ -173,14 +184,13 @@ class Journal:
         step = self.progress.step
         self.progress.last_evaluation = step
         aim = fidelity.aim
-        student = fidelity.student.as_dict()
-        logged = {f"eval/{key}": value for key, value in student.items()}
-        event = {"step": step, "student": student}
+        measured = {"eval/": fidelity.student}
+        event = {"student": fidelity.student.as_dict()}
         if fidelity.attribution:
+            measured["eval/unquantized_"] = aim
             event["unquantized"] = aim.as_dict()
-            logged |= {f"eval/unquantized_{key}": value for key, value in aim.as_dict().items()}
-        self.folder.event("evaluation", **event)
-        self.trackers.log(logged, step)
+        self.folder.event("evaluation", step=step, **event)
+        self._track(measured)
         ratio = FIGURES["perplexity_ratio"].write(aim.perplexity_ratio, aim.perplexity_ratio_se)
         kl = FIGURES["kl"].write(aim.kl, aim.kl_se)
         self.setup.say(f"step {step}: held-out perplexity ratio {ratio}, KL {kl}")
@@ -230,25 +240,29 @@ class Journal:
         processes = self.setup.processes
         audit_precision(model, policy_dtype(model))
         self.progress.in_a_row = guard.counts.in_a_row
-        shrunk_to = [self.setup.splitter.shrunk_to]
+        write = partial(self._write, guard, last)
         if processes.broken:  # the others are gone
-            return processes.main and self._write(guard, shrunk_to, last)
-        if processes.size > 1:
-            shrunk_to = processes.gather(*shrunk_to)
-            # one process writes for all, so first make sure that all hold the same
-            first, *others = processes.gather(guard.update.checksum())
-            for process, checksum in enumerate(others, start=1):
-                if checksum != first:
-                    error = ProcessError(
-                        f"the adapters or moments of process {process} differ from those of"
-                        f" process 0 at step {self.progress.step} (checksums {checksum} and"
-                        f" {first}), so nothing was saved; check the hardware of both, then"
-                        " continue with --resume auto"
-                    )
-                    raise processes.everywhere(error)
-        return processes.first(lambda: self._write(guard, shrunk_to, last))
+            return processes.main and write([self.setup.splitter.shrunk_to])
+        self._check_alike(guard)
+        shrunk_to = processes.gather(self.setup.splitter.shrunk_to)
+        return processes.first(lambda: write(shrunk_to))
 
-    def _write(self, guard: PlannedGuard, shrunk_to: list[int | None], last: bool) -> bool:
+    def _check_alike(self, guard: PlannedGuard) -> None:
+        """Make sure that all processes hold the same, since one writes for all."""
+        processes = self.setup.processes
+        if processes.size == 1:
+            return
+        first, *others = processes.gather(guard.update.checksum())
+        for process, checksum in enumerate(others, start=1):
+            if checksum != first:
+                error = ProcessError(
+                    f"the adapters or moments of process {process} differ from those of process 0"
+                    f" at step {self.progress.step} (checksums {checksum} and {first}), so nothing"
+                    " was saved; check the hardware of both, then continue with --resume auto"
+                )
+                raise processes.everywhere(error)
+
+    def _write(self, guard: PlannedGuard, last: bool, shrunk_to: list[int | None]) -> bool:
         setup = self.setup
         folder = self.folder
         step = self.progress.step
@@ -367,8 +381,7 @@ class Journal:
             folder.save_final(self.setup.model, self.base, figures)
         if config.eval_steps:
             self._keep_if_best(fidelity)
-        measured = {"eval": fidelity.student, "final": fidelity.aim}
-        self.trackers.log(_by_name(measured), progress.step)
+        self._track({"eval/": fidelity.student, "final/": fidelity.aim})
         self.report_data()
         if config.max_steps is not None and progress.step < config.max_steps:
             self.warn(
@@ -381,7 +394,7 @@ class Journal:
             steps=progress.step,
             tokens=progress.tokens,
             **progress.refusals,
-            diverged=list(self.diverged),
+            diverged=self.diverged,
             seconds=round(seconds, 3),
         )
 
@@ -465,11 +478,3 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
     resolved, such as its `layers`, goes before the setting of the same name.
     """
     return {**record["settings"], **record}
-
-
-def _by_name(measured: Mapping[str, Figures]) -> dict[str, float]:
-    return {
-        f"{name}/{key}": value
-        for name, figures in measured.items()
-        for key, value in figures.as_dict().items()
-    }

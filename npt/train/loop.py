@@ -64,7 +64,7 @@ class Loop:
         self._saved: int | None = None  # micro-batches at the last checkpoint
         self._open: dict[int, Window | None] = {}  # begun, not yet counted; None: data ended
         self._outcomes: deque[Outcome] = deque()  # known, not yet counted
-        self._last_accepted: Window | None = None  # the last one without a refusal
+        self._last_accepted = Window([])  # the last one without a refusal
         self._last_refused: tuple[Window, Outcome] | None = None
         self._ended = False  # the data ended, or a process stopped
         self._unlogged: Outcome | None = None  # of the last step, if no line was due
@@ -302,9 +302,9 @@ class Loop:
         self._outcomes.clear()
         if not outcome.refused and self._last_refused is not None:
             window, outcome = self._last_refused  # report the last refusal
-        accepted = () if self._last_accepted is None else self._last_accepted.batches
         if not self.setup.processes.broken:
             self._log_rest()
+        accepted = self._last_accepted.batches
         self.journal.give_up(self.guard, outcome, reason, window.batches, accepted)
 
     def _after_step(self, outcome: Outcome) -> None:

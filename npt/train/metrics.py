@@ -84,14 +84,13 @@ class StepMetrics:
         named = len(REPORTED)
         plain = named + len(self._layers)
         width = 1 + len(MODULATION)
-        totals = []
-        for i in range(named):
-            totals.append(sum(report[i] for report in reports))
         # a row per report, so that without one the sums are zeros
         rows = torch.tensor([report[named:plain] for report in reports], dtype=torch.float32)
         nmses = rows.view(-1, len(self._layers)).sum(dim=0)
+        totals = [0.0] * named
         measured = [0.0] * (width * len(self._layers))
         for report in reports:
+            totals = list(map(add, totals, report))  # of its first entries
             if len(report) > plain:  # of a step that was expected to be logged
                 measured = list(map(add, measured, report[plain:]))
         # one exchange for all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedModel
@@ -90,21 +90,25 @@ def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
     samples = data.eval_samples
     report = partial(setup.say_lack, "an evaluation")
     splitter = MicroBatchSplitter(setup.config.batch_size, report)
-    reference: list[Reference] = []  # a separate teacher's outputs
+
+    @cache
+    def reference() -> Reference | None:
+        """Return the outputs of a separate teacher, which never changes."""
+        from npt.evaluation.evaluate import reference_outputs
+
+        if setup.teacher is None:
+            return None
+        return reference_outputs(setup.teacher, samples, batch_size=splitter.samples)
 
     def measure() -> Fidelity:
-        from npt.evaluation.evaluate import evaluate, reference_outputs
+        from npt.evaluation.evaluate import evaluate
 
-        size = splitter.samples
-        # it never changes, so it is computed once for all evaluations
-        if setup.teacher is not None and not reference:
-            reference.append(reference_outputs(setup.teacher, samples, batch_size=size))
         return evaluate(
             setup.model,
             setup.tokenizer,
             samples,
-            batch_size=size,
-            unquantized=reference[0] if reference else None,
+            batch_size=splitter.samples,
+            unquantized=reference(),
             between=setup.check_stop,
         )
 
