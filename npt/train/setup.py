@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_attached, is_sharded
+from npt.adapters.files.adapter_files import adapter_hash
 from npt.adapters.fit import check_length
 from npt.base.attention import attention_name, repeats_exactly, set_deterministic
 from npt.base.identity import base_hash
@@ -95,14 +95,11 @@ class RunSetup:
         """Raise ConfigError if adapters, devices, versions or `facts` differ between processes."""
         if self.processes.size == 1:
             return
-        adapters = sha256()
-        for parameter in adapter_parameters(self.model).values():
-            adapters.update(parameter.detach().cpu().numpy().tobytes())
         checkpoint = self.origin.checkpoint
         self.processes.agree(
             {
                 **facts,
-                "adapters of hash": adapters.hexdigest(),
+                "adapters of hash": adapter_hash(self.model),
                 "a checkpoint of step": None if checkpoint is None else checkpoint.step,
                 "a device of kind": self.device.type,
                 **{f"version of {name}": version for name, version in versions().items()},

@@ -111,7 +111,7 @@ class _Start:
     """The adapters before training, and their loss per token of one batch around them.
 
     Attributes:
-        gradient: of the loss per token, by name; None for a tensor that has none yet.
+        gradient: of the loss per token, of each tensor that has one yet.
         norm: the gradient's norm.
     """
 
@@ -123,7 +123,7 @@ class _Start:
     processes: ProcessGroup
 
     def __post_init__(self) -> None:
-        self.gradient = dict.fromkeys(self.parameters)
+        self.gradient: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 self.gradient[name] = parameter.grad / self.tokens
@@ -166,18 +166,17 @@ class _Start:
         """Return by how much the loss falls per unit of the rate, at first: Adam's first step moves
         every weight by the rate.
         """
-        gradients = (gradient for gradient in self.gradient.values() if gradient is not None)
-        return sum(float(gradient.double().abs().sum()) for gradient in gradients)
+        return sum(float(gradient.double().abs().sum()) for gradient in self.gradient.values())
 
     def _after_steps(self, rate: float) -> float:
         """Return the loss after a few steps of the run's optimizer at this rate."""
         _restore(self.parameters, self.weights)
+        _clear(self.parameters)
         optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=rate, betas=ADAM_BETAS, weight_decay=0.0
         )
-        for name, parameter in self.parameters.items():
-            gradient = self.gradient[name]
-            parameter.grad = None if gradient is None else gradient.clone()
+        for name, gradient in self.gradient.items():
+            self.parameters[name].grad = gradient.clone()
         loss = self.loss
         for _ in range(STEPS):
             optimizer.step()
@@ -221,8 +220,7 @@ class _Start:
         _restore(self.parameters, self.weights)
         with torch.no_grad():
             for name, gradient in self.gradient.items():
-                if gradient is not None:
-                    self.parameters[name].add_(gradient, alpha=distance / self.norm)
+                self.parameters[name].add_(gradient, alpha=distance / self.norm)
         return self._loss_and_slope()
 
     def _loss_and_slope(self) -> tuple[float, float]:
@@ -238,7 +236,7 @@ class _Start:
         total = 0.0
         for name, gradient in self.gradient.items():
             along = other[name]
-            if gradient is not None and along is not None:
+            if along is not None:
                 total += float((gradient.double() * along.double()).sum())
         return total
 
