@@ -119,14 +119,13 @@ def open_sources(config: DataConfig, data: Iterable[Record] | None = None) -> li
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
     """Return the settings without columns that the first record of a source lacks."""
     default = DataConfig.text_column
-    columns = (config.prompt_column, config.context_column)
-    if columns == (None, None) and config.text_column == default:
+    if (config.prompt_column, config.context_column, config.text_column) == (None, None, default):
         return config
     first = next(iter(records), None)
     if not isinstance(first, Mapping):
         return config
     first = filled(first)
-    if config.prompt_column is not None and config.prompt_column not in first:
+    if config.prompt_column not in first:
         config = replace(config, prompt_column=None, completion_column=None)
     if config.context_column not in first:
         config = replace(config, context_column=None)
