@@ -157,7 +157,7 @@ class Checkpoint:
         states = {}
         names = {_RANDOM + "cpu", *(name for name in self.headers if name.startswith("rng."))}
         for name, state in read_tensors(path, names, CheckpointError).items():
-            match = re.fullmatch(re.escape(_RANDOM) + r"((cpu)|cuda\.\d{1,3})", name)
+            match = re.fullmatch(r"rng\.0\.((cpu)|cuda\.\d{1,3})", name)
             try:
                 if match is None:
                     raise ValueError("no such device")

@@ -275,11 +275,12 @@ class Journal:
             "initial": {**self.initial.as_dict(), "samples": self.initial.samples},
         }
 
-        def write(path: Path) -> None:
-            write_checkpoint(path, setup.model, guard.window, record, self.base)
-
         try:
-            path = folder.save_checkpoint(step, write, setup.config.save_total_limit)
+            path = folder.save_checkpoint(
+                step,
+                lambda path: write_checkpoint(path, setup.model, guard.window, record, self.base),
+                setup.config.save_total_limit,
+            )
         except (OSError, SafetensorError, CheckpointError) as error:
             older = folder.checkpoints()
             good = f"the last good one is {older[-1]}" if older else "there is no older one"
@@ -468,7 +469,7 @@ def write_report(folder: Path, output: Path | None = None) -> RunRecord:
     from npt.report.run import RunRecord
 
     record = RunRecord(folder)
-    output = folder / REPORT if output is None else output
+    output = output or folder / REPORT
     write_text(output, page(record, output))
     return record
 

@@ -79,10 +79,8 @@ class RunSetup:
     def signal(self) -> int | None:
         """Return the number of a signal that any process received. Every process must call this."""
         own = self.stop.number
-        for number in (own, *self.processes.gather(own)):
-            if number is not None:
-                return number
-        return None
+        everyone = (own, *self.processes.gather(own))
+        return next((number for number in everyone if number is not None), None)
 
     def say(self, line: str) -> None:
         say(self.console, line)

@@ -105,12 +105,8 @@ def write_adapter(
     *,
     base_name: str | None = None,
     fidelity: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write the files of an adapter to a temporary folder, unchecked.
-
-    Args as for `save_adapter`. tensors: by name, to write instead of the model's own.
-    """
+    """Write the files of an adapter to a temporary folder, unchecked; args as in `save_adapter`."""
     base_name = base_name or model.config._name_or_path or "unknown"
     settings = asdict(attached_config(model))
     record = {
@@ -124,8 +120,7 @@ def write_adapter(
     if recipe is not None:
         record[ENTRY] = asdict(recipe)
     stored = {}
-    tensors = {**adapter_tensors(model), **(tensors or {})}
-    for name, tensor in tensors.items():
+    for name, tensor in adapter_tensors(model).items():
         stored[PREFIX + name] = tensor.detach().cpu().contiguous()
     save_file(stored, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     write_json(folder / CONFIG_NAME, record)
