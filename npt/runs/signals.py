@@ -11,8 +11,7 @@ from typing import Any
 
 from npt.errors import StoppedError
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopOnSignal:

@@ -136,9 +136,10 @@ class Trackers:
             self._trackers["wandb"] = _started_wandb(config, folder, run)
         if "tensorboard" in names:
             check_folder(folder / "npt", "--use_tensorboard:", in_place=True)
-            options = {} if resume_at is None else {"purge_step": resume_at + 1}
-            self._trackers["tensorboard"] = TensorBoardTracker("npt", str(folder), **options)
-            self._trackers["tensorboard"].start()
+            purged = None if resume_at is None else resume_at + 1
+            tensorboard = TensorBoardTracker("npt", str(folder), purge_step=purged)
+            tensorboard.start()
+            self._trackers["tensorboard"] = tensorboard
 
     def __enter__(self) -> Trackers:
         return self

@@ -274,7 +274,6 @@ class Journal:
             "data": self.data.identity,
             "initial": {**self.initial.as_dict(), "samples": self.initial.samples},
         }
-
         try:
             path = folder.save_checkpoint(
                 step,
