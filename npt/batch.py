@@ -43,6 +43,11 @@ class Sample:
     taught: Sample | None = None
 
     @property
+    def targets(self) -> tuple[int, ...]:
+        """The label of each token."""
+        return self.labels or self.input_ids
+
+    @property
     def read(self) -> tuple[int, ...]:
         """The ids that the student or the teacher reads."""
         return self.input_ids if self.taught is None else self.input_ids + self.taught.input_ids
@@ -172,7 +177,7 @@ def collate(
         cells = (row, slice(start, start + size))
         mask[cells] = 1
         ids[cells] = torch.tensor(sample.input_ids)
-        labels[cells] = torch.tensor(sample.labels or sample.input_ids)
+        labels[cells] = torch.tensor(sample.targets)
         # each document's positions start at 0 again
         lengths = sample.lengths or (size,)
         positions[cells] = torch.cat([torch.arange(each) for each in lengths])

@@ -179,11 +179,10 @@ class Samples:
         """
         end = start.epoch + 1 if end is None else end
         while start.epoch < end:
-            empty = start == SourcePlace(start.epoch)
-            for step in self._rest_of_epoch(start):
-                empty = False
-                yield step
-            if empty:
+            place = start
+            for sample, place in self._rest_of_epoch(start):
+                yield sample, place
+            if place == SourcePlace(start.epoch):  # nothing came of a whole epoch
                 return
             start = SourcePlace(start.epoch + 1)
 

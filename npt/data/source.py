@@ -53,6 +53,10 @@ class FileError(DataError):
         super().__init__(f"{path}{where}{problem}")
 
 
+class Skipped(Exception):
+    """The reason why a record yields no sample. It is counted and is not an error."""
+
+
 Read = Callable[[Any, DataConfig], Iterable[Record | FileError]]
 
 

@@ -1,7 +1,10 @@
-"""ShareGPT's turns, `{"from": "human", "value": ...}`, and its names of roles."""
+"""Conversations as lists of messages, from JSON and from ShareGPT's turns,
+`{"from": "human", "value": ...}`.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +22,31 @@ ROLES = {
     "observation": "tool",
 }
 _KNOWN = {*ROLES, *ROLES.values(), "system"}
+
+
+def messages_of(name: str, value: Any, *, as_json: bool = False) -> list[Any] | None:
+    """Return a list of messages from a list, a tuple, an array or, with `as_json`, JSON text; None
+    if the value is none of these. Turns of ShareGPT become messages; DataError for a speaker that
+    is unknown."""
+    value = as_lists(value)
+    if as_json:
+        value = from_json(value)
+    if not isinstance(value, list | tuple):
+        return None
+    return [as_message(name, entry) for entry in value]
+
+
+def as_lists(value: Any) -> Any:
+    """Return an array or a tensor as lists, any other value as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def from_json(value: Any) -> Any:
+    """Return what JSON text stands for, or the value itself if it is not JSON text."""
+    try:
+        return json.loads(value)
+    except (TypeError, ValueError, RecursionError):
+        return value
 
 
 def as_message(name: str, entry: Any) -> Any:
