@@ -182,7 +182,6 @@ def collate(
         lengths = sample.lengths or (size,)
         positions[cells] = torch.cat([torch.arange(each) for each in lengths])
         documents[cells] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    packed = any(len(sample.lengths or ()) > 1 for sample in samples)
     teacher = None
     if any(sample.taught is not None for sample in samples):
         teacher = collate([sample.taught or sample for sample in samples], pad_id, side=side)
@@ -192,7 +191,7 @@ def collate(
         position_ids=positions,
         labels=labels,
         sample_ids=tuple(sample.id for sample in samples),
-        documents=documents if packed else None,
+        documents=documents if documents.any() else None,
         teacher=teacher,
     )
 

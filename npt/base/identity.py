@@ -113,9 +113,8 @@ class IdentityReader:
     def __init__(self, model: PreTrainedModel):
         settings = model.config.to_dict()
         computing = {key: settings.get(key) for key in (*_SIZES, *_OTHERS, *_ROPE)}
-        for key in _IN_SOME_FAMILIES:
-            if settings.get(key) is not None:
-                computing[key] = settings[key]
+        of_family = {key: settings.get(key) for key in _IN_SOME_FAMILIES}
+        computing |= {key: value for key, value in of_family.items() if value is not None}
         self._config = _hash_of(_canonical(computing))
         self._strict = _hash_of(computing)
         self._codes = hashlib.sha256()
@@ -199,7 +198,7 @@ def _canonical(value: Any, key: str = "") -> Any:
         return entries
     if isinstance(value, list | tuple):
         return [_canonical(each, key) for each in value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) not in (int, float):  # True is no number here
         return value
     whole = key in _WHOLE_NUMBERS or key.endswith("max_position_embeddings")
     return int(value) if whole and value == int(value) else float(value)

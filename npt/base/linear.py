@@ -56,8 +56,8 @@ def cast_once(*modules: nn.Module) -> Iterator[None]:
     per chunk of logits and per generated token. Bits are the same; contexts may be nested. Do not
     write the weights meanwhile.
     """
-    upcast = {m for m in modules if isinstance(m, UpcastLinear) and m.kept is None}
-    frozen = [module for module in upcast if not module.weight.requires_grad]
+    upcast = {module for module in modules if isinstance(module, UpcastLinear)}
+    frozen = [m for m in upcast if m.kept is None and not m.weight.requires_grad]
     for module in frozen:
         module.kept = module.weight.detach().to(torch.float32)
     try:

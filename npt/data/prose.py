@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 from npt.batch import is_heldout
@@ -45,18 +44,21 @@ def prose(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
     def chosen(name: str) -> bool:
         return is_heldout(name, HELDOUT_ONE_IN) == (split == "heldout")
 
-    topics = _topics(root / TOPICS)
-    documents = ((name, topics[name]) for name in sorted(filter(chosen, topics)))
-    files = source_files(root, lambda path: path != TOPICS and chosen(path))
-    modules = ((path, _docstrings(source)) for path, source in files)
-    for name, text in chain(documents, modules):
-        if len(text) >= LEAST:
+    for topic, text in sorted(_topics(root / TOPICS).items()):
+        name = f"topic {topic}"
+        if chosen(name) and len(text) >= LEAST:
             yield name, text
+    for path, source in source_files(root, chosen):
+        if path == TOPICS:
+            continue
+        text = _docstrings(source)
+        if len(text) >= LEAST:
+            yield path, text
 
 
 def _topics(path: Path) -> dict[str, str]:
-    """Return the topics of `help()`, by `topic NAME`. Chapters repeat their sections: a long
-    paragraph stays only in the shortest topic that has it, so that no two splits share one."""
+    """Return the topics of `help()` by name. Chapters repeat their sections: a long paragraph stays
+    only in the shortest topic that has it, so that no two splits share one."""
     try:
         assignment = path.read_text(encoding="utf-8").partition("topics = ")[2]
         topics: dict[str, str] = ast.literal_eval(assignment)
@@ -70,7 +72,7 @@ def _topics(path: Path) -> dict[str, str]:
     for name in sorted(topics, key=lambda name: (len(topics[name]), name)):
         new = [p for p in _paragraphs(topics[name]) if p not in seen]
         seen.update(p for p in new if len(p) >= REPEATED)
-        shortened[f"topic {name}"] = "\n\n".join(new)
+        shortened[name] = "\n\n".join(new)
     return shortened
 
 
