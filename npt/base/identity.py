@@ -124,14 +124,9 @@ class IdentityReader:
         self.order = sorted(range(len(model.model.layers)), key=str)
         self._packed = _packed(model)
         # tensors are hashed in the order of their names: some before the layers, some in `result`
-        below: dict[str, Tensor] = {}
-        self._above: dict[str, Tensor] = {}
-        for key, tensor in _state(model).items():
-            if key < _LAYERS:
-                below[key] = tensor
-            elif not key.startswith(_LAYERS):
-                self._above[key] = tensor
-        self._take(below, self._packed)
+        others = {k: each for k, each in _state(model).items() if not k.startswith(_LAYERS)}
+        self._above = {key: tensor for key, tensor in others.items() if key > _LAYERS}
+        self._take({key: others[key] for key in others.keys() - self._above}, self._packed)
 
     def add(self, index: int, layer: nn.Module) -> None:
         """Add the next layer, which must be whole and may then be freed."""

@@ -170,15 +170,17 @@ def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
     if setting == "high":
         check_card(next(model.parameters()).device, tf32=True)
     elif setting == "auto":
-        setting = "highest"
-        on_gpu = all(parameter.is_cuda or parameter.is_meta for parameter in model.parameters())
-        if on_gpu and policy_dtype(model) == torch.float32:
-            exact = product_error(model, "highest")
-            rounded = product_error(model, "high")
-            # equal errors: this GPU has no TF32
-            if exact < rounded <= LARGEST_ERROR:
-                setting = "high"
+        setting = "high" if _tf32_suffices(model) else "highest"
     torch.set_float32_matmul_precision(setting)
+
+
+def _tf32_suffices(model: PreTrainedModel) -> bool:
+    on_gpu = all(parameter.is_cuda or parameter.is_meta for parameter in model.parameters())
+    if not on_gpu or policy_dtype(model) != torch.float32:
+        return False
+    # equal errors: this GPU has no TF32
+    exact = product_error(model, "highest")
+    return exact < product_error(model, "high") <= LARGEST_ERROR
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:
             free, row = room.pop(fitting)
         rows[row].append(sample)
         bisect.insort(room, (free - size, row))
-    return [_joined(row) for row in rows]
+    return list(map(_joined, rows))
 
 
 def _joined(row: Sequence[Sample]) -> Sample:

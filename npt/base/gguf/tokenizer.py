@@ -91,10 +91,11 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
             backend = _sentencepiece(file, vocabulary, types)
             bos = True
         # a text may spell these tokens, so they are found before it is split
-        spelt = []
-        for token, type_ in zip(tokens, types, strict=True):
-            if type_ in _SPELT:
-                spelt.append(AddedToken(token, normalized=False, special=_SPELT[type_]))
+        spelt = [
+            AddedToken(token, normalized=False, special=_SPELT[type_])
+            for token, type_ in zip(tokens, types, strict=True)
+            if type_ in _SPELT
+        ]
         backend.add_tokens(spelt)
         special = {}
         for name in ("bos", "eos", "unk", "pad"):
