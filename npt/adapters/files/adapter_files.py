@@ -93,8 +93,7 @@ def check_savable(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
                 f"{name} is {tensor.dtype}, but adapters are fp32; the adapter is not saved to"
                 f" {folder}"
             )
-    bad = non_finite(tensors)
-    if bad is not None:
+    if bad := non_finite(tensors):
         raise AdapterFileError(f"{bad} is not finite; the adapter is not saved to {folder}")
 
 
@@ -267,15 +266,7 @@ def read_adapter(
     folder = stored.folder
     config = stored.config
     if check_base:
-        base = base or base_identity(model)
-        difference = base.mismatch(stored.record)
-        if difference is not None:
-            name = shown(stored.record.get("base_model_name_or_path"))
-            raise AdapterFileError(
-                f"{folder} was trained on another base ({name}): {difference}; load that base with"
-                " the same quantisation, or add --any_base (check_base=False) to use the adapter"
-                " on this one"
-            )
+        _check_base(stored, base or base_identity(model))
     if is_attached(model) and attached_config(model) != config:
         raise AdapterFileError(
             f"{folder} holds {config}, but the model has {attached_config(model)}; call"
@@ -291,8 +282,7 @@ def read_adapter(
     check_tensors(path, read_headers(path, AdapterFileError), wanted, AdapterFileError)
     on_disk = read_tensors(path, wanted, AdapterFileError)
     tensors = {name: on_disk[PREFIX + name] for name in shapes}
-    bad = non_finite(tensors)
-    if bad is not None:
+    if bad := non_finite(tensors):
         raise AdapterFileError(f"{path}: {bad} has a non-finite value; load another checkpoint")
     for name, tensor in tensors.items():
         # the forward divides by it
@@ -302,6 +292,16 @@ def read_adapter(
                 " original"
             )
     return config, tensors
+
+
+def _check_base(stored: StoredAdapter, base: BaseIdentity) -> None:
+    if difference := base.mismatch(stored.record):
+        name = shown(stored.record.get("base_model_name_or_path"))
+        raise AdapterFileError(
+            f"{stored.folder} was trained on another base ({name}): {difference}; load that base"
+            " with the same quantisation, or add --any_base (check_base=False) to use the adapter"
+            " on this one"
+        )
 
 
 def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:

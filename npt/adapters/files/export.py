@@ -169,8 +169,8 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
         if name.endswith(".npt.log_tau"):
             tensor = tensor.clone()  # layers share it, but a file may not
-        statistic = ".weight." in name  # of a 4-bit weight
-        if ".npt." not in name and not statistic:
+        # adapters stay in fp32, and statistics of 4-bit weights as they are
+        if ".npt." not in name and ".weight." not in name:
             tensor = _smallest(tensor)
         yield name, tensor
     for index, (outer, inner) in _patches(model).items():
