@@ -25,8 +25,9 @@ SAVED = "saved"
 OWN_HELDOUT = (BUILTIN, PROSE)
 """Built-in texts, which have a held-out split for evaluation."""
 
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4")
-"""Second suffixes of compressed text files."""
+COMPRESSIONS = {".gz": None, ".bz2": None, ".xz": None, ".zst": "datasets", ".lz4": "datasets"}
+"""Second suffixes of compressed text files, with the package that each needs: pyarrow, which comes
+with datasets, reads what Python's own library cannot."""
 
 NAMED = 5  # files that are named as not read; further ones are only counted
 

@@ -17,7 +17,7 @@ from npt.adapters.converted import attached_config, decoder_layers, npt_layers
 from npt.adapters.files.adapter_files import from_pretrained
 from npt.adapters.files.card import export_card
 from npt.base.families import FAMILIES
-from npt.base.linear import Patch, patch_of
+from npt.base.linear import Patch, patch_of, short_name
 from npt.base.precision import declared_dtype
 from npt.base.shards import write_shards
 from npt.errors import ConfigError, ModelError, first_line
@@ -134,7 +134,7 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
             "AutoModel": f"modeling_npt.NPT{family}Model",
             "AutoModelForCausalLM": f"modeling_npt.NPT{family}ForCausalLM",
         },
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": short_name(dtype),
         "npt": {
             "ranks": ranks,
             "targets": list(config.targets),
@@ -155,7 +155,7 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
         ]
         settings["quantization_config"] = {
             **packing,
-            "bnb_4bit_compute_dtype": str(declared_dtype(model)).removeprefix("torch."),
+            "bnb_4bit_compute_dtype": short_name(declared_dtype(model)),
             "llm_int8_skip_modules": plain,
         }
     return settings
