@@ -170,7 +170,7 @@ class IdentityReader:
                 self._seen[memory] = key
                 self._strict.update(f"{key} {form};".encode())
                 part.update(f"{key} {form_of_part};".encode())
-                for chunk in _chunks(tensor):
+                for chunk in byte_chunks(tensor):
                     hashed = second.submit(self._strict.update, chunk)
                     part.update(chunk)
                     hashed.result()
@@ -235,7 +235,8 @@ def _form_of_codes(state: Any) -> str:
     return f"{state.quant_type} {state.blocksize} {nested} {tuple(state.shape)}"
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+def byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, row by row, at most about CHUNK at once on the host."""
     tensor = tensor.detach()
     tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
     if tensor.is_contiguous():

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from npt.adapters.files.consolidated_files import (
     write_consolidated,
 )
 from npt.adapters.files.hub import adapter_folder
-from npt.base.identity import BaseIdentity, base_identity
+from npt.base.identity import BaseIdentity, base_identity, byte_chunks
 from npt.base.load import load_base
 from npt.base.recipe import ENTRY, Recipe
 from npt.config import NPTConfig
@@ -316,9 +317,8 @@ def adapter_hash(model: PreTrainedModel) -> str:
 
     def add(name: str, *tensors: torch.Tensor) -> None:
         digest.update(f"{name};".encode())
-        for tensor in tensors:
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
+        for chunk in chain(*map(byte_chunks, tensors)):
+            digest.update(chunk)
 
     for name, tensor in adapter_tensors(model).items():
         add(f"{name} {tensor.dtype} {tuple(tensor.shape)}", tensor)
