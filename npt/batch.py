@@ -43,6 +43,11 @@ class Sample:
     taught: Sample | None = None
 
     @property
+    def targets(self) -> tuple[int, ...]:
+        """The label of each token."""
+        return self.labels or self.input_ids
+
+    @property
     def read(self) -> tuple[int, ...]:
         """The ids that the student or the teacher reads."""
         return self.input_ids if self.taught is None else self.input_ids + self.taught.input_ids
@@ -94,7 +99,9 @@ class Batch:
     @property
     def row_tensors(self) -> dict[str, Tensor]:
         tensors = {name: getattr(self, name) for name in ROW_TENSORS}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        if self.documents is None:
+            del tensors["documents"]
+        return tensors
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -172,14 +179,13 @@ def collate(
         cells = (row, slice(start, start + size))
         mask[cells] = 1
         ids[cells] = torch.tensor(sample.input_ids)
-        labels[cells] = torch.tensor(sample.labels or sample.input_ids)
+        labels[cells] = torch.tensor(sample.targets)
         # each document's positions start at 0 again
         lengths = sample.lengths or (size,)
         positions[cells] = torch.cat([torch.arange(each) for each in lengths])
         documents[cells] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    packed = any(len(sample.lengths or ()) > 1 for sample in samples)
     teacher = None
-    if any(sample.taught is not None for sample in samples):
+    if any(sample.taught for sample in samples):
         teacher = collate([sample.taught or sample for sample in samples], pad_id, side=side)
     return Batch(
         input_ids=ids,
@@ -187,7 +193,7 @@ def collate(
         position_ids=positions,
         labels=labels,
         sample_ids=tuple(sample.id for sample in samples),
-        documents=documents if packed else None,
+        documents=documents if documents.any() else None,
         teacher=teacher,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -52,17 +51,15 @@ def verify_checkpoint(folder: Path) -> None:
 def _files(folder: Path) -> dict[str, Path]:
     """Return the files below a folder by relative path; CheckpointError for links and devices."""
     files = {}
-    for parent, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            path = Path(parent, name)
-            mode = path.lstat().st_mode
-            if stat.S_ISREG(mode):
-                files[path.relative_to(folder).as_posix()] = path
-            elif not stat.S_ISDIR(mode):
-                what = "link" if stat.S_ISLNK(mode) else "special file"
-                raise CheckpointError(f"{path} is a {what}; a checkpoint holds only plain files")
+    for path in sorted(folder.rglob("*")):
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            files[path.relative_to(folder).as_posix()] = path
+        elif not stat.S_ISDIR(mode):
+            what = "link" if stat.S_ISLNK(mode) else "special file"
+            raise CheckpointError(f"{path} is a {what}; a checkpoint holds only plain files")
     files.pop(MANIFEST, None)
-    return dict(sorted(files.items()))
+    return files
 
 
 def _sums(path: Path) -> dict[str, Any]:

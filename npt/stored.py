@@ -112,17 +112,16 @@ def check_entries(
         error: the type to raise.
         exact: refuse other entries too.
     """
-    missing = sorted(wanted.keys() - entries.keys())
-    unknown = sorted(entries.keys() - wanted.keys()) if exact else []
-    odd = missing or unknown
-    if odd:
-        kind = "missing" if missing else "unknown"
-        raise error(
-            f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} in all); {RESTORE}"
-        )
+    missing = wanted.keys() - entries.keys()
+    unknown = entries.keys() - wanted.keys() if exact else set()
+    for kind, odd in (("missing", missing), ("unknown", unknown)):
+        if odd:
+            name = f"{prefix}{shown(min(odd))}"
+            raise error(f"{path}: the entry {name} is {kind} ({len(odd)} in all); {RESTORE}")
     for key, kinds in wanted.items():
         value = entries[key]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        # exactly, since True is an int too
+        if type(value) not in kinds:
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             raise error(f"{path}: {prefix}{key} is {shown(value)}, expected {names}; {RESTORE}")
 

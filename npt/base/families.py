@@ -161,12 +161,13 @@ def check_entries(name: str, entries: Mapping[str, Any]) -> None:
 
 
 def _fault_of(key: str, value: Any) -> str | None:
-    is_number = isinstance(value, int | float)
-    if is_number and key.endswith(("layers", "experts")) and value > MOST_LAYERS:
+    # no comparison with NaN holds
+    number = value if isinstance(value, int | float) else math.nan
+    if key.endswith(("layers", "experts")) and number > MOST_LAYERS:
         return f"NPT supports at most {MOST_LAYERS:,}"
     if isinstance(value, float) and not math.isfinite(value):
         return "expected a finite number"
-    if key in _POSITIVE and not (is_number and value > 0):
+    if key in _POSITIVE and not number > 0:
         return "expected a number above 0"
     if key not in _SIZES or (value is None and key in _DERIVED):
         return None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.base.linear import refuse_unread
+from npt.base.linear import exact_bias, refuse_unread
 from npt.packed import quantized_linears
 from npt.stored import shown
 
@@ -125,14 +125,9 @@ class IdentityReader:
         self.order = sorted(range(len(model.model.layers)), key=str)
         self._packed = _packed(model)
         # tensors are hashed in the order of their names: some before the layers, some in `result`
-        below: dict[str, Tensor] = {}
-        self._above: dict[str, Tensor] = {}
-        for key, tensor in _state(model).items():
-            if key < _LAYERS:
-                below[key] = tensor
-            elif not key.startswith(_LAYERS):
-                self._above[key] = tensor
-        self._take(below, self._packed)
+        others = {k: each for k, each in _state(model).items() if not k.startswith(_LAYERS)}
+        self._above = {key: tensor for key, tensor in others.items() if key > _LAYERS}
+        self._take({key: others[key] for key in others.keys() - self._above}, self._packed)
 
     def add(self, index: int, layer: nn.Module) -> None:
         """Add the next layer, which must be whole and may then be freed."""
@@ -176,7 +171,7 @@ class IdentityReader:
                 self._seen[memory] = key
                 self._strict.update(f"{key} {form};".encode())
                 part.update(f"{key} {form_of_part};".encode())
-                for chunk in _chunks(tensor):
+                for chunk in byte_chunks(tensor):
                     hashed = second.submit(self._strict.update, chunk)
                     part.update(chunk)
                     hashed.result()
@@ -199,7 +194,7 @@ def _canonical(value: Any, key: str = "") -> Any:
         return entries
     if isinstance(value, list | tuple):
         return [_canonical(each, key) for each in value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) not in (int, float):  # True is no number here
         return value
     whole = key in _WHOLE_NUMBERS or key.endswith("max_position_embeddings")
     return int(value) if whole and value == int(value) else float(value)
@@ -226,8 +221,7 @@ def _state(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     # the policy casts the biases of 4-bit layers to their compute dtype
     for name, linear in linears.items():
         if linear.bias is not None:
-            key = f"{prefix}{name}.bias"
-            tensors[key] = tensors[key].float()
+            tensors[f"{prefix}{name}.bias"] = exact_bias(linear).float()
     return tensors
 
 
@@ -242,7 +236,8 @@ def _form_of_codes(state: Any) -> str:
     return f"{state.quant_type} {state.blocksize} {nested} {tuple(state.shape)}"
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+def byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, row by row, at most about CHUNK at once on the host."""
     tensor = tensor.detach()
     tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
     if tensor.is_contiguous():

@@ -56,8 +56,8 @@ def cast_once(*modules: nn.Module) -> Iterator[None]:
     per chunk of logits and per generated token. Bits are the same; contexts may be nested. Do not
     write the weights meanwhile.
     """
-    upcast = {m for m in modules if isinstance(m, UpcastLinear) and m.kept is None}
-    frozen = [module for module in upcast if not module.weight.requires_grad]
+    upcast = {module for module in modules if isinstance(module, UpcastLinear)}
+    frozen = [m for m in upcast if m.kept is None and not m.weight.requires_grad]
     for module in frozen:
         module.kept = module.weight.detach().to(torch.float32)
     try:
@@ -126,6 +126,14 @@ def dense_weight(module: Any) -> Tensor:
     if isinstance(module, bnb.nn.Linear4bit):
         return bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
     return module.weight
+
+
+def exact_bias(module: Any) -> Tensor:
+    """Return the bias of a 4-bit layer, as it was before the policy rounded it for its products."""
+    bias = module.bias.data
+    exact = vars(module).get("exact_bias", bias)
+    # somebody may have written the bias since
+    return exact if torch.equal(exact.to(bias), bias) else bias
 
 
 def product_weight(module: Any, dtype: torch.dtype) -> Tensor:

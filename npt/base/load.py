@@ -131,19 +131,7 @@ def load_base(
         else:
             model = _read_weights(name, device, attn_implementation, **how)
     if packed:
-        # a checkpoint may be quantised by another library, or to 8 bits
-        linears = [module for _, module in quantized_linears(model)]
-        if not linears or not all(isinstance(linear.weight, Params4bit) for linear in linears):
-            raise ModelError(
-                f"{name} is quantised, but not to bitsandbytes' 4 bits: load its unquantised"
-                " original"
-            )
-    if quantization is not None and quantization_of(model) != quantization:
-        raise ModelError(
-            f"{name} is stored as {quantization_of(model)}, not {quantization}: pass a matching"
-            " --quant_type, or load its unquantised original"
-        )
-    if packed:
+        _check_packed(model, name, quantization)
         enforce_policy(model, COMPUTE[compute_dtype])
         note_dtype(model, dtype)
     # recorded in saved adapters, instead of a folder of this installation
@@ -152,6 +140,22 @@ def load_base(
         return frozen(model, torch.float32 if packed else stored), tokenizer
     later.read_parts(device)  # audits each part, since the whole has empty layers
     return model.requires_grad_(False).eval(), tokenizer
+
+
+def _check_packed(model: PreTrainedModel, name: str, quantization: str | None) -> None:
+    """Raise ModelError for a base that is quantised otherwise than asked for."""
+    # a checkpoint may be quantised by another library, or to 8 bits
+    weights = [module.weight for _, module in quantized_linears(model)]
+    if not weights or not all(isinstance(weight, Params4bit) for weight in weights):
+        raise ModelError(
+            f"{name} is quantised, but not to bitsandbytes' 4 bits: load its unquantised original"
+        )
+    stored = quantization_of(model)
+    if quantization not in (None, stored):
+        raise ModelError(
+            f"{name} is stored as {stored}, not {quantization}: pass a matching --quant_type, or"
+            " load its unquantised original"
+        )
 
 
 def frozen(model: Any, computing: torch.dtype) -> Any:

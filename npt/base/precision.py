@@ -31,6 +31,7 @@ from npt.base.linear import (
     UpcastLinear,
     dense_weight,
     effective_dtype,
+    exact_bias,
     is_plain_linear,
     quant_types,
     refuse_unread,
@@ -95,9 +96,10 @@ def settle_policy(part: nn.Module, compute_dtype: torch.dtype) -> None:
         module.support_avx512bf16_for_cpu = False
         if module.weight.quant_state is not None:
             module.weight.quant_state.dtype = compute_dtype
-        if module.bias is not None:
-            # the first forward would cast the bias and so change the base's hash
-            module.bias.data = module.bias.data.to(compute_dtype)
+        if module.bias is not None and not module.bias.is_meta:
+            # the first forward would cast the bias, but the base's hash is of its exact bits
+            module.exact_bias = exact_bias(module)
+            module.bias.data = module.exact_bias.to(module.bias.device, compute_dtype)
     for module in part.modules():
         if type(module) in _UPCAST and module.weight.dtype in _HALF:
             module.__class__ = _UPCAST[type(module)]
@@ -168,15 +170,17 @@ def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
     if setting == "high":
         check_card(next(model.parameters()).device, tf32=True)
     elif setting == "auto":
-        setting = "highest"
-        on_gpu = all(parameter.is_cuda or parameter.is_meta for parameter in model.parameters())
-        if on_gpu and policy_dtype(model) == torch.float32:
-            exact = product_error(model, "highest")
-            rounded = product_error(model, "high")
-            # equal errors: this GPU has no TF32
-            if exact < rounded <= LARGEST_ERROR:
-                setting = "high"
+        setting = "high" if _tf32_suffices(model) else "highest"
     torch.set_float32_matmul_precision(setting)
+
+
+def _tf32_suffices(model: PreTrainedModel) -> bool:
+    on_gpu = all(parameter.is_cuda or parameter.is_meta for parameter in model.parameters())
+    if not on_gpu or policy_dtype(model) != torch.float32:
+        return False
+    # equal errors: this GPU has no TF32
+    exact = product_error(model, "highest")
+    return exact < product_error(model, "high") <= LARGEST_ERROR
 
 
 @torch.no_grad()

@@ -50,23 +50,19 @@ class Recipe:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Recipe | None:
         """Return the recipe of a base; None if `load_base` cannot load such a base."""
-        names = {dtype: name for name, dtype in STORED.items()}
         packed = quantization_of(model)
         if packed is None:
-            name = names.get(policy_dtype(model))
-            foreign = getattr(model.config, "quantization_config", None) is not None
-            if name is None or foreign:
-                return None
-            return cls(use_fp16=name == "fp16", dtype="bf16" if name == "bf16" else None)
+            foreign = getattr(model.config, "quantization_config", None)
+            return _WHOLE.get(policy_dtype(model)) if foreign is None else None
         if packed not in QUANT_TYPES:
             return None
+        names = {dtype: name for name, dtype in STORED.items()}
         linears = [module for _, module in quantized_linears(model)]
-        states = [module.weight.quant_state for module in linears]
         in_bf16 = all(module.compute_dtype == torch.bfloat16 for module in linears)
         unpacked = names.get(model.get_input_embeddings().weight.dtype)
         return cls(
             packed,
-            double_quant=any(state is not None and state.nested for state in states),
+            double_quant=any(getattr(m.weight.quant_state, "nested", False) for m in linears),
             compute_dtype="bf16" if in_bf16 else "fp32",
             dtype=getattr(model, _DTYPE, unpacked),
         )
@@ -75,14 +71,11 @@ class Recipe:
     def of_record(cls, record: Mapping[str, Any]) -> Recipe | None:
         """Return the recipe in a file's record; None if it is missing or invalid."""
         entries = record.get(ENTRY)
-        if not isinstance(entries, Mapping):
-            return None
-        entries = {"dtype": None, **entries}  # missing in files of earlier versions
-        if entries.keys() != _VALUES.keys():
+        if not isinstance(entries, Mapping) or entries.keys() - _VALUES.keys():
             return None
         for name, values in _VALUES.items():
-            # by type too, since 1 == True
-            if (type(entries[name]), entries[name]) not in [(type(v), v) for v in values]:
+            # as written, since 1 == True
+            if repr(entries.get(name)) not in map(repr, values):
                 return None
         return cls(**entries)
 
@@ -104,11 +97,16 @@ class Recipe:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `load_base` that differ from its defaults."""
-        default = Recipe()
-        usual = asdict(default) | default.storage
-        mine = asdict(self) | self.storage
-        return {name: value for name, value in mine.items() if value != usual[name]}
+        """All arguments of `load_base` that a recipe knows."""
+        return asdict(self) | self.storage
+
+
+_WHOLE = {
+    torch.float32: Recipe(),
+    torch.float16: Recipe(use_fp16=True),
+    torch.bfloat16: Recipe(dtype="bf16"),
+}
+"""Recipes of bases that are not quantised, by the dtype that they compute in."""
 
 
 def note_dtype(model: PreTrainedModel, dtype: str | None) -> None:

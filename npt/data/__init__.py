@@ -26,11 +26,8 @@ _TEXT = {
     ".tsv": "read_csv",
 }
 for suffix, name in _TEXT.items():
-    register_reader(suffix, _late(name))
-    for compression in source.COMPRESSIONS:
-        # pyarrow, which comes with datasets, reads what Python's own library cannot
-        own = compression in (".gz", ".bz2", ".xz")
-        register_reader(suffix + compression, _late(name), needs=None if own else "datasets")
+    for compression, needs in {"": None, **source.COMPRESSIONS}.items():
+        register_reader(suffix + compression, _late(name), needs=needs)
 for suffix in (".parquet", ".arrow"):
     register_reader(suffix, _late("read_table"), needs="datasets")
 register_reader(source.SAVED, _late("read_saved"), needs="datasets")

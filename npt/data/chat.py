@@ -16,8 +16,8 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from npt.data.encoding import Skipped, check_characters, from_json, messages_of
-from npt.data.source import Record
+from npt.data.messages import from_json, messages_of
+from npt.data.source import Record, Skipped
 from npt.data.templates import TemplateLimitError, render_template
 from npt.errors import DataError, first_line
 
@@ -126,7 +126,6 @@ def read_conversation(
             f"record {name}: the chat template changes the prompt when an answer follows, so the"
             " answer's tokens cannot be identified; use prompt and completion texts"
         )
-    check_characters(name, "conversation", whole)
     return start, whole[len(start) :], json.dumps([prompt, answer], sort_keys=True, default=str)
 
 
@@ -164,9 +163,7 @@ def columns_read(tokenizer: Any, record: Record) -> list[str]:
 
 def _tools(name: str, record: Record) -> list[Any] | None:
     """Return a record's tools, as JSON schemas, for the template."""
-    if record.get(TOOLS) is None:
-        return None
-    tools = _without_any_nulls(messages_of(name, record[TOOLS], as_json=True))
+    tools = _without_any_nulls(messages_of(name, record.get(TOOLS, []), as_json=True))
     if tools is None or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(
             f"record {name}: {TOOLS!r} is not a list of JSON schemas; correct it or remove the"
@@ -206,8 +203,8 @@ def _last_answer(messages: list[Any]) -> int:
         if isinstance(message, Mapping) and message.get("role", "user") not in NO_ANSWER
     ]
     trained = [number for number in answers if messages[number].get(WEIGHT) != 0]
-    best = trained or answers
-    return best[-1] if best else len(messages) - 1
+    # the last of the best that there is
+    return [len(messages) - 1, *answers, *trained][-1]
 
 
 def _is_message(entry: Any) -> bool:
@@ -223,9 +220,9 @@ def _check_answer(prompt: list[Any], answer: list[Any]) -> None:
     last = answer[-1]
     if last.get(WEIGHT) == 0:
         raise Skipped("answer of weight 0")
-    text = str(last.get("content") or "")
-    silent = not text.strip() and not last.get("tool_calls")
-    if last["role"] in NO_ANSWER or silent:
+    content = str(last.get("content") or "").strip()
+    says = content or last.get("tool_calls")
+    if last["role"] in NO_ANSWER or not says:
         raise Skipped("empty completion")
     if not prompt:
         raise Skipped("answer without a prompt")  # no template supports it

@@ -22,10 +22,9 @@ becomes samples that leave room for the context, up to half of `max_length`.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import compress, takewhile
@@ -34,6 +33,7 @@ from typing import Any
 
 from npt.batch import IGNORE_INDEX, Sample
 from npt.config import DataConfig
+from npt.data.chat import columns_read, read_conversation
 from npt.data.continuation import (
     TEXT_AT_ONCE,
     bare_tokens,
@@ -41,7 +41,8 @@ from npt.data.continuation import (
     continuation_tokens,
     opening_tokens,
 )
-from npt.data.source import PIECE, Record
+from npt.data.messages import SYSTEM, as_lists, messages_of, with_system
+from npt.data.source import PIECE, Record, Skipped
 from npt.errors import DataError, kind_of
 
 PROMPT = "prompt"
@@ -51,6 +52,8 @@ CONVERSATIONS = "conversations"
 INSTRUCTION = "instruction"
 INPUT = "input"
 OUTPUT = "output"
+ANSWERS = {PROMPT: COMPLETION, INSTRUCTION: OUTPUT}
+"""The column of the answer to a prompt, by the prompt's."""
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns that are 1 on tokens to train on, and 0 on others."""
 IDS = ("input_ids", "labels", "attention_mask", "position_ids", *MASKS)
@@ -91,7 +94,7 @@ class RecordCounts:
     unused: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
-        return {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self).items()}
+        return dict(vars(self))
 
 
 def lost(counts: RecordCounts) -> str:
@@ -108,11 +111,10 @@ def lost(counts: RecordCounts) -> str:
 
 def unused_columns(counts: RecordCounts) -> str:
     """Return the columns that nothing is made of, in words; empty if there is none."""
-
-    def named(column: str, count: int) -> str:
-        return f"{column!r} in {count:,} record{'' if count == 1 else 's'}"
-
-    return ", ".join(named(*each) for each in sorted(counts.unused.items()))
+    return ", ".join(
+        f"{column!r} in {count:,} record{'' if count == 1 else 's'}"
+        for column, count in sorted(counts.unused.items())
+    )
 
 
 def no_sample(counts: RecordCounts) -> DataError:
@@ -124,10 +126,6 @@ def no_sample(counts: RecordCounts) -> DataError:
         f"no sample to train on in {source}; check --dataset_name and the columns"
         " (--text_column, --prompt_column)"
     )
-
-
-class Skipped(Exception):
-    """The reason why a record yields no sample. It is counted and is not an error."""
 
 
 class Encoder:
@@ -161,50 +159,51 @@ class Encoder:
         if "input_ids" in columns:
             # the texts are those of the tokens
             texts = (config.text_column, PROMPT, COMPLETION, MESSAGES, CONVERSATIONS)
-            self._note_unused(columns, *IDS, LENGTHS, *texts, *COLLECTED)
+            self._note_unused(record, *IDS, LENGTHS, *texts, *COLLECTED)
             return self._windows(name, *read_ids(name, columns))
         column = prompt_column(columns, config)
         if column is None:
             check_no_null(name, record, columns)
             text = text_of(name, record, config.text_column, "--text_column")
-            self._note_unused(columns, config.text_column)
+            self._note_unused(record, config.text_column)
             return self._windows(name, self._document(record, text), context=context)
         answer = answer_column(column, config)
         # a conversation may be stored as JSON; a prompt that looks like JSON is a text
         messages = messages_of(name, columns.get(column), as_json=answer is None)
-        if messages is not None:
-            from npt.data.chat import columns_read
-            from npt.data.sharegpt import SYSTEM, with_system
+        if messages is None:
+            return [self._answered(name, record, column, answer, context)]
+        used = [column, answer]
+        if column == CONVERSATIONS:
+            used.append(SYSTEM)
+            messages = with_system(messages, columns.get(SYSTEM))
+        conversation = {**columns, column: messages}
+        sample = self._conversation(name, conversation, column, answer, context)
+        self._note_unused(record, *used, *columns_read(self.tokenizer, columns))
+        return [sample]
 
-            system = None
-            if column == CONVERSATIONS:
-                system = SYSTEM
-                messages = with_system(messages, columns.get(SYSTEM))
-            conversation = {**columns, column: messages}
-            sample = self._conversation(name, conversation, column, answer, context)
-            others = columns_read(self.tokenizer, columns)
-            self._note_unused(columns, column, answer, system, *others)
-            return [sample]
+    def _answered(
+        self, name: str, record: Record, column: str, answer: str | None, context: str
+    ) -> Sample:
+        """Return the sample of a prompt and its completion, both texts."""
         prompt = text_of(name, record, column, "--prompt_column")
         if answer is None:
+            remedy = "set --completion_column to the answer's column"
             if column in (MESSAGES, CONVERSATIONS):
                 remedy = "correct it"
-            else:
-                remedy = "set --completion_column to the answer's column"
             raise DataError(f"record {name}: {column!r} is not a list of messages; {remedy}")
         completion = text_of(name, record, answer, "--completion_column")
         used = [column, answer]
-        if column == INSTRUCTION and INPUT in columns:
+        if column == INSTRUCTION and record.get(INPUT) is not None:
             further = text_of(name, record, INPUT, "--prompt_column")
             used.append(INPUT)
             if further.strip():
                 prompt = f"{prompt}\n\n{further}"
-        self._note_unused(columns, *used)
+        self._note_unused(record, *used)
         front = [*self._opening, *self._tokens(prompt)]
         answered = self._ended(self._completion(prompt, completion))
         sample = self._fitted(name, front, answered)
         own = len(sample.input_ids) - len(self._opening)
-        return [self._after(sample, self._opening, self._context_tokens(context), own)]
+        return self._after(sample, self._opening, self._context_tokens(context), own)
 
     def _document(self, record: Record, text: str) -> list[int]:
         """Return the tokens of a text, or of a piece of one: a document has one start and end."""
@@ -236,11 +235,9 @@ class Encoder:
         self, name: str, record: Record, column: str, answer: str | None, context: str
     ) -> Sample:
         """Return the sample of a conversation, with its context as the teacher's system message."""
-        from npt.data.chat import read_conversation
-        from npt.data.sharegpt import with_system
-
         read = partial(read_conversation, name, self.tokenizer)
         prompt, completion, undated = read(record, column, answer)
+        check_characters(name, "conversation", prompt + completion)
         front = self._tokens(prompt)
         # the template writes the end token
         answered = self._completion(prompt, completion)
@@ -277,9 +274,8 @@ class Encoder:
             raise Skipped("no room for the context")
         self.counts.cut_contexts += len(context) > room
         before = (*front, *context[-room:])
-        targets = sample.labels or sample.input_ids
         # the student's first token is not predicted, so the teacher's is no target either
-        labels = (IGNORE_INDEX, *targets[1:])
+        labels = (IGNORE_INDEX, *sample.targets[1:])
         taught = Sample(
             f"{sample.id} after its context",
             (*before, *sample.input_ids[-shared:]),
@@ -287,15 +283,15 @@ class Encoder:
         )
         return replace(sample, taught=taught)
 
-    def _note_unused(self, columns: Record, *used: str | None) -> None:
+    def _note_unused(self, record: Record, *used: str | None) -> None:
         """Count the columns that are neither used nor empty."""
         unused = self.counts.unused
-        for column, value in columns.items():
-            if column in used or column in ("id", PIECE, self._config.context_column):
+        known = {*used, "id", PIECE, self._config.context_column}
+        for column, value in record.items():
+            empty = isinstance(value, str | list | tuple | dict | None) and not value
+            if column in known or empty:
                 continue
-            empty = isinstance(value, str | list | tuple | dict) and not value
-            counted = column in unused or len(unused) < _KNOWN_UNUSED
-            if counted and not empty:
+            if column in unused or len(unused) < _KNOWN_UNUSED:
                 unused[str(column)] += 1
 
     def _completion(self, prompt: str, completion: str) -> list[int]:
@@ -329,7 +325,7 @@ class Encoder:
         return opening_tokens(self.tokenizer)
 
     def _windows(
-        self, name: str, ids: list[int], labels: list[int] | None = None, context: str = ""
+        self, name: str, ids: list[int], labels: Sequence[int] = (), context: str = ""
     ) -> list[Sample]:
         """Cut the ids of a text into windows that do not overlap. Each follows the context."""
         samples: list[Sample] = []
@@ -342,13 +338,13 @@ class Encoder:
         # a single token left over predicts nothing
         for start in range(0, max(1, len(ids) - 1), length):
             window = tuple(ids[start : start + length])
-            targets = None if labels is None else tuple(labels[start : start + length])
+            targets = tuple(labels[start : start + length])
             if len(window) < 2:
                 self.counts.skipped["fewer than two tokens"] += 1
-            elif targets is not None and set(targets[1:]) == {IGNORE_INDEX}:
+            elif set(targets[1:]) == {IGNORE_INDEX}:
                 self.counts.skipped["no target"] += 1
             else:
-                sample = Sample(f"{name}@{start}", window, targets)
+                sample = Sample(f"{name}@{start}", window, targets or None)
                 # the first window has the start tokens, which the teacher reads before the context
                 own = len(window) if start else len(window) - len(front)
                 samples.append(self._after(sample, front, before, own))
@@ -384,50 +380,22 @@ def prompt_column(record: Record, config: DataConfig) -> str | None:
     """Return the column of a record's prompt or conversation; None for a text."""
     if config.prompt_column is not None or config.text_column in record:
         return config.prompt_column
-    for prompt, answer in ((PROMPT, COMPLETION), (INSTRUCTION, OUTPUT)):
-        if prompt in record and answer in record:
-            return prompt
-    for column in (MESSAGES, CONVERSATIONS):
-        if column in record:
-            return column
-    return None
+    # a conversation holds its own answer
+    forms = [*ANSWERS.items(), (MESSAGES, MESSAGES), (CONVERSATIONS, CONVERSATIONS)]
+    return next((prompt for prompt, answer in forms if {prompt, answer} <= record.keys()), None)
 
 
 def answer_column(column: str, config: DataConfig) -> str | None:
     """Return the column of the answer to a prompt's column; None if a conversation holds it."""
     if config.prompt_column is not None:
         return config.completion_column
-    return {PROMPT: COMPLETION, INSTRUCTION: OUTPUT}.get(column)
-
-
-def messages_of(name: str, value: Any, *, as_json: bool = False) -> list[Any] | None:
-    """Return a list of messages from a list, a tuple, an array or, with `as_json`, JSON text; None
-    if the value is none of these. Turns of ShareGPT become messages; DataError for a speaker that
-    is unknown."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if as_json:
-        value = from_json(value)
-    if not isinstance(value, list | tuple):
-        return None
-    from npt.data.sharegpt import as_message
-
-    return [as_message(name, entry) for entry in value]
-
-
-def from_json(value: Any) -> Any:
-    """Return what JSON text stands for, or the value itself if it is not JSON text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    return ANSWERS.get(column)
 
 
 def check_no_null(name: str, record: Record, columns: Record) -> None:
     """Raise DataError if a record has a prompt without its completion, or the reverse, because one
     of them is null. (`columns` are the record's without nulls.)"""
-    for pair in ((PROMPT, COMPLETION), (INSTRUCTION, OUTPUT)):
+    for pair in ANSWERS.items():
         for column, other in (pair, pair[::-1]):
             if column in columns and other in record and other not in columns:
                 text_of(name, record, other, "--prompt_column")
@@ -465,70 +433,61 @@ def check_characters(name: str, what: str, text: str) -> None:
         raise DataError(f"record {name}: {what} is damaged at {where}; correct it") from error
 
 
-def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
-    """Return a record's token ids, and its labels if it has any, without padding. Where one of
-    MASKS is 0, there is no label."""
+def read_ids(name: str, record: Record) -> tuple[list[int], list[int]]:
+    """Return a record's token ids and their labels, without padding. Where one of MASKS is 0, there
+    is no label. If the labels are empty, every token is its own target."""
     columns = {key: _integers(name, key, record[key]) for key in IDS if key in record}
-    ids = columns["input_ids"]
-    labels = columns.get("labels")
+    length = len(columns["input_ids"])
     for key, values in columns.items():
-        if len(values) != len(ids):
+        if len(values) != length:
             raise DataError(
-                f"record {name} has {len(ids)} input_ids, but {key} has length {len(values)}; they"
+                f"record {name} has {length} input_ids, but {key} has length {len(values)}; they"
                 " must be equally long"
             )
-    for key, meaning in _MEANINGS.items():
-        other = set(columns.get(key, ())) - {0, 1}
-        if other:
-            raise DataError(f"record {name} has {min(other)} in its {key}, expected {meaning}")
-    for key in MASKS:
-        if key in columns:
-            # without labels every token is its own target
-            pairs = zip(labels or ids, columns[key], strict=True)
-            labels = [label if trained else IGNORE_INDEX for label, trained in pairs]
     # windows are cut from tokens alone; batches are padded anew
-    mask = columns.get("attention_mask", [1] * len(ids))
-    _check_one_document(name, sum(mask), columns, record, mask)
-    if labels:
-        labels = list(compress(labels, mask))
-    return list(compress(ids, mask)), labels
+    mask = columns.pop("attention_mask", [1] * length)
+    columns = {key: list(compress(values, mask)) for key, values in columns.items()}
+    ids = columns["input_ids"]
+    labels = columns.get("labels", [])
+    for key in columns.keys() & MASKS:
+        # without labels every token is its own target
+        pairs = zip(labels or ids, columns[key], strict=True)
+        labels = [label if trained else IGNORE_INDEX for label, trained in pairs]
+    positions = list(range(len(ids)))
+    if columns.get("position_ids", positions) != positions:
+        raise DataError(
+            f"record {name} has position_ids other than 0 to {len(ids) - 1}; make each packed"
+            " document a record of its own"
+        )
+    lengths = _integers(name, LENGTHS, record.get(LENGTHS, [len(ids)]))
+    if len(lengths) > 1 or sum(lengths) != len(ids):
+        raise DataError(
+            f"record {name} has {LENGTHS} {str(lengths)[:60]} for {len(ids)} tokens; make each"
+            " packed document a record of its own"
+        )
+    return ids, labels
 
 
 _MEANINGS = {
     "attention_mask": "0 (padding) or 1 (a token); make each packed document a record of its own",
     **dict.fromkeys(MASKS, "0 (no target) or 1 (train on the token)"),
 }
-
-
-def _check_one_document(
-    name: str, size: int, columns: Mapping[str, list[int]], record: Record, mask: list[int]
-) -> None:
-    """Raise DataError if positions or lengths say that the `size` tokens are several documents."""
-    positions = columns.get("position_ids")
-    if positions is not None and list(compress(positions, mask)) != list(range(size)):
-        raise DataError(
-            f"record {name} has position_ids other than 0 to {size - 1}; make each packed document"
-            " a record of its own"
-        )
-    if LENGTHS in record:
-        lengths = _integers(name, LENGTHS, record[LENGTHS])
-        if len(lengths) > 1 or sum(lengths) != size:
-            raise DataError(
-                f"record {name} has {LENGTHS} {str(lengths)[:60]} for {size} tokens; make each"
-                " packed document a record of its own"
-            )
+"""What a mask may hold."""
 
 
 def _integers(name: str, key: str, values: Any) -> list[int]:
-    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+    values = as_lists(values)
+    # Python counts True as 1, but only a mask may
+    refused = set() if key in _MEANINGS else {bool}
     try:
-        if not isinstance(values, list | tuple):
+        if not isinstance(values, list | tuple) or refused & set(map(type, values)):
             raise TypeError
-        is_mask = key in ("attention_mask", *MASKS)
-        if not is_mask and any(isinstance(value, bool) for value in values):
-            raise TypeError
-        return array("q", values).tolist()
+        numbers = array("q", values).tolist()
     except (TypeError, OverflowError) as error:
         raise DataError(
             f"record {name} has {key} that are not a list of 64-bit integers: {str(values)[:60]}"
         ) from error
+    if key in _MEANINGS and (other := set(numbers) - {0, 1}):
+        expected = _MEANINGS[key]
+        raise DataError(f"record {name} has {min(other)} in its {key}, expected {expected}")
+    return numbers

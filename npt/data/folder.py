@@ -40,24 +40,25 @@ def look_through(folder: Path, split: str, is_data: Callable[[Path], bool]) -> F
     Only if the names tell several splits, or another split than the default is asked for, are the
     files of one split read alone. Raises DataError if it is not there.
     """
-    files = []
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        hidden = any(part.startswith(".") for part in parts)
-        if not hidden and path.is_file():
-            files.append(path)
-    data = [path for path in files if is_data(path) and path.name not in _NOT_DATA]
+    names = _visible(folder)
+    data = [path for path in names if is_data(path) and path.name not in _NOT_DATA]
     split_of = {path: _split_of(path, folder) for path in data}
-    splits = {name for name in split_of.values() if name is not None}
+    splits = set(filter(None, split_of.values()))
     if len(splits) > 1 or split != "train":
         check_split(folder, split, splits)
         data = [path for path in data if split_of[path] == split]
     passed = []
-    for path in sorted(set(files) - set(data)):
-        name = path.relative_to(folder).as_posix()
+    for path in sorted(names.keys() - set(data)):
         other = split_of.get(path)
-        passed.append(name if other is None else f"{name} (split {other})")
+        passed.append(names[path] if other is None else f"{names[path]} (split {other})")
     return Folder(data, passed)
+
+
+def _visible(folder: Path) -> dict[Path, str]:
+    """Return the files of a folder and its folders, without hidden ones, sorted; each with its name
+    in the folder."""
+    names = {path: path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*"))}
+    return {path: name for path, name in names.items() if "/." not in f"/{name}" and path.is_file()}
 
 
 def _split_of(path: Path, folder: Path) -> str | None:

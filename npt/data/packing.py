@@ -29,14 +29,13 @@ def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:
             free, row = room.pop(fitting)
         rows[row].append(sample)
         bisect.insort(room, (free - size, row))
-    return [_joined(row) for row in rows]
+    return list(map(_joined, rows))
 
 
 def _joined(row: Sequence[Sample]) -> Sample:
     labels: list[int] = []
     for sample in row:
-        targets = sample.input_ids if sample.labels is None else sample.labels
-        labels += (IGNORE_INDEX, *targets[1:])
+        labels += (IGNORE_INDEX, *sample.targets[1:])
     return Sample(
         id="+".join(s.id for s in row),
         input_ids=tuple(i for s in row for i in s.input_ids),

@@ -120,17 +120,15 @@ def read_csv(path: Path, config: DataConfig) -> Entries:
     """Yield the rows of a CSV file (RFC 4180), or of one with tabs instead of commas, all fields as
     text; short rows lack last columns."""
     tabs = ".tsv" in map(str.lower, path.suffixes[-2:])
-    kind = "TSV" if tabs else "CSV"
-    separators = "tabs" if tabs else "commas"
+    kind, separators, mark = ("TSV", "tabs", "\t") if tabs else ("CSV", "commas", ",")
     with _opened(path, encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, strict=True, delimiter="\t" if tabs else ",")
-        names: list[str] = []
+        rows = csv.reader(file, strict=True, delimiter=mark)
         line = 1  # of a row's first line; fields may span lines
         try:
+            names = next(filter(None, rows), [])
+            line = rows.line_num + 1
             for row in rows:
-                if not names:
-                    names = row
-                elif len(row) > len(names):
+                if len(row) > len(names):
                     message = (
                         f": {len(row)} fields, but the header names {len(names)}; put double quotes"
                         f" around fields that contain {separators}"
@@ -148,8 +146,7 @@ def read_text(path: Path, config: DataConfig) -> Entries:
     """Yield a text file as records of about TEXT_PIECE characters, cut at line ends."""
 
     def next_piece() -> str:
-        text = str(file.read(TEXT_PIECE))
-        return text + file.readline() if text else ""
+        return str(file.read(TEXT_PIECE) + file.readline())
 
     with _opened(path, encoding="utf-8-sig") as file:
         number = 0

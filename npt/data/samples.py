@@ -179,11 +179,10 @@ class Samples:
         """
         end = start.epoch + 1 if end is None else end
         while start.epoch < end:
-            empty = start == SourcePlace(start.epoch)
-            for step in self._rest_of_epoch(start):
-                empty = False
-                yield step
-            if empty:
+            place = start
+            for sample, place in self._rest_of_epoch(start):
+                yield sample, place
+            if place == SourcePlace(start.epoch):  # nothing came of a whole epoch
                 return
             start = SourcePlace(start.epoch + 1)
 
@@ -318,25 +317,25 @@ class Loader:
                 yield batch.pinned() if self.pin else batch, position
 
     def _mixed(self, position: Position) -> Iterator[tuple[Sample, Position]]:
-        replay: Iterator[tuple[Sample, SourcePlace]] = iter(())
-        if self.replay is not None:
-            replay = self.replay.walk(position.replay, math.inf)
+        replay = self._replayed(position.replay)
         for sample, place in self.samples.walk(position.place, self._epochs):
             if place.epoch != position.place.epoch:
                 position = replace(position, place=SourcePlace(place.epoch))
             while self._is_replayed(position.drawn):
-                try:
-                    other, after = next(replay, (None, position.replay))
-                except DataError as error:
-                    raise DataError(f"replay data: {error}") from error
-                if other is None:
-                    raise DataError(
-                        "replay data: no sample came from it; check --replay_dataset and columns"
-                    )
+                other, after = next(replay)
                 position = replace(position, drawn=position.drawn + 1, replay=after)
                 yield other, position
             position = replace(position, drawn=position.drawn + 1, place=place)
             yield sample, position
+
+    def _replayed(self, start: SourcePlace) -> Iterator[tuple[Sample, SourcePlace]]:
+        """Yield replayed samples without end; every fault says that it is theirs."""
+        assert self.replay is not None
+        try:
+            yield from self.replay.walk(start, math.inf)
+            raise DataError("no sample came from it; check --replay_dataset and columns")
+        except DataError as error:
+            raise DataError(f"replay data: {error}") from error
 
 
 class Window(NamedTuple):

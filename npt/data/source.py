@@ -25,8 +25,9 @@ SAVED = "saved"
 OWN_HELDOUT = (BUILTIN, PROSE)
 """Built-in texts, which have a held-out split for evaluation."""
 
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4")
-"""Second suffixes of compressed text files."""
+COMPRESSIONS = {".gz": None, ".bz2": None, ".xz": None, ".zst": "datasets", ".lz4": "datasets"}
+"""Second suffixes of compressed text files, with the package that each needs: pyarrow, which comes
+with datasets, reads what Python's own library cannot."""
 
 NAMED = 5  # files that are named as not read; further ones are only counted
 
@@ -51,6 +52,10 @@ class FileError(DataError):
         where = "" if line is None else f", line {line}"
         where += "" if column is None else f", column {column}"
         super().__init__(f"{path}{where}{problem}")
+
+
+class Skipped(Exception):
+    """The reason why a record yields no sample. It is counted and is not an error."""
 
 
 Read = Callable[[Any, DataConfig], Iterable[Record | FileError]]
@@ -115,9 +120,8 @@ def suffixes() -> str:
 def is_local(name: str) -> bool:
     """Return whether a dataset's name is a local path, a glob or has a known suffix."""
     path = Path(os.path.expanduser(name))
-    is_glob = any(c in name for c in "*?[")
     is_path = path.is_absolute() or os.path.exists(path) or kind_of_path(path) is not None
-    return name not in READERS and (is_path or is_glob)
+    return name not in READERS and (is_path or glob.has_magic(name))
 
 
 def reader_of(name: str | Path) -> Reader:

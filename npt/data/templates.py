@@ -72,9 +72,8 @@ class _Renderer:
     def ask(self, request: str) -> dict[str, Any]:
         """Return the answer to a request, a line of JSON."""
         with self._lock:
-            if self._process is not None and self._process.poll() is not None:
+            if self._process is None or self._process.poll() is not None:
                 self._stop()
-            if self._process is None:
                 self._process = _started()
             process = self._process
             if answer := self._answer_of(process, request):

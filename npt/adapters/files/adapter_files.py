@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from npt.adapters.files.consolidated_files import (
     write_consolidated,
 )
 from npt.adapters.files.hub import adapter_folder
-from npt.base.identity import BaseIdentity, base_identity
+from npt.base.identity import BaseIdentity, base_identity, byte_chunks
 from npt.base.load import load_base
 from npt.base.recipe import ENTRY, Recipe
 from npt.config import NPTConfig
@@ -93,8 +94,7 @@ def check_savable(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
                 f"{name} is {tensor.dtype}, but adapters are fp32; the adapter is not saved to"
                 f" {folder}"
             )
-    bad = non_finite(tensors)
-    if bad is not None:
+    if bad := non_finite(tensors):
         raise AdapterFileError(f"{bad} is not finite; the adapter is not saved to {folder}")
 
 
@@ -232,8 +232,7 @@ def from_pretrained(
     """
     stored = find_adapter(adapter, revision)
     recipe = stored.recipe
-    recorded = stored.record.get("base_model_name_or_path")
-    name = base_name or recorded
+    name = base_name or stored.record.get("base_model_name_or_path")
     if recipe is None or not isinstance(name, str):
         raise AdapterFileError(
             f"{stored.folder} does not record how its base was loaded: load the base as in training"
@@ -262,15 +261,7 @@ def read_adapter(
     folder = stored.folder
     config = stored.config
     if check_base:
-        base = base or base_identity(model)
-        difference = base.mismatch(stored.record)
-        if difference is not None:
-            name = shown(stored.record.get("base_model_name_or_path"))
-            raise AdapterFileError(
-                f"{folder} was trained on another base ({name}): {difference}; load that base with"
-                " the same quantisation, or add --any_base (check_base=False) to use the adapter"
-                " on this one"
-            )
+        _check_base(stored, base or base_identity(model))
     if is_attached(model) and attached_config(model) != config:
         raise AdapterFileError(
             f"{folder} holds {config}, but the model has {attached_config(model)}; call"
@@ -286,8 +277,7 @@ def read_adapter(
     check_tensors(path, read_headers(path, AdapterFileError), wanted, AdapterFileError)
     on_disk = read_tensors(path, wanted, AdapterFileError)
     tensors = {name: on_disk[PREFIX + name] for name in shapes}
-    bad = non_finite(tensors)
-    if bad is not None:
+    if bad := non_finite(tensors):
         raise AdapterFileError(f"{path}: {bad} has a non-finite value; load another checkpoint")
     for name, tensor in tensors.items():
         # the forward divides by it
@@ -297,6 +287,16 @@ def read_adapter(
                 " original"
             )
     return config, tensors
+
+
+def _check_base(stored: StoredAdapter, base: BaseIdentity) -> None:
+    if difference := base.mismatch(stored.record):
+        name = shown(stored.record.get("base_model_name_or_path"))
+        raise AdapterFileError(
+            f"{stored.folder} was trained on another base ({name}): {difference}; load that base"
+            " with the same quantisation, or add --any_base (check_base=False) to use the adapter"
+            " on this one"
+        )
 
 
 def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
@@ -311,9 +311,8 @@ def adapter_hash(model: PreTrainedModel) -> str:
 
     def add(name: str, *tensors: torch.Tensor) -> None:
         digest.update(f"{name};".encode())
-        for tensor in tensors:
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
+        for chunk in chain(*map(byte_chunks, tensors)):
+            digest.update(chunk)
 
     for name, tensor in adapter_tensors(model).items():
         add(f"{name} {tensor.dtype} {tuple(tensor.shape)}", tensor)

@@ -24,10 +24,9 @@ def write_consolidated(model: PreTrainedModel, folder: Path, base: BaseIdentity)
     updates = []
     history = consolidated(model)
     for number, update in enumerate(history):
-        for index, (outer, inner) in update.patches.items():
-            outer_name, inner_name = _names(number, index)
-            tensors[outer_name] = outer.contiguous()
-            tensors[inner_name] = inner.contiguous()
+        for index, patch in update.patches.items():
+            for name, part in zip(_names(number, index), patch, strict=True):
+                tensors[name] = part.contiguous()
         updates.append(
             {"layers": list(update.patches), "record": update.record, "probes": update.probes}
         )

@@ -17,7 +17,7 @@ from npt.adapters.converted import attached_config, decoder_layers, npt_layers
 from npt.adapters.files.adapter_files import from_pretrained
 from npt.adapters.files.card import export_card
 from npt.base.families import FAMILIES
-from npt.base.linear import Patch, patch_of
+from npt.base.linear import Patch, patch_of, short_name
 from npt.base.precision import declared_dtype
 from npt.base.shards import write_shards
 from npt.errors import ConfigError, ModelError, first_line
@@ -134,7 +134,7 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
             "AutoModel": f"modeling_npt.NPT{family}Model",
             "AutoModelForCausalLM": f"modeling_npt.NPT{family}ForCausalLM",
         },
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": short_name(dtype),
         "npt": {
             "ranks": ranks,
             "targets": list(config.targets),
@@ -155,7 +155,7 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
         ]
         settings["quantization_config"] = {
             **packing,
-            "bnb_4bit_compute_dtype": str(declared_dtype(model)).removeprefix("torch."),
+            "bnb_4bit_compute_dtype": short_name(declared_dtype(model)),
             "llm_int8_skip_modules": plain,
         }
     return settings
@@ -169,8 +169,8 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
         if name.endswith(".npt.log_tau"):
             tensor = tensor.clone()  # layers share it, but a file may not
-        statistic = ".weight." in name  # of a 4-bit weight
-        if ".npt." not in name and not statistic:
+        # adapters stay in fp32, and statistics of 4-bit weights as they are
+        if ".npt." not in name and ".weight." not in name:
             tensor = _smallest(tensor)
         yield name, tensor
     for index, (outer, inner) in _patches(model).items():
@@ -181,12 +181,11 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _patches(model: PreTrainedModel) -> dict[int, Patch]:
     """Return the patches of consolidated updates by layer."""
-    patches = {}
-    for index, layer in enumerate(decoder_layers(model)):
-        patch = patch_of(patched_module(layer))
-        if patch is not None:
-            patches[index] = patch
-    return patches
+    return {
+        index: patch
+        for index, layer in enumerate(decoder_layers(model))
+        if (patch := patch_of(patched_module(layer))) is not None
+    }
 
 
 def _check_patches(model: PreTrainedModel, adapter: str) -> None:

@@ -31,10 +31,8 @@ def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None 
     """
     path = Path(name)
     if path.exists() or not is_hub_id(str(name)):
-        for place in adapter_places(path):
-            if (place / files[0]).is_file():
-                return place
-        return path
+        places = adapter_places(path)
+        return next((place for place in places if (place / files[0]).is_file()), path)
     from huggingface_hub import snapshot_download
 
     def fetch() -> str:

@@ -76,8 +76,7 @@ def _copy(stored: StoredAdapter, folder: Path, repo_id: str) -> None:
     """Check an adapter and copy its files, without local paths of the base and with a card."""
     weights = stored.folder / WEIGHTS_NAME
     headers = read_headers(weights, AdapterFileError)
-    bad = non_finite(read_tensors(weights, headers, AdapterFileError))
-    if bad is not None:
+    if bad := non_finite(read_tensors(weights, headers, AdapterFileError)):
         raise AdapterFileError(
             f"{weights}: {bad} has a non-finite value; the adapter is not pushed"
         )

@@ -112,12 +112,12 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, t
         model = AutoModelForCausalLM.from_config(config)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     weights: dict[str, tuple[Any, torch.Size, int]] = {}
-    left = dict(file.tensors)
+    left: dict[Any, Any] = dict(file.tensors)
     for name, parameter in model.named_parameters():  # tied ones once
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if theirs is None or theirs not in left:
+        stored = left.pop(theirs, None)
+        if stored is None:
             raise file.refusal(f"lacks the tensor {theirs or name}; download it again")
-        stored = left.pop(theirs)
         shape = tuple(reversed(stored.shape.tolist()))  # a GGUF file names the last axis first
         if shape != tuple(parameter.shape):
             raise file.refusal(

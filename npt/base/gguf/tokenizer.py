@@ -10,16 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import generate_merges
 
@@ -91,35 +82,37 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
             backend = _sentencepiece(file, vocabulary, types)
             bos = True
         # a text may spell these tokens, so they are found before it is split
-        spelt = []
-        for token, type_ in zip(tokens, types, strict=True):
-            if type_ in _SPELT:
-                spelt.append(AddedToken(token, normalized=False, special=_SPELT[type_]))
+        spelt = [
+            AddedToken(token, normalized=False, special=_SPELT[type_])
+            for token, type_ in zip(tokens, types, strict=True)
+            if type_ in _SPELT
+        ]
         backend.add_tokens(spelt)
-        special = {}
-        for name in ("bos", "eos", "unk", "pad"):
-            index = file.token_id(name)
-            if index is not None:
-                special[f"{name}_token"] = tokens[index]
-        backend.post_processor = _ends(file, special, vocabulary, bos)
+        special = {
+            f"{name}_token": tokens[index]
+            for name in ("bos", "eos", "unk", "pad")
+            if (index := file.token_id(name)) is not None
+        }
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            clean_up_tokenization_spaces=False,
+            chat_template=file.get("tokenizer.chat_template", str, "") or None,
+            add_bos_token=file.get("tokenizer.ggml.add_bos_token", bool, bos),
+            add_eos_token=file.get("tokenizer.ggml.add_eos_token", bool, False),
+            **special,
+        )
     except ModelError:
         raise
     except Exception as error:  # e.g. from Rust, if merges do not fit
         raise file.refusal(
             f"has a damaged tokenizer ({first_line(error)}); download it again"
         ) from error
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        clean_up_tokenization_spaces=False,
-        chat_template=file.get("tokenizer.chat_template", str, "") or None,
-        **special,
-    )
 
 
 def end_ids(file: GGUFFile) -> list[int]:
     """Return the ids of the tokens that end a text, a turn or a message."""
-    ids = (file.token_id(name) for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(i for i in ids if i is not None))
+    ids = dict.fromkeys(map(file.token_id, ("eos", "eot", "eom")))
+    return [index for index in ids if index is not None]
 
 
 def _byte_level(file: GGUFFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
@@ -160,22 +153,3 @@ def _sentencepiece(file: GGUFFile, vocabulary: dict[str, int], types: list[int])
     backend.normalizer = normalizers.Sequence(normal)
     backend.decoder = decoders.Sequence(decode)
     return backend
-
-
-def _ends(
-    file: GGUFFile, special: dict[str, str], vocabulary: dict[str, int], bos: bool
-) -> processors.TemplateProcessing:
-    def added(name: str, default: bool) -> list[str]:
-        add = file.get(f"tokenizer.ggml.add_{name}_token", bool, default)
-        token = special.get(f"{name}_token")
-        return [token] if add and token is not None else []
-
-    start = added("bos", bos)
-    end = added("eos", False)
-    first = [f"{part}:0" for part in (*start, "$A", *end)]
-    second = [f"{part}:1" for part in (*start, "$B", *end)]
-    return processors.TemplateProcessing(
-        single=first,
-        pair=first + second,
-        special_tokens=[(token, vocabulary[token]) for token in {*start, *end}],
-    )

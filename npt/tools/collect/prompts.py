@@ -20,9 +20,9 @@ from npt.data.encoding import (
     Encoder,
     answer_column,
     filled,
-    messages_of,
     prompt_column,
 )
+from npt.data.messages import messages_of
 from npt.data.samples import Samples
 from npt.data.source import Record, Repeatable, is_sequence
 from npt.errors import DataError
