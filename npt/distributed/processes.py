@@ -211,8 +211,8 @@ class ProcessGroup:
         reason = line.split("] ", 1)[-1].split(". ", 1)[0]
         name = f"process {1 - self.index}" if self.size == 2 else "another process"
         self._loss = ProcessError(
-            f"{name} no longer responds ({reason}); see its own message, then continue with"
-            " --resume auto"
+            f"{name} no longer responds ({reason}); see its own message, then continue from the"
+            " last checkpoint (npt: --resume auto)"
         )
         return self._loss
 

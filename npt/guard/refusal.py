@@ -91,7 +91,7 @@ def check_alike(
         message = (
             f"step {steps + 1} was undone: every process took the same step, but afterwards the"
             f" state of process {where} {'is not finite' if bad else 'differs'}; check its"
-            " hardware, then continue with --resume auto"
+            " hardware, then continue from the last checkpoint (npt: --resume auto)"
         )
         raise processes.everywhere(ProcessError(message))
 
