@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +28,7 @@ from torch import Tensor
 from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatch, Outcome
-from npt.guard.settings import GuardSettings
-from npt.guard.trainer import check_settings
+from npt.guard.settings import check_settings, trainer_settings
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -74,11 +72,10 @@ class LightningGuard(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the guard around the strategy's methods."""
         refuse_unfit(trainer)
-        folder = Path(trainer.default_root_dir, "postmortem")
-        settings = {"trace": 1, "postmortem": folder, **self.settings, "loss": "share"}
-        settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
-        assert trainer.strategy.model is not None
-        self.guard = Guard(trainer.strategy.model, trainer.optimizers[0], **settings)
+        model = trainer.strategy.model
+        assert model is not None
+        settings = trainer_settings(self.settings, trainer.default_root_dir)
+        self.guard = Guard(model, trainer.optimizers[0], **settings)
         if self._state:
             self.guard.load_state_dict(self._state)
         self._fit = LightningFit(trainer, self.guard, partial(self.on_refused, trainer))
