@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -90,9 +90,7 @@ def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
 
 
 def is_of_fsdp1(model: nn.Module) -> bool:
-    module = sys.modules.get(FSDP)
-    kinds = () if module is None else (module.FullyShardedDataParallel,)
-    return any(isinstance(m, kinds) for m in model.modules())
+    return bool(_modules_of(model, "FullyShardedDataParallel"))
 
 
 def _sharded(parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
@@ -100,9 +98,12 @@ def _sharded(parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    module = sys.modules.get(FSDP)
-    kinds = () if module is None else (module.FSDPModule,)
-    return [m for m in model.modules() if isinstance(m, kinds)]
+    return _modules_of(model, "FSDPModule")
+
+
+def _modules_of(model: nn.Module, kind: str) -> list[Any]:
+    kinds = getattr(sys.modules.get(FSDP), kind, ())  # without FSDP there are none
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def reshard(modules: Iterable[FSDPModule]) -> None:

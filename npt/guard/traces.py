@@ -53,14 +53,13 @@ class Draws:
         self._end = random_state()
 
     def rewind(self, keep: Tensor | None = None) -> None:
-        if (
-            self._start is not None
-            and self._end is not None
-            and (keep is None or not bool(keep))
-            and equal_states(random_state(), self._end)
-        ):
-            set_random_state(self._start)
+        start = self._start
+        end = self._end
         self.forget()
+        if start is None or end is None or (keep is not None and bool(keep)):
+            return
+        if equal_states(random_state(), end):
+            set_random_state(start)
 
     def forget(self) -> None:
         self._start = self._end = None
@@ -174,29 +173,28 @@ class Buffers:
 
     @torch.no_grad()
     def _restore(self, copies: Sequence[Copy], keep: Tensor | None) -> None:
-        """Write copies back into the buffers that were copied, unless `keep`. What the forward has
-        put in the place of one may be the user's tensor, and is not written to.
-        """
+        """Write copies back into the buffers that were copied, unless `keep`."""
         if keep is not None and self._reads:
             if bool(keep):
                 return
             keep = None
         for (held, name), (original, copy) in zip(self._held, copies, strict=True):
             now = held.get(name)
-            replaced = now is not original
-            if copy is None or now is None or not _are_alike(now, copy):
-                if now is not copy and (keep is None or not bool(keep)):  # rare
+            if copy is None or now is None or _form(now) != _form(copy):  # rare
+                if now is not copy and (keep is None or not bool(keep)):
                     held[name] = None if copy is None else copy.clone()
-            elif replaced:
+                continue
+            replaced = now is not original
+            if replaced:  # it may be the user's tensor, and is not written to
                 held[name] = copy.clone() if keep is None else torch.where(keep, now, copy)
             elif keep is None:
                 now.data.copy_(copy)  # .data: a graph of an earlier forward may hold the buffer
-            else:
+            else:  # takes no memory: nothing may fail after the step
                 torch.where(keep.to(now.device), now, copy, out=now.data)
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+def _form(buffer: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return buffer.shape, buffer.dtype, buffer.device
 
 
 def _is_number(buffer: Tensor | None) -> TypeGuard[Tensor]:
