@@ -68,6 +68,18 @@ class Scheduler(Protocol):
     def step(self) -> object: ...
 
 
+class Once:
+    """In the place of a `Recheck`: every window is computed once."""
+
+    def is_due(self) -> bool:
+        return False
+
+    def begin(self) -> None: ...
+
+    def settle(self) -> list[str]:
+        return []
+
+
 class Guard(Generic[Result]):
     """A transactional optimizer step: a refused micro-batch changes nothing in the run.
 
@@ -186,9 +198,10 @@ class Guard(Generic[Result]):
         self.draws: Draws = Draws() if draws is None else draws
         self._buffers = Buffers(whole(model), self.update.reads)
         self._traces = self.draws, self._buffers  # what is undone besides gradients
-        self.recheck = self._make_recheck()
-        again = None if self.recheck is None else self.recheck.is_due
-        self.forensics = Forensics(model, self.settings.trace, keep, self.sharding.together, again)
+        self.recheck = self._make_recheck() if self.settings.recheck else Once()
+        self.forensics = Forensics(
+            model, self.settings.trace, keep, self.sharding.together, self.recheck.is_due
+        )
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
         self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
@@ -219,8 +232,7 @@ class Guard(Generic[Result]):
             ConfigError: the loss is not one number, or `tokens` changed under sharding.
         """
         self._follow()
-        if self.recheck is not None:
-            self.recheck.begin()
+        self.recheck.begin()
         unset = torch.zeros((), device=self._home)
         micro = MicroBatch(unset, 1 if tokens is None else tokens)
         names = micro.sample_ids = tuple(map(str, ids))
@@ -310,10 +322,8 @@ class Guard(Generic[Result]):
         with self._aside():
             yield
 
-    def _make_recheck(self) -> Recheck | None:
-        if not self.settings.recheck:
-            return None
-        from npt.guard.recheck import Recheck
+    def _make_recheck(self) -> Recheck:
+        from npt.guard.recheck import Recheck  # most runs need none
 
         return Recheck(
             self.window,
@@ -325,10 +335,6 @@ class Guard(Generic[Result]):
             together=self.sharding.together,
             seeded=isinstance(self.draws, Seeded),
         )
-
-    def _settle_recheck(self) -> None:
-        if self.recheck is not None:
-            self.window.note_repaired(self.recheck.settle())
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -358,7 +364,7 @@ class Guard(Generic[Result]):
         """
         self._follow()
         with self._window_or_nothing():
-            self._settle_recheck()
+            self.window.open.repaired += self.recheck.settle()
             if self.lists:
                 outcomes = self.window.commit(fingerprint)
             else:
@@ -376,7 +382,7 @@ class Guard(Generic[Result]):
     def close_window(self) -> float | None:
         """Set `.grad` to the window's clipped gradient until `step`; return its unclipped norm."""
         with self._window_or_nothing():
-            self._settle_recheck()
+            self.window.open.repaired += self.recheck.settle()
             norm = self.window.close()
         return None if norm is None else float(norm)
 
@@ -470,8 +476,7 @@ class Guard(Generic[Result]):
         """Return whether a parameter that is not stepped has come to require a gradient."""
         if not self.whole_norm:
             return False
-        if self.sharding is not None:
-            reshard(self.sharding.modules)
+        reshard(self.sharding.modules)
         held = set(self.window.gradients.parameters)
         return any(p.requires_grad and p not in held for p in whole(self._model).parameters())
 
@@ -526,23 +531,27 @@ class Guard(Generic[Result]):
                 continue
             if self.lists:  # else the step has counted it, so that an error takes it back
                 outcome.longest = self.counts.add(outcome, self.window.processes)
-            if self.forensics.left and outcome.refused:
-                self._trace(outcome)
-            computed = [micro for micro in outcome.own if micro.grad_norm is not None]
-            self.history += [{"window": outcome.index, **micro.as_dict()} for micro in computed]
-            self.forensics.keep(outcome)
-            self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
-            self.outcome = outcome
-            report = None
+            self._remember(outcome)
+            report = ""
             if outcome.longest >= self.settings.max_refused:
                 self.counts.in_a_row = 0  # for a loop that continues
                 report = self._report_too_many(outcome)
             outcome.update = None  # frees its copies
             if not self.lists:
                 outcome.snapshot = None
-            if report is not None:
+            if report:
                 raise TooManyRefusalsError(report)
         return outcomes
+
+    def _remember(self, outcome: Outcome) -> None:
+        """Trace an outcome's refusals, and keep what a post-mortem tells of it."""
+        if self.forensics.left and outcome.refused:
+            self._trace(outcome)
+        computed = [micro for micro in outcome.own if micro.grad_norm is not None]
+        self.history += [{"window": outcome.index, **micro.as_dict()} for micro in computed]
+        self.forensics.keep(outcome)
+        self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
+        self.outcome = outcome
 
     def _trace(self, outcome: Outcome) -> None:
         """Trace refused micro-batches with the parameters from before their step."""

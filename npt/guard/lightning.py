@@ -178,7 +178,7 @@ class LightningFit:
         result = closure()
         guard.window.shares = self._drawn
         norm = guard.close_window()
-        survives = any(bool(judged.flag) for _, judged in guard.window.ran())
+        survives = any(bool(judged.flag) for _, judged in guard.window.open.ran)
         if survives and norm is not None and math.isfinite(norm):
             # the hook on_before_optimizer_step, and clipping
             trainer.precision_plugin._after_closure(trainer.lightning_module, optimizer)

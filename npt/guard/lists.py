@@ -154,15 +154,9 @@ def copied(tensors: list[Tensor], memory: list[Tensor] | None = None) -> list[Te
     if memory is not None:
         torch._foreach_copy_(memory, tensors)
         return memory
-    copies: dict[int, Tensor] = {}
-    together: list[int] = []
-    for place, tensor in enumerate(tensors):
-        if is_plain(tensor):
-            together.append(place)
-        else:
-            copies[place] = tensor.clone()
-    for group, places in alike([tensors[place] for place in together], together):
-        pieces = [torch.empty_like(tensor) for tensor in group]
+    if not all(map(is_plain, tensors)):
+        return [tensor.clone() for tensor in tensors]
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    for pieces, group in alike(copies, tensors):
         torch._foreach_copy_(pieces, group)
-        copies.update(zip(places, pieces, strict=True))
-    return [copies[place] for place in range(len(tensors))]
+    return copies

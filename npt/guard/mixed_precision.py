@@ -44,7 +44,9 @@ class LossScale:
 
     def lost(self, refusals: Sequence[Refusal], micro_batches: int) -> bool:
         """Return whether the scale left a window without survivors."""
-        overflowed = len(refusals) >= micro_batches and any(map(_overflowed, refusals))
+        overflowed = len(refusals) >= micro_batches and any(
+            refusal.overflowed for refusal in refusals
+        )
         return bool(overflowed and self.scaler is not None and self.scaler.get_scale() > 1)
 
     def update(self, outcome: Outcome) -> bool:
@@ -60,7 +62,7 @@ class LossScale:
         if self._unscaled:
             scaler.update()
         self._unscaled = False
-        others = [refusal for refusal in refused if not _overflowed(refusal)]
+        others = [refusal for refusal in refused if not refusal.overflowed]
         overflowed = len(refused) - len(others)
         computed = outcome.micro_batches - len(others)
         most = state["scale"] > 1 and overflowed > computed / 2
@@ -75,10 +77,6 @@ class LossScale:
         if most and outcome.loss is None:
             outcome.refused = tuple(others)
             for micro in outcome.own:
-                if micro.refusal is not None and _overflowed(micro.refusal):
+                if micro.refusal is not None and micro.refusal.overflowed:
                     micro.stored = None  # not kept for a post-mortem
         return bool(falls and state["scale"] > 1)
-
-
-def _overflowed(refusal: Refusal) -> bool:
-    return refusal.kind == "gradient"

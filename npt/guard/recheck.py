@@ -63,7 +63,7 @@ class Recheck:
         model: the guarded model, perhaps in DistributedDataParallel.
         buffers: what its forward writes.
         scale: the loss scale of the guard's loop.
-        every: one window in so many is computed twice; 0 for none.
+        every: one window in so many is computed twice.
         weighted: whether gradients are weighted by the micro-batches' tokens.
         together: whether processes compute only together, because layers are sharded.
         seeded: whether each micro-batch draws numbers of its own, whatever came before it.
@@ -94,7 +94,7 @@ class Recheck:
 
     def is_due(self) -> bool:
         """Whether the open window is one of those."""
-        return bool(self._every) and self._window.committed % self._every == 0
+        return self._window.committed % self._every == 0
 
     def begin(self) -> None:
         """Copy weights and moments before the first micro-batch of a window."""
@@ -108,10 +108,10 @@ class Recheck:
         Raises:
             ConfigError: the loss cannot be computed again.
         """
-        if not self.is_due() or self._window.is_closed:
+        if not self.is_due() or self._window.open.closed:
             return []
         faults = self._put_back()
-        ran = self._window.ran()
+        ran = self._window.open.ran
         if not self._can_run_again(len(ran)):
             return faults
         kept = self._computed([judged for _, judged in ran], random_state())

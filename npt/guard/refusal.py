@@ -41,6 +41,11 @@ class Refusal:
     process: int = 0
     tensor: str | None = None
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether gradients were not finite and the loss was, as under too high a loss scale."""
+        return self.kind == "gradient"
+
     def as_dict(self) -> dict[str, object]:
         """Return it for events and post-mortems. They store the process as `rank`, and name the
         tensor only in `detail`.
@@ -74,7 +79,7 @@ def check_alike(
     Raises:
         ProcessError: data or states differ; a state is 0 if it is not finite.
     """
-    data = figures["data"]
+    data = figures.get("data", ())  # one process has none
     states = figures.get("states", ())
     other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
     if other is not None:

@@ -81,14 +81,12 @@ class Holdings:
         self._containers: list[tuple[Container, Container]] = []  # each with its shallow copy
         self._values = self._follow(owners, {id(each) for each in without})
         self._tensors = [own_part(value) for value in self._values] if parts else self._values
-        self._copies: list[Tensor]
-        self._forms: Forms
         if earlier is not None and earlier._can_be_overwritten_by(self._tensors):
-            self._copies = copied(self._tensors, earlier._copies)
-            self._forms = earlier._forms
+            self._forms: Forms = earlier._forms
+            self._copies: list[Tensor] = copied(self._tensors, earlier._copies)
         else:
-            self._copies = copied(self._tensors)
             self._forms = Forms(self._tensors)
+            self._copies = copied(self._tensors)
         self.kept = False
         both = zip(self._tensors, self._values, strict=True)
         self._paged = parts and any(tensor.device != value.device for tensor, value in both)
@@ -368,7 +366,7 @@ class GuardedUpdate:
             return
         update.names, largest = self._largest()
         update.finite = largest < math.inf  # False for NaN
-        if processes.size > 1 and self._sharded:
+        if self._sharded:
             bad_anywhere = processes.sum_((~update.finite).to(torch.float32))
             update.finite = bad_anywhere == 0
         good = update.finite.all()
@@ -378,7 +376,7 @@ class GuardedUpdate:
             prints = processes.each(torch.where(good, bits, 0))
             update.fingerprints = prints
             good = (prints == prints[0]).all() & (prints[0] > 0)
-        update.applied = go & good if self.late else good
+        update.applied = go & good
         if self.late:
             self._select(good, update.snapshot or {})
         elif not bool(good):

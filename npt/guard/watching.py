@@ -63,7 +63,7 @@ class Forensics:
         traces: int,
         keep: bool = False,
         together: bool = False,
-        again: Callable[[], bool] | None = None,
+        again: Callable[[], bool] = lambda: False,
     ):
         self.findings: list[Finding] = []
         self.left = traces
@@ -80,8 +80,7 @@ class Forensics:
     @contextmanager
     def watching(self, micro: MicroBatch, stored: StoredMicroBatch) -> Iterator[None]:
         """Record the model's calls in a micro-batch, if it may have to be computed again."""
-        again = self._again is not None and self._again()
-        if not self._keep and not self.left and not again:
+        if not (self._keep or self.left or self._again()):
             yield
             return
         micro.stored = self._open = stored
