@@ -30,13 +30,12 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar  # comes with torch
 
 from npt.device import card_error
-from npt.distributed.processes import ProcessGroup
+from npt.distributed.processes import ProcessGroup, is_joined
 from npt.errors import ConfigError, DataError, TooManyRefusalsError, let_go
 from npt.guard.forensics import Finding, StoredMicroBatch, values_in
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
 from npt.guard.parameters import (
-    all_processes,
     guarded_parameters,
     share_buffers,
     stepped_parameters,
@@ -168,7 +167,8 @@ class Guard(Generic[Result]):
         guarded = guarded_parameters(model, optimizer, self.whole_norm)
         # flags and figures live where the first parameter does
         self._home = next(iter(guarded.stepped.values())).device
-        processes = all_processes(self._home) if processes is None else processes
+        if processes is None:
+            processes = ProcessGroup.of_torch(self._home) if is_joined() else ProcessGroup()
         self.sharding = sharding_of(model, guarded.held, processes)
         if self.sharding.trained and (self.lists or scaler is not None):
             raise ConfigError(
@@ -462,15 +462,16 @@ class Guard(Generic[Result]):
         """Guard parameters that were added to the optimizer, from the next window on. Until then
         they are not stepped. With `rates` none can be added.
         """
-        now = {} if self.lists else stepped_parameters(self.update.optimizer)
-        held = set(map(id, self.update.parameters))
-        joined = [p for i, p in now.items() if i not in held]
-        if not self.window.place and (joined or self._norm_has_grown()):
+        if self.lists:
+            return
+        now = stepped_parameters(self.update.optimizer)
+        joined = now.keys() - map(id, self.update.parameters)
+        if self.window.place:
+            for key in joined:
+                now[key].grad = None
+        elif joined or self._norm_has_grown():
             guarded = guarded_parameters(self._model, self.update.optimizer, self.whole_norm)
             self.window.hold(guarded)
-            return
-        for parameter in joined:
-            parameter.grad = None
 
     def _norm_has_grown(self) -> bool:
         """Return whether a parameter that is not stepped has come to require a gradient."""
@@ -495,9 +496,8 @@ class Guard(Generic[Result]):
         steps = self.window.known_steps
         index = self.window.committed
         # what follows the step; weights and moments have a copy of their own, in the update
-        owners = (self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes)
         followers = Holdings(
-            [owner for owner in owners if owner is not None],
+            [self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes],
             without=[update.optimizer, *update.parameters],
         )
         try:
@@ -598,17 +598,16 @@ def check_state(state: object) -> None:
         if not 0 <= count < 2**53:
             raise ConfigError(f"{where}: counts.{name} is {count}, expected a count; {RESTORE}")
     history = state["spikes"]
-    if history is None:
-        return
-    sound = len(history) == 2 and all(isinstance(part, list | tuple) for part in history)
-    if not sound or not all(_is_finite(number) for part in history for number in part):
+    if history is not None and not (len(history) == 2 and all(map(_are_finite, history))):
         raise ConfigError(
             f"{where}: spikes is {shown(history)}, expected two lists of finite numbers; {RESTORE}"
         )
 
 
-def _is_finite(number: object) -> bool:
-    return isinstance(number, int | float) and math.isfinite(number)
+def _are_finite(numbers: object) -> bool:
+    if not isinstance(numbers, list | tuple):
+        return False
+    return all(isinstance(each, int | float) and math.isfinite(each) for each in numbers)
 
 
 def _scalar(loss: Tensor | float | None) -> Tensor:

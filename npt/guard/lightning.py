@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -59,15 +59,19 @@ class LightningGuard(Callback):
 
     def on_refused(self, trainer: Trainer, outcome: Outcome) -> None:
         """Log a warning for each refusal, finding of the tracer and repair. Override to do more."""
-        window = tuple(name for micro in outcome.own for name in micro.sample_ids)
-        told = [("refused", each.sample_ids, each.detail) for each in outcome.refused]
-        told += [("traced", each.refusal.sample_ids, each.told) for each in outcome.findings]
-        told += [("repaired", (), each) for each in outcome.repaired]
-        for what, batches, detail in told:
-            names = ", ".join(batches or window)
-            _log.warning(
-                "%s: epoch %d, batch_idx %s: %s", what, trainer.current_epoch, names, detail
-            )
+        whole_window = [name for micro in outcome.own for name in micro.sample_ids]
+
+        def warn(what: str, batches: Sequence[str], detail: str) -> None:
+            names = ", ".join(batches or whole_window)
+            text = "%s: epoch %d, batch_idx %s: %s"
+            _log.warning(text, what, trainer.current_epoch, names, detail)
+
+        for refusal in outcome.refused:
+            warn("refused", refusal.sample_ids, refusal.detail)
+        for finding in outcome.findings:
+            warn("traced", finding.refusal.sample_ids, finding.told)
+        for repair in outcome.repaired:
+            warn("repaired", (), repair)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the guard around the strategy's methods."""

@@ -17,19 +17,23 @@ WRAPPER = "__tensor_flatten__"
 """The attribute of a tensor that is made of others."""
 
 _SHAPE = attrgetter("shape")
+_KIND = attrgetter("device", "dtype")
+_KIND_AND_SHAPE = attrgetter("device", "dtype", "shape")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def alike(first: Sequence[Tensor], *others: Sequence[Any]) -> list[list[list[Any]]]:
     """Split lists into parts of one device and dtype, going by the tensors in the first list."""
-    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, tensor in enumerate(first):
-        places.setdefault((tensor.device, tensor.dtype), []).append(place)
-    parts = []
-    for part in places.values():
-        pick = partial(_at, part)
-        parts.append([*map(pick, (first, *others))])
-    return parts
+    parts = _grouped(range(len(first)), map(_KIND, first))
+    return [[*map(partial(_at, part), (first, *others))] for part in parts]
+
+
+def _grouped(values: Iterable[Any], forms: Iterable[object]) -> list[list[Any]]:
+    """Return the values of each form, given the form of each."""
+    groups: dict[object, list[Any]] = {}
+    for value, form in zip(values, forms, strict=True):
+        groups.setdefault(form, []).append(value)
+    return [*groups.values()]
 
 
 def _at(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -128,14 +132,10 @@ class FiniteCheck:
 
     def _sort(self, tensors: list[Tensor]) -> None:
         numbers = [tensor for tensor in tensors if has_norm(tensor) and tensor.numel()]
-        small: dict[object, list[Tensor]] = {}
-        for tensor in numbers:
-            if tensor.numel() <= SMALL:
-                form = tensor.device, tensor.dtype, tensor.shape
-                small.setdefault(form, []).append(tensor)
+        small = [tensor for tensor in numbers if tensor.numel() <= SMALL]
         self._forms = Forms(tensors)
         self._large = [tensor for tensor in numbers if tensor.numel() > SMALL]
-        self._small = [*small.values()]
+        self._small = _grouped(small, map(_KIND_AND_SHAPE, small))
 
 
 def has_norm(tensor: Tensor) -> bool:

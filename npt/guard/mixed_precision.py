@@ -20,23 +20,23 @@ class LossScale:
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer):
-        self.scaler = scaler
+        # one that is off changes nothing
+        self.scaler = torch.amp.GradScaler(enabled=False) if scaler is None else scaler
         self._optimizer = optimizer
         self._unscaled = False
         self._quiet = math.inf  # windows since the last overflow
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a loss as the loop differentiates it."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
+        return self.scaler.scale(loss)
 
     def unscale(self) -> None:
-        assert self.scaler is not None
         self.scaler.unscale_(self._optimizer)
         self._unscaled = True
 
     def forget(self) -> None:
         """Restore the scale from before a window that ended in an error."""
-        if self.scaler is not None and self._unscaled:
+        if self._unscaled:
             state = self.scaler.state_dict()
             self.scaler.update()  # lets it unscale again
             self.scaler.load_state_dict(state)
@@ -47,7 +47,7 @@ class LossScale:
         overflowed = len(refusals) >= micro_batches and any(
             refusal.overflowed for refusal in refusals
         )
-        return bool(overflowed and self.scaler is not None and self.scaler.get_scale() > 1)
+        return overflowed and self.scaler.get_scale() > 1
 
     def update(self, outcome: Outcome) -> bool:
         """Adjust the scale after a window; return whether it caused overflows and so falls.
@@ -55,7 +55,7 @@ class LossScale:
         If no micro-batch survived, overflows are removed from the refusals.
         """
         scaler = self.scaler
-        if scaler is None or not scaler.is_enabled():
+        if not scaler.is_enabled():
             return False
         state = scaler.state_dict()
         refused = outcome.refused

@@ -68,6 +68,8 @@ class MicroBatch:
         index: its index in the window over all processes.
         judged: what came of its backward; None if it was refused before.
         grad_norm: the norm of its gradients, once the outcome is known.
+        counts: whether it survived, once the outcome is known. It may fall without a refusal of its
+            own, with another process's that was computed together with it.
         refusal: why it does not count, once the host knows.
         stored: what is needed to compute it again; None if that is not wanted.
         finding: the tracer's finding, if it was refused and traced.
@@ -80,6 +82,7 @@ class MicroBatch:
     index: int = -1
     judged: Judged | None = None
     grad_norm: float | None = None
+    counts: bool = False
     refusal: Refusal | None = None
     stored: StoredMicroBatch | None = None
     finding: Finding | None = None
@@ -139,11 +142,7 @@ class Outcome:
     @property
     def places(self) -> list[int]:
         """Indices of this process's survivors in the window, in order."""
-        return [
-            micro.index
-            for micro in self.own
-            if micro.refusal is None and not _fell_with_others(micro)
-        ]
+        return [micro.index for micro in self.own if micro.counts]
 
     @property
     def findings(self) -> list[Finding]:
@@ -411,6 +410,7 @@ def _settle(
         micro.grad_norm = numbers.all_of("norms")[place]
         micro.loss = loss / max(1, micro.tokens)
         if numbers.all_of("flags")[place]:
+            micro.counts = True
             reports.append(flat[place * length :][:length])
         elif micro.refusal is None:
             micro.refusal = refusal_of(micro, judged, loss, names, processes.index)
@@ -478,9 +478,3 @@ def _refusals(
     if not numbers.first("refused"):  # a sum over processes: all gather, or none
         return refusals
     return sorted(chain(*processes.gather(refusals)), key=attrgetter("micro_batch"))
-
-
-def _fell_with_others(micro: MicroBatch) -> bool:
-    """Return whether another process's micro-batch, computed together with it, was refused."""
-    judged = micro.judged
-    return judged is not None and judged.codes is not None and not bool(judged.flag)

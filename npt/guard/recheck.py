@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.guard.forensics import StoredMicroBatch, loss_in
 from npt.guard.lists import same_bits
@@ -87,6 +88,8 @@ class Recheck:
         self._every = every
         self._weighted = weighted
         self._together = together
+        # those that compute together with this process
+        self._processes = window.processes if together else ProcessGroup()
         self._seeded = seeded
         self._before: Holdings | None = None
         self._marks: list[tuple[int, int]] = []
@@ -116,7 +119,8 @@ class Recheck:
             return faults
         kept = self._computed([judged for _, judged in ran], random_state())
         second = self._again(ran)
-        if not self._one_differs(not kept.equals(second)):
+        (differing,) = self._processes.sums([not kept.equals(second)])
+        if not differing:
             self._has_agreed = True
         else:
             third = self._again(ran)
@@ -147,18 +151,8 @@ class Recheck:
         """Return whether there is something to compute again. Processes that compute together then
         need equally many micro-batches, so none may have been refused before its forward.
         """
-        if not self._together:
-            return ran > 0
-        processes = self._window.processes
-        (computed,) = processes.sums([ran])
-        return 0 < computed == self._window.place
-
-    def _one_differs(self, differs: bool) -> bool:
-        """Return whether this process, or one that computes together with it, differs."""
-        if not self._together:
-            return differs
-        (found,) = self._window.processes.sums([differs])
-        return bool(found)
+        (computed,) = self._processes.sums([ran])
+        return computed > 0 and (computed == self._window.place or not self._together)
 
     def _told(self, places: Sequence[int]) -> str:
         names = self._window.gradients.names

@@ -122,16 +122,14 @@ class Report(TrainerCallback):
             self._wrap(trainer, whole(model))
         self._look_at_weights(model, state.global_step)
 
-    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_step_begin(self, *_: object, **kwargs: object) -> None:
         """Begin the first micro-batch of a step."""
         rates = [group["lr"] for group in getattr(kwargs.get("optimizer"), "param_groups", [])]
         self._moves = any(isinstance(rate, Tensor) or rate > 0 for rate in rates)
         self._window = []
         self._begin()
 
-    def on_substep_end(
-        self, args: object, state: object, control: object, **kwargs: object
-    ) -> None:
+    def on_substep_end(self, *_: object, **kwargs: object) -> None:
         """Begin the next micro-batch."""
         self._begin()
 
@@ -183,7 +181,7 @@ class Report(TrainerCallback):
         self._hidden = 0
         self._read()
 
-    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_train_end(self, *_: object, **kwargs: object) -> None:
         """Log how many steps lost something, and remove the hooks."""
         self._read()
         self._stop()

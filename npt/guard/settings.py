@@ -46,8 +46,7 @@ class GuardSettings:
     postmortem: str | Path | None = None
 
     def __post_init__(self) -> None:
-        classes = self.refuse if isinstance(self.refuse, tuple) else (None,)
-        if not all(isinstance(each, type) and issubclass(each, Exception) for each in classes):
+        if not (isinstance(self.refuse, tuple) and all(map(_is_exception, self.refuse))):
             raise ConfigError(f"refuse is {self.refuse!r}; pass a tuple of exception classes")
         if self.loss not in get_args(Loss):
             raise ConfigError(f"loss is {self.loss!r}; choose from {', '.join(get_args(Loss))}")
@@ -58,6 +57,10 @@ class GuardSettings:
         for name in ("trace", "recheck"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+
+def _is_exception(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Exception)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

@@ -147,11 +147,10 @@ class Buffers:
         return Spoilt(names, sizes.isnan() & ~had.isnan() | sizes.isinf() & had.isfinite())
 
     def settle(self, keep: Tensor | None) -> None:
-        self._restore(self._copies, keep)
+        self.put(self._copies, keep)
 
     def rewind(self, keep: Tensor | None = None) -> None:
-        if self._start is not None:
-            self._restore(self._start, keep)
+        self.put_start(keep)
         self.forget()
 
     def forget(self) -> None:
@@ -162,17 +161,13 @@ class Buffers:
         each = [held.get(name) for held, name in self._held]
         return [(b, None if b is None else b.detach().clone()) for b in each]
 
-    def put(self, copies: Sequence[Copy]) -> None:
-        """Set the buffers to copies."""
-        self._restore(copies, None)
-
-    def put_start(self) -> None:
-        """Set the buffers to what they were before the window."""
+    def put_start(self, keep: Tensor | None = None) -> None:
+        """Set the buffers to what they were before the window, unless `keep`."""
         if self._start is not None:
-            self._restore(self._start, None)
+            self.put(self._start, keep)
 
     @torch.no_grad()
-    def _restore(self, copies: Sequence[Copy], keep: Tensor | None) -> None:
+    def put(self, copies: Sequence[Copy], keep: Tensor | None = None) -> None:
         """Write copies back into the buffers that were copied, unless `keep`."""
         if keep is not None and self._reads:
             if bool(keep):

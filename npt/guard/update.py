@@ -398,17 +398,10 @@ class GuardedUpdate:
             keep_(tensors, good, others)
 
     def _largest(self) -> tuple[list[str], Tensor]:
-        names: list[str] = []
-        tensors: list[Tensor] = []
-        for name, tensor in self._tensors():
-            if self._sharded and not tensor.numel():
-                tensor = tensor.new_zeros(1)  # this shard may not be empty elsewhere
-            if has_norm(tensor) and tensor.numel():
-                names.append(name)
-                tensors.append(tensor)
-        if not names:
-            return [], torch.zeros(0, device=self.home)
-        return names, norms_of(tensors, math.inf, self.home)
+        named = [(name, tensor) for name, tensor in self._tensors() if has_norm(tensor)]
+        # a shard that is empty here may not be so on another process
+        parts = [part if part.numel() else part.new_zeros(1) for _, part in named]
+        return [name for name, _ in named], norms_of(parts, math.inf, self.home)
 
     def _are_finite(self) -> bool:
         """Return whether parameters and moments are finite: see `FiniteCheck`."""
@@ -420,13 +413,12 @@ class GuardedUpdate:
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return tensors by name, moments first: of the bad ones, the first is reported."""
-        named: list[tuple[str, Tensor]] = []
+        held: list[tuple[str, object]] = []
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    named.append((f"{key} of {name}", own_part(value)))
-            named.append((name, own_part(parameter)))
-        return named
+            state = self.optimizer.state.get(parameter, {})
+            held += [(f"{key} of {name}", value) for key, value in state.items()]
+            held.append((name, parameter))
+        return [(name, own_part(value)) for name, value in held if isinstance(value, Tensor)]
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -130,8 +130,6 @@ class Gradients:
 
     def norms(self) -> Tensor:
         """Return the norm of each gradient of the micro-batch [P], 0 where there is none."""
-        if len(self.present) == len(self._none):
-            return norms_of([*self.present.values()])
         return norms_of([self.present.get(i, none) for i, none in enumerate(self._none)])
 
     def scale(self, factor: float) -> None:
