@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, fields
 from functools import partial
 from itertools import chain
@@ -310,8 +310,7 @@ class Guard(Generic[Result]):
                 run()
         self.window.refuse(detail, tuple(map(str, ids)))
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Compute a forward and backward that changes nothing, so that no other process waits.
 
         Raises:
@@ -319,8 +318,7 @@ class Guard(Generic[Result]):
         """
         if self.sharding.trained:
             raise ConfigError("guard.aside does not support sharded parameters: call guard.refuse")
-        with self._aside():
-            yield
+        return self._aside()
 
     def _make_recheck(self) -> Recheck:
         from npt.guard.recheck import Recheck  # most runs need none

@@ -84,15 +84,13 @@ class LightningGuard(Callback):
             self.guard.load_state_dict(self._state)
         self._fit = LightningFit(trainer, self.guard, partial(self.on_refused, trainer))
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, *_: object, **__: object) -> None:
         """Give the strategy its methods back."""
-        self._end()
+        if self._fit is not None:
+            self._fit.end()
+        self._fit = None
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Give the strategy its methods back."""
-        self._end()
+    on_exception = on_fit_end
 
     def state_dict(self) -> dict[str, object]:
         """Return the guard's state, for the checkpoint."""
@@ -101,11 +99,6 @@ class LightningGuard(Callback):
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Keep the guard's state of a checkpoint until training begins."""
         self._state = state_dict
-
-    def _end(self) -> None:
-        if self._fit is not None:
-            self._fit.end()
-        self._fit = None
 
 
 class LightningFit:
@@ -131,9 +124,8 @@ class LightningFit:
         strategy = trainer.strategy
         self._training_step = strategy.training_step
         self._backward = strategy.backward
-        self._put(strategy, "training_step", self.training_step)
-        self._put(strategy, "backward", self.backward)
-        self._put(strategy, "optimizer_step", self.optimizer_step)
+        for name in ("training_step", "backward", "optimizer_step"):
+            self._put(strategy, name, getattr(self, name))
         self._gate_schedulers(trainer.lightning_module)
 
     def end(self) -> None:

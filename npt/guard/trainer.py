@@ -99,7 +99,7 @@ class TrainerMixin(Trainer):
         """Draw a window's micro-batches, and keep the indices of their rows if recorded."""
         drawn = super().get_batch_samples(epoch_iterator, *arguments, **named)
         if self.__window is not None:
-            self.__window.note_drawn(epoch_iterator, drawn[0])
+            self.__window.note_drawn(drawn[0])
         return drawn
 
     def training_step(

@@ -85,7 +85,7 @@ class TrainerWindow:
         self._names: dict[int, tuple[object, ...]] = {}  # their sample ids, by id of the inputs
         self._logged = torch.zeros(())  # the Trainer's summed loss before it
         self._counted: Mapping[str, object] = {}  # TRL's metrics before it
-        self._epoch: object = None  # the iterator of the current epoch
+        self._started = False
         self._finally = ExitStack()  # restores the optimizer's own step
 
     def end(self) -> None:
@@ -94,16 +94,16 @@ class TrainerWindow:
         if self._guard is not None:
             self._guard.close()
 
-    def note_drawn(self, epoch_iterator: object, micro_batches: Iterable[object]) -> None:
+    def note_drawn(self, micro_batches: Iterable[object]) -> None:
         """Keep the indices of the rows of the micro-batches, if the sampler recorded them."""
         loader = self._trainer.callback_handler.train_dataloader
         sampler = getattr(loader, "batch_sampler", None)
         noted: deque[list[object]] = getattr(sampler, "noted", deque())
-        if noted and self._epoch is None:
+        if noted and not self._started:
             assert loader is not None
             for _ in range(self._skipped(loader)):
                 noted.popleft()
-        self._epoch = epoch_iterator
+        self._started = True
         self._names = {id(x): tuple(noted.popleft()) if noted else () for x in micro_batches}
 
     def _skipped(self, loader: DataLoader[object]) -> int:
@@ -222,24 +222,29 @@ class TrainerWindow:
                 self._once_more(model, inputs, items)
 
     def _logged_again(self, losses: list[Tensor]) -> Tensor:
-        """Replace the window's losses in the Trainer's sum; return the last one, which it adds.
-
-        Without survivors, return the mean loss since the last log entry, or of the whole run if no
-        step came since: the entry divides by all steps, and the run's mean too.
+        """Replace the window's losses in the Trainer's sum; return the last one, which it adds, or
+        a mean if there are none.
         """
         trainer = self._trainer
         if not hasattr(trainer, "_tr_loss"):
             return losses[-1] if losses else torch.zeros((), device=trainer.args.device)
         trainer._tr_loss.copy_(self._logged)
         if not losses:
-            step = trainer.state.global_step
-            if step > trainer._globalstep_last_logged:
-                return trainer._tr_loss / (step - trainer._globalstep_last_logged)
-            earlier = max(1, step - trainer._initial_global_step)
-            return torch.full_like(trainer._tr_loss, trainer._total_loss_scalar / earlier)
+            return self._mean_logged()
         for loss in losses[:-1]:
             trainer._tr_loss += loss
         return losses[-1]
+
+    def _mean_logged(self) -> Tensor:
+        """Return the mean loss since the last log entry, or of the whole run if no step came since:
+        the entry divides by all steps, and the run's mean too.
+        """
+        trainer = self._trainer
+        step = trainer.state.global_step
+        if step > trainer._globalstep_last_logged:
+            return trainer._tr_loss / (step - trainer._globalstep_last_logged)
+        earlier = max(1, step - trainer._initial_global_step)
+        return torch.full_like(trainer._tr_loss, trainer._total_loss_scalar / earlier)
 
     def guard_of(self, model: nn.Module) -> Guard:
         """Return the guard; the first call makes it and puts its `step` into the optimizer."""
@@ -265,17 +270,13 @@ class TrainerWindow:
                 outcome = guard.step()
             except TooManyRefusalsError:
                 assert guard.outcome is not None
-                self._uncount(guard, guard.outcome)
-                self._tell(guard.outcome)
+                self._account(guard, guard.outcome)
                 raise
             if outcome.applied:
                 for parameter, gradient in held:  # `AdafactorSchedule` reads them
                     parameter.grad = gradient
             optimizer._is_overflow = not outcome.applied  # makes the scheduler skip this step
-            if outcome.refused:
-                self._uncount(guard, outcome)
-            if outcome.refused or outcome.repaired:
-                self._tell(outcome)
+            self._account(guard, outcome)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         if "step" in vars(optimizer):  # a scheduler's
@@ -296,6 +297,12 @@ class TrainerWindow:
                 rows.extend(_beginnings(self._drawn[place], decode))
         return f"; text: {', '.join(rows)}" if rows else ""
 
+    def _account(self, guard: Guard, outcome: Outcome) -> None:
+        if outcome.refused:
+            self._uncount(guard, outcome)
+        if outcome.refused or outcome.repaired:
+            self._tell(outcome)
+
     def _uncount(self, guard: Guard, outcome: Outcome) -> None:
         """Take refused rows out of the tokens and operations that the Trainer has counted, and a
         window refused as a whole out of its metrics and its loss too.
@@ -315,8 +322,8 @@ class TrainerWindow:
         trainer.state.num_input_tokens_seen = seen - int(refused)
         if whole_window:
             vars(trainer).update(self._counted)
-            mean = self._logged_again([])
-            trainer._tr_loss += mean
+            trainer._tr_loss.copy_(self._logged)
+            trainer._tr_loss += self._mean_logged()
 
 
 def _places(guard: Guard, refusals: Iterable[Refusal]) -> set[int]:

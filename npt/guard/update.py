@@ -151,8 +151,7 @@ class Holdings:
                 continue
             if isinstance(value, Tensor):
                 seen.add(id(value))
-                follows = id(value) in owned or not isinstance(value, nn.Parameter)
-                if kind is Tensor or value.requires_grad or follows:
+                if value.requires_grad or id(value) in owned or not isinstance(value, nn.Parameter):
                     tensors.append(value)
             elif isinstance(value, dict | list | tuple | set | deque):
                 seen.add(id(value))
