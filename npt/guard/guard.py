@@ -252,21 +252,21 @@ class Guard(Generic[Result]):
             loss = _scalar(micro.loss)
             micro.loss = loss  # without its graph, which takes memory
             micro.report = micro.report.detach()
-        except BaseException as error:
+        except self.settings.refuse as error:
+            kind = "data" if isinstance(error, DataError) else "error"
             # whether other processes, which wait for this one's layers, got all that they need
-            judged = isinstance(error, DataError) or micro.loss is not unset
+            judged = kind == "data" or micro.loss is not unset
             reached = any(p.grad is not None for p in self.window.gradients.parameters)
-            done = judged and reached
             self._withdraw()
-            if isinstance(error, self.settings.refuse):
-                self.sharding.end_together(error, done)
-            if not isinstance(error, self.settings.refuse) or card_error(self._home):
+            self.sharding.end_together(error, judged and reached)
+            if card_error(self._home):
                 raise
             let_go(error)
-            detail = f"{type(error).__name__}: {error}"
-            kind = "data" if isinstance(error, DataError) else "error"
-            self.window.refuse(detail, names, kind, micro.stored)
+            self.window.refuse(f"{type(error).__name__}: {error}", names, kind, micro.stored)
             return
+        except BaseException:
+            self._withdraw()
+            raise
         self.window.gradients.collect()
         if self.settings.loss == "mean":
             if not self.sharding.weighs:

@@ -252,8 +252,8 @@ class LightningFit:
 
         def lr_scheduler_step(scheduler: object, metric: object) -> None:
             configs = fit._trainer.lr_scheduler_configs
-            by_step = any(c.scheduler is scheduler and c.interval == "step" for c in configs)
-            if fit._applied or not by_step:
+            by_step = [config.scheduler for config in configs if config.interval == "step"]
+            if fit._applied or scheduler not in by_step:
                 own(scheduler, metric)
 
         # a function, so that a copy of the module has no copy of the guard

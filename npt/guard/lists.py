@@ -143,17 +143,8 @@ def has_norm(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def copied(tensors: list[Tensor], memory: list[Tensor] | None = None) -> list[Tensor]:
-    """Return copies, made in few launches on a GPU.
-
-    Args:
-        tensors: what to copy.
-        memory: earlier copies to overwrite, of the same shapes. On a CPU, fresh memory takes
-            several times as long as the copy.
-    """
-    if memory is not None:
-        torch._foreach_copy_(memory, tensors)
-        return memory
+def copied(tensors: list[Tensor]) -> list[Tensor]:
+    """Return copies, made in few launches on a GPU."""
     if not all(map(is_plain, tensors)):
         return [tensor.clone() for tensor in tensors]
     copies = [torch.empty_like(tensor) for tensor in tensors]

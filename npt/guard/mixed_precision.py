@@ -69,14 +69,19 @@ class LossScale:
         recurs = self._quiet < scaler.get_growth_interval()
         falls = overflowed > 0 and (most or recurs)
         self._quiet = 0 if overflowed else self._quiet + 1
+        if most and outcome.loss is None:
+            _excuse(outcome, others)
         if falls:
             scale = state["scale"] * scaler.get_backoff_factor()
             scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": 0})
         elif not outcome.applied or (overflowed and scaler.get_scale() > state["scale"]):
             scaler.load_state_dict(state)  # it never grows on an overflow
-        if most and outcome.loss is None:
-            outcome.refused = tuple(others)
-            for micro in outcome.own:
-                if micro.refusal is not None and micro.refusal.overflowed:
-                    micro.stored = None  # not kept for a post-mortem
         return bool(falls and state["scale"] > 1)
+
+
+def _excuse(outcome: Outcome, others: Sequence[Refusal]) -> None:
+    """Remove overflows from an outcome's refusals, and what a post-mortem would keep of them."""
+    outcome.refused = tuple(others)
+    for micro in outcome.own:
+        if micro.refusal is not None and micro.refusal.overflowed:
+            micro.stored = None

@@ -14,20 +14,17 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
+from npt.guard.forensics import Finding, StoredMicroBatch
 from npt.guard.lists import alike
 from npt.guard.refusal import Refusal as Refusal
 from npt.guard.refusal import check_alike, describe_norms
-
-if TYPE_CHECKING:
-    from npt.guard.forensics import Finding, StoredMicroBatch
-    from npt.guard.traces import Spoilt
-    from npt.guard.update import Snapshot, Update
+from npt.guard.traces import Spoilt
+from npt.guard.update import Snapshot, Update
 
 NO_LIMITS = (math.inf, math.inf)
 

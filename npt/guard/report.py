@@ -315,8 +315,8 @@ class Report(TrainerCallback):
 
 def _on_host(flags: Sequence[Tensor]) -> list[list[bool]]:
     """Return flags as numbers; the host waits once for all."""
-    every = _joined(flags)
-    return [part.tolist() for part in every.cpu().split([each.numel() for each in flags])]
+    sizes = [each.numel() for each in flags]
+    return [part.tolist() for part in _joined(flags).cpu().split(sizes)]
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

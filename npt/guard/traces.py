@@ -110,14 +110,13 @@ class Buffers:
 
     def __init__(self, model: nn.Module, reads: bool = False):
         self._reads = reads
-        found = [
+        # name in the model, and where it is held under which name
+        self._found = [
             (f"{path}.{name}".removeprefix("."), module._buffers, name)
             for path, module in model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and _is_written(module, buffer)
         ]
-        self._names = [path for path, _, _ in found]
-        self._held = [(buffers, name) for _, buffers, name in found]
         self._copies: list[Copy] = []
         self._start: list[Copy] | None = None  # of the window
         self._check = FiniteCheck()
@@ -134,10 +133,10 @@ class Buffers:
         names: list[str] = []
         before: list[Tensor] = []
         after: list[Tensor] = []
-        for name, (held, key), (_, copy) in zip(self._names, self._held, self._copies, strict=True):
-            now = held.get(key)
+        for (path, held, name), (_, copy) in zip(self._found, self._copies, strict=True):
+            now = held.get(name)
             if copy is not None and _is_number(now) and now.shape == copy.shape:
-                names.append(name)
+                names.append(path)
                 before.append(copy)
                 after.append(now)
         if not names or (self._reads and self._check(after)):
@@ -147,10 +146,11 @@ class Buffers:
         return Spoilt(names, sizes.isnan() & ~had.isnan() | sizes.isinf() & had.isfinite())
 
     def settle(self, keep: Tensor | None) -> None:
-        self.put(self._copies, keep)
+        self._put_unless(keep, self._copies)
 
     def rewind(self, keep: Tensor | None = None) -> None:
-        self.put_start(keep)
+        if self._start is not None:
+            self._put_unless(keep, self._start)
         self.forget()
 
     def forget(self) -> None:
@@ -158,22 +158,24 @@ class Buffers:
 
     def now(self) -> list[Copy]:
         """Return the buffers and their copies."""
-        each = [held.get(name) for held, name in self._held]
+        each = [held.get(name) for _, held, name in self._found]
         return [(b, None if b is None else b.detach().clone()) for b in each]
 
-    def put_start(self, keep: Tensor | None = None) -> None:
-        """Set the buffers to what they were before the window, unless `keep`."""
+    def put_start(self) -> None:
+        """Set the buffers to what they were before the window."""
         if self._start is not None:
-            self.put(self._start, keep)
+            self.put(self._start)
+
+    def _put_unless(self, keep: Tensor | None, copies: Sequence[Copy]) -> None:
+        if not self._reads:
+            self.put(copies, keep)
+        elif keep is None or not bool(keep):
+            self.put(copies)
 
     @torch.no_grad()
     def put(self, copies: Sequence[Copy], keep: Tensor | None = None) -> None:
         """Write copies back into the buffers that were copied, unless `keep`."""
-        if keep is not None and self._reads:
-            if bool(keep):
-                return
-            keep = None
-        for (held, name), (original, copy) in zip(self._held, copies, strict=True):
+        for (_, held, name), (original, copy) in zip(self._found, copies, strict=True):
             now = held.get(name)
             if copy is None or now is None or _form(now) != _form(copy):  # rare
                 if now is not copy and (keep is None or not bool(keep)):

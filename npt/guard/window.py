@@ -22,13 +22,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import dropwhile
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from npt.distributed.processes import ProcessGroup
+from npt.guard.forensics import StoredMicroBatch
 from npt.guard.lists import alike, keep_, norms_of
 from npt.guard.outcome import (
     NO_LIMITS,
@@ -48,11 +48,8 @@ from npt.guard.parameters import Guarded
 from npt.guard.refusal import BEFORE
 from npt.guard.sharding import Sharding, as_gradient, full, is_sharded, local
 from npt.guard.spikes import SpikeGuard
+from npt.guard.traces import Spoilt
 from npt.guard.update import EXACT, GuardedUpdate
-
-if TYPE_CHECKING:
-    from npt.guard.forensics import StoredMicroBatch
-    from npt.guard.traces import Spoilt
 
 IN_FLIGHT = 3
 """The most windows whose results may be pending before the host waits for one."""
