@@ -76,7 +76,8 @@ class Generations(NoGenerations):
         generation's metrics are added to what was `counted` before the window.
         """
         trainer = self._trainer
-        trainer.model.train()  # as at the start of a training step
+        # as at the start of a training step
+        trainer.model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         earlier = {name: list(values) for name, values in trainer._metrics["train"].items()}
@@ -87,6 +88,7 @@ class Generations(NoGenerations):
         after = random_state()
         if not place:
             self._random.clear()
+        # a call that only returns the next slice draws nothing
         if not place or not equal_states(before, after):
             self._random[place] = after
         metrics = counted["_metrics"]

@@ -19,7 +19,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -194,13 +194,16 @@ class Guard(Generic[Result]):
         self._scale = LossScale(scaler, optimizer)
         if scaler is not None:
             self.window.unscale = self._scale.unscale
-        keep = self.settings.postmortem is not None
         self.draws: Draws = Draws() if draws is None else draws
         self._buffers = Buffers(whole(model), self.update.reads)
         self._traces = self.draws, self._buffers  # what is undone besides gradients
         self.recheck = self._make_recheck() if self.settings.recheck else Once()
         self.forensics = Forensics(
-            model, self.settings.trace, keep, self.sharding.together, self.recheck.is_due
+            model,
+            self.settings.trace,
+            keep=self.settings.postmortem is not None,
+            together=self.sharding.together,
+            again=self.recheck.is_due,
         )
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
@@ -590,8 +593,8 @@ def check_state(state: object) -> None:
         raise ConfigError(f"{where}: state is {shown(state)}; pass what state_dict() returned")
     kinds = {"counts": (dict,), "spikes": (list, tuple, type(None))}
     check_entries(where, "", state, kinds, ConfigError)
-    names = [f.name for f in fields(RunCounts)]
-    check_entries(where, "counts.", state["counts"], dict.fromkeys(names, (int,)), ConfigError)
+    counts = dict.fromkeys(asdict(RunCounts()), (int,))
+    check_entries(where, "counts.", state["counts"], counts, ConfigError)
     for name, count in state["counts"].items():
         if not 0 <= count < 2**53:
             raise ConfigError(f"{where}: counts.{name} is {count}, expected a count; {RESTORE}")

@@ -66,6 +66,7 @@ class LossScale:
         overflowed = len(refused) - len(others)
         computed = outcome.micro_batches - len(others)
         most = state["scale"] > 1 and overflowed > computed / 2
+        # a few overflows may be the data's, unless they recur
         recurs = self._quiet < scaler.get_growth_interval()
         falls = overflowed > 0 and (most or recurs)
         self._quiet = 0 if overflowed else self._quiet + 1
@@ -74,8 +75,9 @@ class LossScale:
         if falls:
             scale = state["scale"] * scaler.get_backoff_factor()
             scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": 0})
+        # it never grows on an overflow
         elif not outcome.applied or (overflowed and scaler.get_scale() > state["scale"]):
-            scaler.load_state_dict(state)  # it never grows on an overflow
+            scaler.load_state_dict(state)
         return bool(falls and state["scale"] > 1)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
@@ -120,21 +121,29 @@ class Recheck:
         kept = self._computed([judged for _, judged in ran], random_state())
         second = self._again(ran)
         (differing,) = self._processes.sums([not kept.equals(second)])
-        if not differing:
-            self._has_agreed = True
-        else:
-            third = self._again(ran)
-            fault = self._told(kept.differing(second))
-            if second.equals(third):
-                if not self._has_agreed:
-                    raise ConfigError(f"recheck computes other gradients than the loop: {WITH_RUN}")
-                kept = second
-            elif not kept.equals(third):
-                fault += ", and a third time: the model does not compute the same bits twice, so"
-                fault += " leave recheck at 0"
+        if differing:
+            kept, fault = self._of_three(ran, kept, second)
             faults.append(fault)
+        else:
+            self._has_agreed = True
         self._keep(kept, ran)
         return faults
+
+    def _of_three(
+        self, ran: Sequence[tuple[MicroBatch, Judged]], first: Computed, second: Computed
+    ) -> tuple[Computed, str]:
+        """Compute a third time. Return what two of three agree on, and the fault in words."""
+        third = self._again(ran)
+        fault = self._told(first.differing(second))
+        if second.equals(third):
+            # the first is the loop's own, which may compute the loss in another way
+            if not self._has_agreed:
+                raise ConfigError(f"recheck computes other gradients than the loop: {WITH_RUN}")
+            return second, fault
+        if not first.equals(third):
+            fault += ", and a third time: the model does not compute the same bits twice, so"
+            fault += " leave recheck at 0"
+        return first, fault
 
     def _put_back(self) -> list[str]:
         """Restore weights and moments that changed without an operation, and tell of them."""
@@ -173,10 +182,7 @@ class Recheck:
     def _keep(self, computed: Computed, ran: Sequence[tuple[MicroBatch, Judged]]) -> None:
         for (micro, _), judged in zip(ran, computed.judged, strict=True):
             micro.judged = judged
-        for view, gradient in zip(
-            self._window.gradients.sum_views, computed.gradients, strict=True
-        ):
-            view.copy_(gradient)
+        torch._foreach_copy_(self._window.gradients.sum_views, computed.gradients)
         self._buffers.put(computed.buffers)
         set_random_state(computed.random)
 
@@ -188,7 +194,8 @@ class Recheck:
         gradients = self._window.gradients
         sharding = self._window.sharding
         gradients.clear()
-        gradients.renew()  # if none counts, the sums are 0
+        # if none counts, the sums are 0
+        gradients.renew()
         self._buffers.put_start()
         random = random_state()
         follows = False
@@ -206,6 +213,7 @@ class Recheck:
             gradients.collect()
             if self._weighted:
                 loss = loss * micro.tokens
+                # under FSDP2 the backward has weighted them
                 if not sharding.weighs:
                     gradients.scale(micro.tokens)
             judged.append(self._window.judge(loss, self._buffers.spoilt(loss.device)))

@@ -14,7 +14,9 @@ from npt.errors import DataError, ProcessError
 
 UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which logs faults"
 
-IN_LOSS, IN_GRADIENT, BEFORE = 1, 2, 4
+IN_LOSS = 1
+IN_GRADIENT = 2
+BEFORE = 4
 """Codes for what is wrong with a micro-batch on one process, if backward sums gradients."""
 
 

@@ -69,6 +69,7 @@ def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
             f" backward, which the guard does not support; shard it with fsdp_version: 2, or"
             f" {UNGUARDED}"
         )
+    # of tensor parallelism, backward leaves gradients that are no plain shards
     sharded = _sharded(names)
     for name, given in sharded.items():
         by_fsdp = given.device_mesh.ndim == 1 and given.placements[0].is_shard()
@@ -83,6 +84,7 @@ def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
             f"{next(iter(sharded))} is sharded and {whole} is whole; shard all of the optimizer's"
             " parameters or none (fully_shard's ignored_params)"
         )
+    # each process's gradients are checked before their sum
     if sharded and not hasattr(sys.modules[FSDP].FSDPModule, "set_custom_reduce_scatter"):
         raise ConfigError(
             f"guarding sharded parameters needs torch 2.9 or later; this is {torch.__version__}"

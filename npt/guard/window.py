@@ -84,7 +84,6 @@ class Gradients:
         self._sharded = bool(self.parameters) and is_sharded(self.parameters[0])
         self.sums, self.sum_views = _flat_like(self.parameters)
         self._strides = [view.stride() for view in self.sum_views]
-        self._sizes = [view.numel() * view.itemsize for view in self.sum_views]
         self.present: dict[int, Tensor] = {}
         self._none = [view.new_empty(0) for view in self.sum_views]
         self._stale = False
@@ -123,7 +122,7 @@ class Gradients:
         for place in sorted(starts, key=starts.__getitem__):
             if starts[place] < end:
                 self.present[place] = self.present[place].clone()
-            end = max(end, starts[place] + self._sizes[place])
+            end = max(end, starts[place] + self.sum_views[place].nbytes)
 
     def norms(self) -> Tensor:
         """Return the norm of each gradient of the micro-batch [P], 0 where there is none."""
