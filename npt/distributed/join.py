@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from npt.device import default_device
-from npt.distributed.processes import ProcessGroup
+from npt.distributed.processes import ProcessGroup, is_joined
 from npt.errors import ConfigError, ProcessError
 
 TIMEOUT = 600.0
@@ -26,11 +26,11 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
         ConfigError: two processes share a GPU, or only some have one.
         ProcessError: not all processes joined in time.
     """
-    if dist.is_available() and dist.is_initialized():
+    if is_joined():
         device = default_device()
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
+        return ProcessGroup.of_torch(device)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return ProcessGroup()
     device = _own_device()
@@ -44,7 +44,7 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
             f" processes of the run within {timeout:g} s: {str(error).splitlines()[0][:200]}; start"
             " them with torchrun or accelerate launch"
         ) from error
-    processes = ProcessGroup(dist.get_rank(), dist.get_world_size(), device, owned=True)
+    processes = ProcessGroup.of_torch(device, owned=True)
     # by uuid, since a process may be shown its GPU alone, as number 0
     own = None
     if device.type == "cuda":

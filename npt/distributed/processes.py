@@ -12,7 +12,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,11 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 DTENSOR = "torch.distributed.tensor"
+
+
+def is_joined() -> bool:
+    """Return whether torch has a process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
@@ -65,6 +70,11 @@ class ProcessGroup:
         self._owned = owned
         self._met: BaseException | None = None
         self._loss: ProcessError | None = None
+
+    @classmethod
+    def of_torch(cls, device: torch.device, *, owned: bool = False) -> Self:
+        """Return the processes of torch's process group."""
+        return cls(dist.get_rank(), dist.get_world_size(), device, owned=owned)
 
     @property
     def main(self) -> bool:
@@ -111,11 +121,11 @@ class ProcessGroup:
 
     def agree(self, values: Mapping[str, Any]) -> None:
         """Raise ConfigError on all processes if a named value differs between them."""
-        first, *others = self.gather(values)
+        first, *others = self.gather({n: value for n, value in values.items() if value is not None})
         for process, theirs in enumerate(others, start=1):
             for name in first | theirs:
-                pair = first.get(name), theirs.get(name)
-                one, other = ("unset" if value is None else value for value in pair)
+                one = first.get(name, "unset")
+                other = theirs.get(name, "unset")
                 if one != other:
                     message = (
                         f"process {process} has {name} {other}, but process 0 has {one}; start"
@@ -136,14 +146,7 @@ class ProcessGroup:
         """If one process has failed, raise `failure` there and ProcessError on the others."""
         if self.size == 1:
             return
-        ours = None
-        if failure is not None:
-            text = " ".join(str(failure).split())[:500]
-            status = getattr(failure, "exit_status", None)
-            if status is None:  # not one of npt's errors
-                text = f"{type(failure).__name__}: {text}"
-                status = 2 if is_out_of_memory(failure) else 1
-            ours = text, status
+        ours = None if failure is None else _reason(failure)
         for process, reason in enumerate(self.gather(ours)):
             if reason is not None:
                 message, status = reason
@@ -211,8 +214,8 @@ class ProcessGroup:
         reason = line.split("] ", 1)[-1].split(". ", 1)[0]
         name = f"process {1 - self.index}" if self.size == 2 else "another process"
         self._loss = ProcessError(
-            f"{name} no longer responds ({reason}); see its own message, then continue with"
-            " --resume auto"
+            f"{name} no longer responds ({reason}); see its own message, then continue from the"
+            " last checkpoint (npt: --resume auto)"
         )
         return self._loss
 
@@ -221,3 +224,13 @@ class ProcessGroup:
         if self.broken:
             left = f"process {self.index} has already left the other processes"
             raise ProcessError(left) if self._loss is None else self._loss
+
+
+def _reason(failure: Exception) -> tuple[str, int]:
+    """Return what other processes are told of a failure, and their exit status."""
+    text = " ".join(str(failure).split())[:500]
+    status = getattr(failure, "exit_status", None)
+    if status is not None:
+        return text, status
+    # not one of npt's errors
+    return f"{type(failure).__name__}: {text}", 2 if is_out_of_memory(failure) else 1

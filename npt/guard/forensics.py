@@ -60,6 +60,12 @@ class StoredMicroBatch:
         return results if len(losses) < len(results) else sum(losses)
 
 
+def autocast_now() -> dict[str, torch.dtype]:
+    """Return the dtype of each device type that autocast is on for."""
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return {kind: torch.get_autocast_dtype(kind) for kind in on}
+
+
 @contextmanager
 def autocast(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
     """Turn autocast on within the context, with a dtype per device type."""

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.rloo_trainer import RLOOTrainer
 
-    from npt.guard.trainer_window import Batch
+Batch = dict[str, Tensor]
+"""As transformers has it; a Trainer's own batch may be anything."""
 
 COUNTED = ("_entropy_window_stats", "entropy_coef", "_last_world_entropy")
 """Attributes of GRPOTrainer that a forward changes, besides its metrics."""
@@ -45,22 +46,38 @@ def asks_all_processes(trainer: object) -> bool:
     return quantile < 1.0 or any(getattr(trainer, name, False) for name in asking)
 
 
-class Generations:
-    """A Trainer's generations, and their slices in the open window."""
+class NoGenerations:
+    """The generations of a Trainer that makes none: its batches are used as they come."""
 
     slice: Batch | None = None  # what `_prepare_inputs` must return; None if it may generate
-    calls: int | None = None  # replaces the Trainer's count of calls in a forward
+
+    def take(self, place: int, inputs: Batch, counted: Mapping[str, object]) -> Batch:
+        return inputs
+
+    def advance(self) -> None:
+        """Do nothing: there is no position in a generation."""
+
+    def rewind_to(self, place: int) -> None:
+        """Do nothing: nothing was drawn between micro-batches."""
+
+    def computing(self, inputs: Batch, calls: int | None = None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Generations(NoGenerations):
+    """A Trainer's generations, and their slices in the open window."""
 
     def __init__(self, trainer: GRPOTrainer | RLOOTrainer):
-        self.trainer = trainer
+        self._trainer = trainer
         self._random: dict[int, Mapping[str, Tensor]] = {}  # random states after a generation
 
     def take(self, place: int, inputs: Batch, counted: Mapping[str, object]) -> Batch:
         """Return the slice for a window's next micro-batch, and generate first if it is time. The
         generation's metrics are added to what was `counted` before the window.
         """
-        trainer = self.trainer
-        trainer.model.train()  # as at the start of a training step
+        trainer = self._trainer
+        # as at the start of a training step
+        trainer.model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         earlier = {name: list(values) for name, values in trainer._metrics["train"].items()}
@@ -71,6 +88,7 @@ class Generations:
         after = random_state()
         if not place:
             self._random.clear()
+        # a call that only returns the next slice draws nothing
         if not place or not equal_states(before, after):
             self._random[place] = after
         metrics = counted["_metrics"]
@@ -86,7 +104,7 @@ class Generations:
         """Warn of what TRL may hide: an infinity makes NaN of its group's advantages, then 0. A
         refusal would cost every slice that holds one of the group, since TRL shuffles them.
         """
-        by_function = self.trainer._logs["rewards"]
+        by_function = self._trainer._logs["rewards"]
         assert isinstance(by_function, dict)
         for name, rewards in by_function.items():
             if any(map(math.isinf, rewards)):
@@ -96,21 +114,28 @@ class Generations:
                     name,
                 )
 
+    def advance(self) -> None:
+        """Move on in the generation, past refused micro-batches too."""
+        self._trainer._step += 1
+
     def rewind_to(self, place: int) -> None:
         if place in self._random:
             set_random_state(self._random[place])
 
     @contextmanager
-    def computing(self, inputs: Batch) -> Iterator[None]:
-        """Within the context, make the Trainer use this slice and not count the call."""
-        trainer = self.trainer
-        calls = trainer._step
-        if self.calls is not None:
-            trainer._step = self.calls
+    def computing(self, inputs: Batch, calls: int | None = None) -> Iterator[None]:
+        """Within the context, make the Trainer use this slice and not count the call.
+
+        Args:
+            calls: replaces the Trainer's count of calls, when survivors are computed again.
+        """
+        trainer = self._trainer
+        counted = trainer._step
+        if calls is not None:
+            trainer._step = calls
         self.slice = inputs
         try:
             yield
         finally:
-            trainer._step = calls
+            trainer._step = counted
             self.slice = None
-            self.calls = None

@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, fields
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,13 +30,12 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar  # comes with torch
 
 from npt.device import card_error
-from npt.distributed.processes import ProcessGroup
+from npt.distributed.processes import ProcessGroup, is_joined
 from npt.errors import ConfigError, DataError, TooManyRefusalsError, let_go
 from npt.guard.forensics import Finding, StoredMicroBatch, values_in
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
 from npt.guard.parameters import (
-    all_processes,
     guarded_parameters,
     share_buffers,
     stepped_parameters,
@@ -66,6 +65,18 @@ class Scheduler(Protocol):
     """A schedule of learning rates."""
 
     def step(self) -> object: ...
+
+
+class Once:
+    """In the place of a `Recheck`: every window is computed once."""
+
+    def is_due(self) -> bool:
+        return False
+
+    def begin(self) -> None: ...
+
+    def settle(self) -> list[str]:
+        return []
 
 
 class Guard(Generic[Result]):
@@ -156,7 +167,8 @@ class Guard(Generic[Result]):
         guarded = guarded_parameters(model, optimizer, self.whole_norm)
         # flags and figures live where the first parameter does
         self._home = next(iter(guarded.stepped.values())).device
-        processes = all_processes(self._home) if processes is None else processes
+        if processes is None:
+            processes = ProcessGroup.of_torch(self._home) if is_joined() else ProcessGroup()
         self.sharding = sharding_of(model, guarded.held, processes)
         if self.sharding.trained and (self.lists or scaler is not None):
             raise ConfigError(
@@ -182,13 +194,17 @@ class Guard(Generic[Result]):
         self._scale = LossScale(scaler, optimizer)
         if scaler is not None:
             self.window.unscale = self._scale.unscale
-        keep = self.settings.postmortem is not None
         self.draws: Draws = Draws() if draws is None else draws
         self._buffers = Buffers(whole(model), self.update.reads)
         self._traces = self.draws, self._buffers  # what is undone besides gradients
-        self.recheck = self._make_recheck()
-        again = None if self.recheck is None else self.recheck.is_due
-        self.forensics = Forensics(model, self.settings.trace, keep, self.sharding.together, again)
+        self.recheck = self._make_recheck() if self.settings.recheck else Once()
+        self.forensics = Forensics(
+            model,
+            self.settings.trace,
+            keep=self.settings.postmortem is not None,
+            together=self.sharding.together,
+            again=self.recheck.is_due,
+        )
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
         self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
@@ -219,8 +235,7 @@ class Guard(Generic[Result]):
             ConfigError: the loss is not one number, or `tokens` changed under sharding.
         """
         self._follow()
-        if self.recheck is not None:
-            self.recheck.begin()
+        self.recheck.begin()
         unset = torch.zeros((), device=self._home)
         micro = MicroBatch(unset, 1 if tokens is None else tokens)
         names = micro.sample_ids = tuple(map(str, ids))
@@ -240,21 +255,21 @@ class Guard(Generic[Result]):
             loss = _scalar(micro.loss)
             micro.loss = loss  # without its graph, which takes memory
             micro.report = micro.report.detach()
-        except BaseException as error:
+        except self.settings.refuse as error:
+            kind = "data" if isinstance(error, DataError) else "error"
             # whether other processes, which wait for this one's layers, got all that they need
-            judged = isinstance(error, DataError) or micro.loss is not unset
+            judged = kind == "data" or micro.loss is not unset
             reached = any(p.grad is not None for p in self.window.gradients.parameters)
-            done = judged and reached
             self._withdraw()
-            if isinstance(error, self.settings.refuse):
-                self.sharding.end_together(error, done)
-            if not isinstance(error, self.settings.refuse) or card_error(self._home):
+            self.sharding.end_together(error, judged and reached)
+            if card_error(self._home):
                 raise
             let_go(error)
-            detail = f"{type(error).__name__}: {error}"
-            kind = "data" if isinstance(error, DataError) else "error"
-            self.window.refuse(detail, names, kind, micro.stored)
+            self.window.refuse(f"{type(error).__name__}: {error}", names, kind, micro.stored)
             return
+        except BaseException:
+            self._withdraw()
+            raise
         self.window.gradients.collect()
         if self.settings.loss == "mean":
             if not self.sharding.weighs:
@@ -298,8 +313,7 @@ class Guard(Generic[Result]):
                 run()
         self.window.refuse(detail, tuple(map(str, ids)))
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Compute a forward and backward that changes nothing, so that no other process waits.
 
         Raises:
@@ -307,13 +321,10 @@ class Guard(Generic[Result]):
         """
         if self.sharding.trained:
             raise ConfigError("guard.aside does not support sharded parameters: call guard.refuse")
-        with self._aside():
-            yield
+        return self._aside()
 
-    def _make_recheck(self) -> Recheck | None:
-        if not self.settings.recheck:
-            return None
-        from npt.guard.recheck import Recheck
+    def _make_recheck(self) -> Recheck:
+        from npt.guard.recheck import Recheck  # most runs need none
 
         return Recheck(
             self.window,
@@ -325,10 +336,6 @@ class Guard(Generic[Result]):
             together=self.sharding.together,
             seeded=isinstance(self.draws, Seeded),
         )
-
-    def _settle_recheck(self) -> None:
-        if self.recheck is not None:
-            self.window.note_repaired(self.recheck.settle())
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -358,7 +365,7 @@ class Guard(Generic[Result]):
         """
         self._follow()
         with self._window_or_nothing():
-            self._settle_recheck()
+            self.window.open.repaired += self.recheck.settle()
             if self.lists:
                 outcomes = self.window.commit(fingerprint)
             else:
@@ -376,7 +383,7 @@ class Guard(Generic[Result]):
     def close_window(self) -> float | None:
         """Set `.grad` to the window's clipped gradient until `step`; return its unclipped norm."""
         with self._window_or_nothing():
-            self._settle_recheck()
+            self.window.open.repaired += self.recheck.settle()
             norm = self.window.close()
         return None if norm is None else float(norm)
 
@@ -456,22 +463,22 @@ class Guard(Generic[Result]):
         """Guard parameters that were added to the optimizer, from the next window on. Until then
         they are not stepped. With `rates` none can be added.
         """
-        now = {} if self.lists else stepped_parameters(self.update.optimizer)
-        held = set(map(id, self.update.parameters))
-        joined = [p for i, p in now.items() if i not in held]
-        if not self.window.place and (joined or self._norm_has_grown()):
+        if self.lists:
+            return
+        now = stepped_parameters(self.update.optimizer)
+        joined = now.keys() - map(id, self.update.parameters)
+        if self.window.place:
+            for key in joined:
+                now[key].grad = None
+        elif joined or self._norm_has_grown():
             guarded = guarded_parameters(self._model, self.update.optimizer, self.whole_norm)
             self.window.hold(guarded)
-            return
-        for parameter in joined:
-            parameter.grad = None
 
     def _norm_has_grown(self) -> bool:
         """Return whether a parameter that is not stepped has come to require a gradient."""
         if not self.whole_norm:
             return False
-        if self.sharding is not None:
-            reshard(self.sharding.modules)
+        reshard(self.sharding.modules)
         held = set(self.window.gradients.parameters)
         return any(p.requires_grad and p not in held for p in whole(self._model).parameters())
 
@@ -490,9 +497,8 @@ class Guard(Generic[Result]):
         steps = self.window.known_steps
         index = self.window.committed
         # what follows the step; weights and moments have a copy of their own, in the update
-        owners = (self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes)
         followers = Holdings(
-            [owner for owner in owners if owner is not None],
+            [self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes],
             without=[update.optimizer, *update.parameters],
         )
         try:
@@ -526,23 +532,27 @@ class Guard(Generic[Result]):
                 continue
             if self.lists:  # else the step has counted it, so that an error takes it back
                 outcome.longest = self.counts.add(outcome, self.window.processes)
-            if self.forensics.left and outcome.refused:
-                self._trace(outcome)
-            computed = [micro for micro in outcome.own if micro.grad_norm is not None]
-            self.history += [{"window": outcome.index, **micro.as_dict()} for micro in computed]
-            self.forensics.keep(outcome)
-            self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
-            self.outcome = outcome
-            report = None
+            self._remember(outcome)
+            report = ""
             if outcome.longest >= self.settings.max_refused:
                 self.counts.in_a_row = 0  # for a loop that continues
                 report = self._report_too_many(outcome)
             outcome.update = None  # frees its copies
             if not self.lists:
                 outcome.snapshot = None
-            if report is not None:
+            if report:
                 raise TooManyRefusalsError(report)
         return outcomes
+
+    def _remember(self, outcome: Outcome) -> None:
+        """Trace an outcome's refusals, and keep what a post-mortem tells of it."""
+        if self.forensics.left and outcome.refused:
+            self._trace(outcome)
+        computed = [micro for micro in outcome.own if micro.grad_norm is not None]
+        self.history += [{"window": outcome.index, **micro.as_dict()} for micro in computed]
+        self.forensics.keep(outcome)
+        self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
+        self.outcome = outcome
 
     def _trace(self, outcome: Outcome) -> None:
         """Trace refused micro-batches with the parameters from before their step."""
@@ -583,23 +593,22 @@ def check_state(state: object) -> None:
         raise ConfigError(f"{where}: state is {shown(state)}; pass what state_dict() returned")
     kinds = {"counts": (dict,), "spikes": (list, tuple, type(None))}
     check_entries(where, "", state, kinds, ConfigError)
-    names = [f.name for f in fields(RunCounts)]
-    check_entries(where, "counts.", state["counts"], dict.fromkeys(names, (int,)), ConfigError)
+    counts = dict.fromkeys(asdict(RunCounts()), (int,))
+    check_entries(where, "counts.", state["counts"], counts, ConfigError)
     for name, count in state["counts"].items():
         if not 0 <= count < 2**53:
             raise ConfigError(f"{where}: counts.{name} is {count}, expected a count; {RESTORE}")
     history = state["spikes"]
-    if history is None:
-        return
-    sound = len(history) == 2 and all(isinstance(part, list | tuple) for part in history)
-    if not sound or not all(_is_finite(number) for part in history for number in part):
+    if history is not None and not (len(history) == 2 and all(map(_are_finite, history))):
         raise ConfigError(
             f"{where}: spikes is {shown(history)}, expected two lists of finite numbers; {RESTORE}"
         )
 
 
-def _is_finite(number: object) -> bool:
-    return isinstance(number, int | float) and math.isfinite(number)
+def _are_finite(numbers: object) -> bool:
+    if not isinstance(numbers, list | tuple):
+        return False
+    return all(isinstance(each, int | float) and math.isfinite(each) for each in numbers)
 
 
 def _scalar(loss: Tensor | float | None) -> Tensor:

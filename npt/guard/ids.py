@@ -23,6 +23,9 @@ PADDING = (
 )
 
 
+NOTHING = torch.zeros(0, dtype=torch.bool)
+
+
 @contextmanager
 def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Iterator[None]:
     """Check a batch's ids and labels for the forward within the context.
@@ -45,12 +48,11 @@ def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Ite
     classes = _rows_of(_part(model, "get_output_embeddings"))
     # all on the device, so that the host waits once
     bad_ids = {name: _outside(_ids_in(given.get(name)), rows) for name in LOOKED_UP}
+    checked = labels and _of_transformers(model)
     tokens = given.get("input_ids") is not None or reads_labels(model)
-    targets = _ids_in(given.get("labels")) if tokens else None
-    bad_labels = _outside(targets, classes) if labels and _of_transformers(model) else None
-    if bad_labels is not None:
-        bad_labels &= targets != IGNORE_INDEX
-    suspects = [bad.any() for bad in (*bad_ids.values(), bad_labels) if bad is not None]
+    targets = _ids_in(given.get("labels") if checked and tokens else None)
+    bad_labels = _outside(targets.masked_fill(targets == IGNORE_INDEX, 0), classes)
+    suspects = [bad.any() for bad in (*bad_ids.values(), bad_labels) if bad.numel()]
     if not suspects or not bool(torch.stack(suspects).any()):  # read once for both
         yield
         return
@@ -59,18 +61,18 @@ def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Ite
     sharded = bool(sharded_modules(model))
     # a mapping that is read-only cannot have its labels replaced
     held: MutableMapping[str, object] = inputs if isinstance(inputs, MutableMapping) else {}
-    if targets is not None and bad_labels is not None and bool(bad_labels.any()):
+    if bool(bad_labels.any()):
         found.append(_unknown("labels", targets[bad_labels], classes))
         if not sharded:
             raise found[0]
         held["labels"] = targets.masked_fill(bad_labels, IGNORE_INDEX)
 
     def check(_: nn.Module, arguments: tuple[object, ...]) -> tuple[object, ...] | None:
-        entering = _ids_in(arguments[0]) if arguments else None
+        entering = _ids_in(next(iter(arguments), None))
         bad = _outside(entering, rows)
-        if entering is None or bad is None or not bool(bad.any()):
+        if not bool(bad.any()):
             return None
-        named = (name for name, each in bad_ids.items() if each is not None and bool(each.any()))
+        named = (name for name, each in bad_ids.items() if bool(each.any()))
         name = next(named, "labels")  # decoders make their ids of them
         found.append(_unknown(name, entering[bad], rows, PADDING))
         if not sharded:
@@ -83,7 +85,7 @@ def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Ite
     finally:
         for handle in handles:
             handle.remove()
-        if targets is not None:
+        if targets.numel():
             held["labels"] = targets
     if found:
         raise found[0]
@@ -95,16 +97,18 @@ def _unknown(name: str, bad: Tensor, rows: int | None, remedy: str = "") -> Data
     return DataError(message + remedy)
 
 
-def _ids_in(entry: object) -> Tensor | None:
-    """Return the ids that an entry of a batch holds; None if it holds others or nothing."""
-    if not isinstance(entry, Tensor) or entry.is_floating_point() or not entry.numel():
-        return None
-    return entry
+def _ids_in(entry: object) -> Tensor:
+    """Return the ids that an entry of a batch holds; none if it holds others or nothing."""
+    if isinstance(entry, Tensor) and not entry.is_floating_point():
+        return entry
+    return NOTHING
 
 
-def _outside(ids: Tensor | None, rows: int | None) -> Tensor | None:
-    """Return which ids have no row; None if there are no ids, or `rows` is unknown."""
-    return None if ids is None or rows is None else (ids >= rows) | (ids < 0)
+def _outside(ids: Tensor, rows: int | None) -> Tensor:
+    """Return which ids have no row; of a model with an unknown number of rows, none."""
+    if rows is None:
+        return NOTHING
+    return (ids >= rows) | (ids < 0)
 
 
 def _of_transformers(model: nn.Module) -> bool:

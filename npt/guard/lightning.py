@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +28,7 @@ from torch import Tensor
 from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatch, Outcome
-from npt.guard.settings import GuardSettings
-from npt.guard.trainer import check_settings
+from npt.guard.settings import check_settings, trainer_settings
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -61,37 +59,38 @@ class LightningGuard(Callback):
 
     def on_refused(self, trainer: Trainer, outcome: Outcome) -> None:
         """Log a warning for each refusal, finding of the tracer and repair. Override to do more."""
-        window = tuple(name for micro in outcome.own for name in micro.sample_ids)
-        told = [("refused", each.sample_ids, each.detail) for each in outcome.refused]
-        told += [("traced", each.refusal.sample_ids, each.told) for each in outcome.findings]
-        told += [("repaired", (), each) for each in outcome.repaired]
-        for what, batches, detail in told:
-            names = ", ".join(batches or window)
-            _log.warning(
-                "%s: epoch %d, batch_idx %s: %s", what, trainer.current_epoch, names, detail
-            )
+        whole_window = [name for micro in outcome.own for name in micro.sample_ids]
+
+        def warn(what: str, batches: Sequence[str], detail: str) -> None:
+            names = ", ".join(batches or whole_window)
+            text = "%s: epoch %d, batch_idx %s: %s"
+            _log.warning(text, what, trainer.current_epoch, names, detail)
+
+        for refusal in outcome.refused:
+            warn("refused", refusal.sample_ids, refusal.detail)
+        for finding in outcome.findings:
+            warn("traced", finding.refusal.sample_ids, finding.told)
+        for repair in outcome.repaired:
+            warn("repaired", (), repair)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the guard around the strategy's methods."""
         refuse_unfit(trainer)
-        folder = Path(trainer.default_root_dir, "postmortem")
-        settings = {"trace": 1, "postmortem": folder, **self.settings, "loss": "share"}
-        settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
-        assert trainer.strategy.model is not None
-        self.guard = Guard(trainer.strategy.model, trainer.optimizers[0], **settings)
+        model = trainer.strategy.model
+        assert model is not None
+        settings = trainer_settings(self.settings, trainer.default_root_dir)
+        self.guard = Guard(model, trainer.optimizers[0], **settings)
         if self._state:
             self.guard.load_state_dict(self._state)
         self._fit = LightningFit(trainer, self.guard, partial(self.on_refused, trainer))
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, *_: object, **__: object) -> None:
         """Give the strategy its methods back."""
-        self._end()
+        if self._fit is not None:
+            self._fit.end()
+        self._fit = None
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Give the strategy its methods back."""
-        self._end()
+    on_exception = on_fit_end
 
     def state_dict(self) -> dict[str, object]:
         """Return the guard's state, for the checkpoint."""
@@ -100,11 +99,6 @@ class LightningGuard(Callback):
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Keep the guard's state of a checkpoint until training begins."""
         self._state = state_dict
-
-    def _end(self) -> None:
-        if self._fit is not None:
-            self._fit.end()
-        self._fit = None
 
 
 class LightningFit:
@@ -130,9 +124,8 @@ class LightningFit:
         strategy = trainer.strategy
         self._training_step = strategy.training_step
         self._backward = strategy.backward
-        self._put(strategy, "training_step", self.training_step)
-        self._put(strategy, "backward", self.backward)
-        self._put(strategy, "optimizer_step", self.optimizer_step)
+        for name in ("training_step", "backward", "optimizer_step"):
+            self._put(strategy, name, getattr(self, name))
         self._gate_schedulers(trainer.lightning_module)
 
     def end(self) -> None:
@@ -181,7 +174,7 @@ class LightningFit:
         result = closure()
         guard.window.shares = self._drawn
         norm = guard.close_window()
-        survives = any(bool(judged.flag) for _, judged in guard.window.ran())
+        survives = any(bool(judged.flag) for _, judged in guard.window.open.ran)
         if survives and norm is not None and math.isfinite(norm):
             # the hook on_before_optimizer_step, and clipping
             trainer.precision_plugin._after_closure(trainer.lightning_module, optimizer)
@@ -259,8 +252,8 @@ class LightningFit:
 
         def lr_scheduler_step(scheduler: object, metric: object) -> None:
             configs = fit._trainer.lr_scheduler_configs
-            by_step = any(c.scheduler is scheduler and c.interval == "step" for c in configs)
-            if fit._applied or not by_step:
+            by_step = [config.scheduler for config in configs if config.interval == "step"]
+            if fit._applied or scheduler not in by_step:
                 own(scheduler, metric)
 
         # a function, so that a copy of the module has no copy of the guard

@@ -17,19 +17,23 @@ WRAPPER = "__tensor_flatten__"
 """The attribute of a tensor that is made of others."""
 
 _SHAPE = attrgetter("shape")
+_KIND = attrgetter("device", "dtype")
+_KIND_AND_SHAPE = attrgetter("device", "dtype", "shape")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def alike(first: Sequence[Tensor], *others: Sequence[Any]) -> list[list[list[Any]]]:
     """Split lists into parts of one device and dtype, going by the tensors in the first list."""
-    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, tensor in enumerate(first):
-        places.setdefault((tensor.device, tensor.dtype), []).append(place)
-    parts = []
-    for part in places.values():
-        pick = partial(_at, part)
-        parts.append([*map(pick, (first, *others))])
-    return parts
+    parts = _grouped(range(len(first)), map(_KIND, first))
+    return [[*map(partial(_at, part), (first, *others))] for part in parts]
+
+
+def _grouped(values: Iterable[Any], forms: Iterable[object]) -> list[list[Any]]:
+    """Return the values of each form, given the form of each."""
+    groups: dict[object, list[Any]] = {}
+    for value, form in zip(values, forms, strict=True):
+        groups.setdefault(form, []).append(value)
+    return [*groups.values()]
 
 
 def _at(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -128,14 +132,10 @@ class FiniteCheck:
 
     def _sort(self, tensors: list[Tensor]) -> None:
         numbers = [tensor for tensor in tensors if has_norm(tensor) and tensor.numel()]
-        small: dict[object, list[Tensor]] = {}
-        for tensor in numbers:
-            if tensor.numel() <= SMALL:
-                form = tensor.device, tensor.dtype, tensor.shape
-                small.setdefault(form, []).append(tensor)
+        small = [tensor for tensor in numbers if tensor.numel() <= SMALL]
         self._forms = Forms(tensors)
         self._large = [tensor for tensor in numbers if tensor.numel() > SMALL]
-        self._small = [*small.values()]
+        self._small = _grouped(small, map(_KIND_AND_SHAPE, small))
 
 
 def has_norm(tensor: Tensor) -> bool:
@@ -143,26 +143,11 @@ def has_norm(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def copied(tensors: list[Tensor], memory: list[Tensor] | None = None) -> list[Tensor]:
-    """Return copies, made in few launches on a GPU.
-
-    Args:
-        tensors: what to copy.
-        memory: earlier copies to overwrite, of the same shapes. On a CPU, fresh memory takes
-            several times as long as the copy.
-    """
-    if memory is not None:
-        torch._foreach_copy_(memory, tensors)
-        return memory
-    copies: dict[int, Tensor] = {}
-    together: list[int] = []
-    for place, tensor in enumerate(tensors):
-        if is_plain(tensor):
-            together.append(place)
-        else:
-            copies[place] = tensor.clone()
-    for group, places in alike([tensors[place] for place in together], together):
-        pieces = [torch.empty_like(tensor) for tensor in group]
+def copied(tensors: list[Tensor]) -> list[Tensor]:
+    """Return copies, made in few launches on a GPU."""
+    if not all(map(is_plain, tensors)):
+        return [tensor.clone() for tensor in tensors]
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    for pieces, group in alike(copies, tensors):
         torch._foreach_copy_(pieces, group)
-        copies.update(zip(places, pieces, strict=True))
-    return [copies[place] for place in range(len(tensors))]
+    return copies

@@ -9,24 +9,22 @@ refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
+from npt.guard.forensics import Finding, StoredMicroBatch
 from npt.guard.lists import alike
 from npt.guard.refusal import Refusal as Refusal
 from npt.guard.refusal import check_alike, describe_norms
-
-if TYPE_CHECKING:
-    from npt.guard.forensics import Finding, StoredMicroBatch
-    from npt.guard.traces import Spoilt
-    from npt.guard.update import Snapshot, Update
+from npt.guard.traces import Spoilt
+from npt.guard.update import Snapshot, Update
 
 NO_LIMITS = (math.inf, math.inf)
 
@@ -42,7 +40,7 @@ class Judged:
         norms: [P] norm of each parameter's gradient, to name the bad one.
         codes: [processes] what is wrong on each, if backward sums gradients; micro-batches
             computed together then count together.
-        reached: indices of the parameters with a gradient; None for all.
+        reached: indices of the parameters with a gradient.
         spoilt: the buffers that may have become NaN or Inf.
     """
 
@@ -51,7 +49,7 @@ class Judged:
     norm: Tensor
     norms: Tensor
     codes: Tensor | None = None
-    reached: frozenset[int] | None = None
+    reached: frozenset[int] = frozenset()
     spoilt: Spoilt | None = None
 
 
@@ -67,6 +65,8 @@ class MicroBatch:
         index: its index in the window over all processes.
         judged: what came of its backward; None if it was refused before.
         grad_norm: the norm of its gradients, once the outcome is known.
+        counts: whether it survived, once the outcome is known. It may fall without a refusal of its
+            own, with another process's that was computed together with it.
         refusal: why it does not count, once the host knows.
         stored: what is needed to compute it again; None if that is not wanted.
         finding: the tracer's finding, if it was refused and traced.
@@ -79,6 +79,7 @@ class MicroBatch:
     index: int = -1
     judged: Judged | None = None
     grad_norm: float | None = None
+    counts: bool = False
     refusal: Refusal | None = None
     stored: StoredMicroBatch | None = None
     finding: Finding | None = None
@@ -138,11 +139,7 @@ class Outcome:
     @property
     def places(self) -> list[int]:
         """Indices of this process's survivors in the window, in order."""
-        return [
-            micro.index
-            for micro in self.own
-            if micro.refusal is None and not _fell_with_others(micro)
-        ]
+        return [micro.index for micro in self.own if micro.counts]
 
     @property
     def findings(self) -> list[Finding]:
@@ -169,19 +166,28 @@ class RunCounts:
     def add(self, outcome: Outcome, processes: ProcessGroup, excused: bool = False) -> int:
         """Count a window; return its longest run of refusals, without overflows if `excused`."""
         longest = 0
-        if outcome.refused:  # equal on all processes; their numbers of micro-batches may differ
-            bad = [r for r in outcome.refused if not (excused and r.kind == "gradient")]
-            refused = [refusal.micro_batch for refusal in bad]
-            order = [*chain(*processes.gather(outcome.places)), *refused]
-            # survivors of a window that was refused as a whole do not end a run of refusals
-            for index in sorted(order) if outcome.applied else refused:
-                self.in_a_row = self.in_a_row + 1 if index in refused else 0
-                longest = max(longest, self.in_a_row)
+        if outcome.refused:
+            bad = [r.micro_batch for r in outcome.refused if not (excused and r.overflowed)]
+            longest = self._count_in_a_row(bad, outcome, processes)
         elif outcome.applied:
             self.in_a_row = 0
         self.windows += 1
         self.steps = outcome.steps
         self.refused += len(outcome.refused)
+        return longest
+
+    def _count_in_a_row(
+        self, bad: list[int | None], outcome: Outcome, processes: ProcessGroup
+    ) -> int:
+        order = bad
+        # survivors of a window that was refused as a whole do not end a run of refusals
+        survivors = processes.gather(outcome.places)  # their numbers may differ
+        if outcome.applied:
+            order = sorted([*chain(*survivors), *bad])
+        longest = 0
+        for index in order:
+            self.in_a_row = self.in_a_row + 1 if index in bad else 0
+            longest = max(longest, self.in_a_row)
         return longest
 
 
@@ -213,7 +219,7 @@ class PendingWindow:
     fingerprint: int = 0
     limits: tuple[float, float] = NO_LIMITS
     reached: bool = True
-    repaired: tuple[str, ...] = ()
+    repaired: list[str] = field(default_factory=list)
     divided: bool = False
     go: Tensor | None = None
     figures: WindowFigures | None = None
@@ -223,10 +229,25 @@ class PendingWindow:
     arrived: torch.cuda.Event | None = None
     landing: Landing | None = None
 
+    def has_arrived(self) -> bool:
+        """Return whether its figures can be read without waiting for the device."""
+        return self.arrived is None or self.arrived.query()
+
     @property
     def ran(self) -> list[tuple[MicroBatch, Judged]]:
         """This process's micro-batches that were computed."""
-        return [(micro, micro.judged) for micro in self.own if micro.judged is not None]
+        return computed(self.own)
+
+    def numbers(self) -> WindowNumbers:
+        """Return its figures from the host, where they have arrived; none if nothing ran."""
+        if self.figures is None or self.record is None:
+            return WindowNumbers({})
+        return self.figures.unpacked(self.record)
+
+
+def computed(micro_batches: Iterable[MicroBatch]) -> list[tuple[MicroBatch, Judged]]:
+    """Return those of the micro-batches that were computed."""
+    return [(micro, micro.judged) for micro in micro_batches if micro.judged is not None]
 
 
 class Landing:
@@ -320,7 +341,7 @@ class WindowNumbers:
 
     def first(self, name: str) -> float | None:
         """Return a scalar figure, or None if there is none."""
-        return next(iter(self.each.get(name, [])), None)
+        return next(iter(self.all_of(name)), None)
 
     def all_of(self, name: str) -> list[float]:
         """Return a figure of each micro-batch, or of each process; of one process there is none."""
@@ -343,28 +364,19 @@ def outcome_of(
     If micro-batches were refused, all processes must call this.
     """
     outcome = Outcome(window.index, window.micro_batches, False, known_steps, limits=window.limits)
-    outcome.repaired = window.repaired
-    numbers = None
-    if window.figures is not None and window.record is not None:
-        numbers = window.figures.unpacked(window.record)
+    outcome.repaired = tuple(window.repaired)
+    numbers = window.numbers()
     # a process that stops voids the window everywhere
-    codes = [window.halt]
-    if numbers is not None and processes.size > 1:
-        codes = [int(code) for code in numbers.all_of("halts")]
-    outcome.halts = {process: code for process, code in enumerate(codes) if code}
+    codes = numbers.all_of("halts") or [window.halt]
+    outcome.halts = {process: int(code) for process, code in enumerate(codes) if code}
     if outcome.halts:
         return replace(outcome, micro_batches=0)
-    outcome.own = sorted([*window.earlier, *window.own], key=lambda micro: micro.index)
-    if numbers is None:  # all were refused before anything was computed
-        return replace(outcome, refused=tuple(_refusals(outcome.own)))
-    if processes.size > 1:
-        check_alike(numbers.each, window.index, known_steps, processes)
-    # first this process's micro-batches, then those of all, in the order of the window
+    check_alike(numbers.each, window.index, known_steps, processes)
+    outcome.own = sorted([*window.earlier, *window.own], key=attrgetter("index"))
     outcome.reports = _settle(window, numbers, names, processes)
-    refusals = _refusals(outcome.own)
-    if processes.size > 1 and numbers.one("refused"):  # a sum over processes, so all come here
-        everywhere = chain(*processes.gather(refusals))
-        refusals = sorted(everywhere, key=lambda refusal: refusal.micro_batch or 0)
+    refusals = _refusals(outcome.own, numbers, processes)
+    if not numbers.each:  # all were refused before anything was computed
+        return replace(outcome, refused=tuple(refusals))
     outcome.tokens = int(numbers.one("tokens"))
     outcome.steps = int(numbers.one("steps"))
     outcome.rate = numbers.first("rate")
@@ -395,6 +407,7 @@ def _settle(
         micro.grad_norm = numbers.all_of("norms")[place]
         micro.loss = loss / max(1, micro.tokens)
         if numbers.all_of("flags")[place]:
+            micro.counts = True
             reports.append(flat[place * length :][:length])
         elif micro.refusal is None:
             micro.refusal = refusal_of(micro, judged, loss, names, processes.index)
@@ -409,10 +422,8 @@ def refusal_of(
     None if another process's micro-batch, computed together with it, is to blame. If only their sum
     is not finite, the refusal is process 0's.
     """
-    if judged.codes is not None:
-        code = judged.codes[process]
-        if not bool(code) and (process or bool(judged.codes.any())):
-            return None
+    if judged.codes is not None and not _is_to_blame(judged.codes, process):
+        return None
     refusal = partial(
         Refusal, micro_batch=micro.index, sample_ids=micro.sample_ids, process=process
     )
@@ -425,6 +436,13 @@ def refusal_of(
         return refusal("buffer", f"buffer {buffer} is not finite after the forward", tensor=buffer)
     tensor, detail = describe_norms(judged.norms, names)
     return refusal("gradient", detail, tensor=tensor)
+
+
+def _is_to_blame(codes: Tensor, process: int) -> bool:
+    """Return whether a refusal of micro-batches computed together is this process's."""
+    if not bool(codes.any()):
+        return process == 0
+    return bool(codes[process])
 
 
 def window_refusal(window: PendingWindow, names: Sequence[str], numbers: WindowNumbers) -> Refusal:
@@ -449,11 +467,11 @@ def window_refusal(window: PendingWindow, names: Sequence[str], numbers: WindowN
     return Refusal("spike", detail, tensor=tensor)
 
 
-def _refusals(micro_batches: Sequence[MicroBatch]) -> list[Refusal]:
-    return [micro.refusal for micro in micro_batches if micro.refusal is not None]
-
-
-def _fell_with_others(micro: MicroBatch) -> bool:
-    """Return whether another process's micro-batch, computed together with it, was refused."""
-    judged = micro.judged
-    return judged is not None and judged.codes is not None and not bool(judged.flag)
+def _refusals(
+    own: Sequence[MicroBatch], numbers: WindowNumbers, processes: ProcessGroup
+) -> list[Refusal]:
+    """Return the refusals of all processes, in the order of the window."""
+    refusals = [micro.refusal for micro in own if micro.refusal is not None]
+    if not numbers.first("refused"):  # a sum over processes: all gather, or none
+        return refusals
+    return sorted(chain(*processes.gather(refusals)), key=attrgetter("micro_batch"))

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.guard.refusal import UNGUARDED
 from npt.guard.sharding import refuse_unfit, reshard, sharded_modules
@@ -119,13 +117,6 @@ def unwrapped(
             " divides by the survivors: leave it at 1, and call guard.step() after each window"
         )
     return optimizer.optimizer, optimizer.scaler
-
-
-def all_processes(device: torch.device) -> ProcessGroup:
-    """Return the processes of torch.distributed, or this one alone."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return ProcessGroup()
-    return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
 
 
 def plain_name(name: str) -> str:

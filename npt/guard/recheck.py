@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.guard.forensics import StoredMicroBatch, loss_in
 from npt.guard.lists import same_bits
@@ -63,7 +65,7 @@ class Recheck:
         model: the guarded model, perhaps in DistributedDataParallel.
         buffers: what its forward writes.
         scale: the loss scale of the guard's loop.
-        every: one window in so many is computed twice; 0 for none.
+        every: one window in so many is computed twice.
         weighted: whether gradients are weighted by the micro-batches' tokens.
         together: whether processes compute only together, because layers are sharded.
         seeded: whether each micro-batch draws numbers of its own, whatever came before it.
@@ -87,6 +89,8 @@ class Recheck:
         self._every = every
         self._weighted = weighted
         self._together = together
+        # those that compute together with this process
+        self._processes = window.processes if together else ProcessGroup()
         self._seeded = seeded
         self._before: Holdings | None = None
         self._marks: list[tuple[int, int]] = []
@@ -94,7 +98,7 @@ class Recheck:
 
     def is_due(self) -> bool:
         """Whether the open window is one of those."""
-        return bool(self._every) and self._window.committed % self._every == 0
+        return self._window.committed % self._every == 0
 
     def begin(self) -> None:
         """Copy weights and moments before the first micro-batch of a window."""
@@ -108,29 +112,38 @@ class Recheck:
         Raises:
             ConfigError: the loss cannot be computed again.
         """
-        if not self.is_due() or self._window.is_closed:
+        if not self.is_due() or self._window.open.closed:
             return []
         faults = self._put_back()
-        ran = self._window.ran()
+        ran = self._window.open.ran
         if not self._can_run_again(len(ran)):
             return faults
         kept = self._computed([judged for _, judged in ran], random_state())
         second = self._again(ran)
-        if not self._one_differs(not kept.equals(second)):
-            self._has_agreed = True
-        else:
-            third = self._again(ran)
-            fault = self._told(kept.differing(second))
-            if second.equals(third):
-                if not self._has_agreed:
-                    raise ConfigError(f"recheck computes other gradients than the loop: {WITH_RUN}")
-                kept = second
-            elif not kept.equals(third):
-                fault += ", and a third time: the model does not compute the same bits twice, so"
-                fault += " leave recheck at 0"
+        (differing,) = self._processes.sums([not kept.equals(second)])
+        if differing:
+            kept, fault = self._of_three(ran, kept, second)
             faults.append(fault)
+        else:
+            self._has_agreed = True
         self._keep(kept, ran)
         return faults
+
+    def _of_three(
+        self, ran: Sequence[tuple[MicroBatch, Judged]], first: Computed, second: Computed
+    ) -> tuple[Computed, str]:
+        """Compute a third time. Return what two of three agree on, and the fault in words."""
+        third = self._again(ran)
+        fault = self._told(first.differing(second))
+        if second.equals(third):
+            # the first is the loop's own, which may compute the loss in another way
+            if not self._has_agreed:
+                raise ConfigError(f"recheck computes other gradients than the loop: {WITH_RUN}")
+            return second, fault
+        if not first.equals(third):
+            fault += ", and a third time: the model does not compute the same bits twice, so"
+            fault += " leave recheck at 0"
+        return first, fault
 
     def _put_back(self) -> list[str]:
         """Restore weights and moments that changed without an operation, and tell of them."""
@@ -147,18 +160,8 @@ class Recheck:
         """Return whether there is something to compute again. Processes that compute together then
         need equally many micro-batches, so none may have been refused before its forward.
         """
-        if not self._together:
-            return ran > 0
-        processes = self._window.processes
-        (computed,) = processes.sums([ran])
-        return 0 < computed == self._window.place
-
-    def _one_differs(self, differs: bool) -> bool:
-        """Return whether this process, or one that computes together with it, differs."""
-        if not self._together:
-            return differs
-        (found,) = self._window.processes.sums([differs])
-        return bool(found)
+        (computed,) = self._processes.sums([ran])
+        return computed > 0 and (computed == self._window.place or not self._together)
 
     def _told(self, places: Sequence[int]) -> str:
         names = self._window.gradients.names
@@ -179,10 +182,7 @@ class Recheck:
     def _keep(self, computed: Computed, ran: Sequence[tuple[MicroBatch, Judged]]) -> None:
         for (micro, _), judged in zip(ran, computed.judged, strict=True):
             micro.judged = judged
-        for view, gradient in zip(
-            self._window.gradients.sum_views, computed.gradients, strict=True
-        ):
-            view.copy_(gradient)
+        torch._foreach_copy_(self._window.gradients.sum_views, computed.gradients)
         self._buffers.put(computed.buffers)
         set_random_state(computed.random)
 
@@ -194,7 +194,8 @@ class Recheck:
         gradients = self._window.gradients
         sharding = self._window.sharding
         gradients.clear()
-        gradients.renew()  # if none counts, the sums are 0
+        # if none counts, the sums are 0
+        gradients.renew()
         self._buffers.put_start()
         random = random_state()
         follows = False
@@ -212,6 +213,7 @@ class Recheck:
             gradients.collect()
             if self._weighted:
                 loss = loss * micro.tokens
+                # under FSDP2 the backward has weighted them
                 if not sharding.weighs:
                     gradients.scale(micro.tokens)
             judged.append(self._window.judge(loss, self._buffers.spoilt(loss.device)))

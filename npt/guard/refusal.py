@@ -14,7 +14,9 @@ from npt.errors import DataError, ProcessError
 
 UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which logs faults"
 
-IN_LOSS, IN_GRADIENT, BEFORE = 1, 2, 4
+IN_LOSS = 1
+IN_GRADIENT = 2
+BEFORE = 4
 """Codes for what is wrong with a micro-batch on one process, if backward sums gradients."""
 
 
@@ -40,6 +42,11 @@ class Refusal:
     sample_ids: tuple[str, ...] = ()
     process: int = 0
     tensor: str | None = None
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether gradients were not finite and the loss was, as under too high a loss scale."""
+        return self.kind == "gradient"
 
     def as_dict(self) -> dict[str, object]:
         """Return it for events and post-mortems. They store the process as `rank`, and name the
@@ -74,7 +81,7 @@ def check_alike(
     Raises:
         ProcessError: data or states differ; a state is 0 if it is not finite.
     """
-    data = figures["data"]
+    data = figures.get("data", ())  # one process has none
     states = figures.get("states", ())
     other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
     if other is not None:
@@ -91,7 +98,7 @@ def check_alike(
         message = (
             f"step {steps + 1} was undone: every process took the same step, but afterwards the"
             f" state of process {where} {'is not finite' if bad else 'differs'}; check its"
-            " hardware, then continue with --resume auto"
+            " hardware, then continue from the last checkpoint (npt: --resume auto)"
         )
         raise processes.everywhere(ProcessError(message))
 

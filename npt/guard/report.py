@@ -92,13 +92,17 @@ class Report(TrainerCallback):
         self.counts: Counter[str] = Counter()
         self.findings: list[Finding] = []
         self._left = trace
-        self._steps = 0
         self._stack = ExitStack()  # hooks for the whole training
         self._watched = ExitStack()  # hook for one micro-batch
         self._forensics: Forensics | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps = 0
         self._window: list[_Computed] = []
         self._late: list[_Look] = []  # at the weights after the last step
-        self._bits: dict[str, Tensor] = {}  # sums of the weights' bits, to notice skipped steps
+        self._names: list[str] = []  # of the weights
+        self._bits = torch.zeros(0)  # sums of their bits, to notice skipped steps
         self._moves = False  # the learning rate is above 0
         self._hidden = 0  # non-finite losses since the last log entry
 
@@ -108,12 +112,8 @@ class Report(TrainerCallback):
         """Put hooks on the model."""
         self._stop()  # in case the last training ended in an error
         model: nn.Module = kwargs["model"]
+        self._forget()
         self.counts.clear()
-        self._steps = 0
-        self._moves = False
-        self._window = []
-        self._late = []
-        self._bits = {}
         self._forensics = Forensics(model, self._left)
         hook = whole(model).register_forward_hook(Hook(self._look), with_kwargs=True)
         self._stack.callback(hook.remove)
@@ -122,18 +122,19 @@ class Report(TrainerCallback):
             self._wrap(trainer, whole(model))
         self._look_at_weights(model, state.global_step)
 
-    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_step_begin(self, *_: object, **kwargs: object) -> None:
         """Begin the first micro-batch of a step."""
         rates = [group["lr"] for group in getattr(kwargs.get("optimizer"), "param_groups", [])]
         self._moves = any(isinstance(rate, Tensor) or rate > 0 for rate in rates)
         self._window = []
-        self._begin()
+        self.on_substep_end()
 
-    def on_substep_end(
-        self, args: object, state: object, control: object, **kwargs: object
-    ) -> None:
+    def on_substep_end(self, *_: object, **kwargs: object) -> None:
         """Begin the next micro-batch."""
-        self._begin()
+        self._watched.close()
+        self._window.append(micro := _Computed(None, 1))
+        if self._forensics is not None:
+            self._watched.enter_context(self._forensics.watching(micro, StoredMicroBatch()))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any
@@ -183,19 +184,13 @@ class Report(TrainerCallback):
         self._hidden = 0
         self._read()
 
-    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_train_end(self, *_: object, **kwargs: object) -> None:
         """Log how many steps lost something, and remove the hooks."""
         self._read()
         self._stop()
         lost = ", ".join(f"{kind} {number}" for kind, number in self.counts.items())
         text = f"faults during {self._steps} steps: {lost}" if lost else "nothing was lost"
         _log.log(logging.WARNING if lost else logging.INFO, "report: %s", text)
-
-    def _begin(self) -> None:
-        self._watched.close()
-        self._window.append(micro := _Computed(None, 1))
-        if self._forensics is not None:
-            self._watched.enter_context(self._forensics.watching(micro, StoredMicroBatch()))
 
     def _stop(self) -> None:
         self._watched.close()
@@ -254,29 +249,20 @@ class Report(TrainerCallback):
         weights = {name: p.detach() for name, p in _trained(model).items()}
         text = "{0} is not finite ({1} of {2} weights), so the model is lost; go back to an earlier"
         self._late.append(_finite("weight", step, weights, text + " checkpoint"))
-        each = bits_of([local(weight) for weight in weights.values()])
-        # equal sums mean that nothing changed, almost surely
-        sums = [bits.sum(dtype=torch.int64) for bits in each]
-        now = dict(zip(weights, sums, strict=True))
-        if self._moves and now and now.keys() == self._bits.keys():
-            home = sums[0].device
-            changed = [(now[name] != self._bits[name]).to(home) for name in now]
-            flags = torch.stack(changed).any()[None]
-            self._late.append(_Look("skipped", step, [""], flags, SKIPPED))
-        self._bits = now
+        names = [*weights]
+        bits = _bit_sums([*weights.values()])
+        if self._moves and names and names == self._names:
+            changed = (bits != self._bits).any()
+            self._late.append(_Look("skipped", step, [""], changed, SKIPPED))
+        self._names = names
+        self._bits = bits
 
     def _read(self, *now: _Look) -> list[list[str]]:
         """Read these flags and the late ones, and log what is lost; return the names for `now`."""
         looks = [*self._late, *now]
         self._late = []
-        home = next((look.flags.device for look in looks if look.names), None)
-        good: list[float] = []
-        if home is not None:
-            good = torch.cat([look.flags.to(home) for look in looks]).tolist()  # one wait for all
         lost: list[list[str]] = []
-        for look in looks:
-            flags = good[: len(look.names)]
-            good = good[len(look.names) :]
+        for look, flags in zip(looks, _on_host([look.flags for look in looks]), strict=True):
             names = [name for name, flag in zip(look.names, flags, strict=True) if not flag]
             if names:
                 detail = look.text.format(names[0], len(names), len(look.names))
@@ -327,15 +313,30 @@ class Report(TrainerCallback):
             _log.warning("step %d: %s", step, detail)
 
 
+def _on_host(flags: Sequence[Tensor]) -> list[list[bool]]:
+    """Return flags as numbers; the host waits once for all."""
+    sizes = [each.numel() for each in flags]
+    return [part.tolist() for part in _joined(flags).cpu().split(sizes)]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return flags or numbers from several devices on the first's, [all]."""
+    home = next((each.device for each in tensors if each.numel()), torch.device("cpu"))
+    none = torch.zeros(0, dtype=torch.bool, device=home)
+    return torch.cat([none, *(each.to(home).flatten() for each in tensors)])
+
+
 def _all_of(computed: Collection[_Computed]) -> Tensor:
     """Return for each micro-batch whether all its flags are set, [n]."""
-    if not computed:
-        return torch.ones(0)
-    home = next(iter(computed)).good[0].device
-    flags: list[Tensor] = []
-    for micro in computed:
-        flags.append(torch.stack([flag.to(home) for flag in micro.good]).all())
-    return torch.stack(flags)
+    return _joined([_joined(micro.good).all() for micro in computed])
+
+
+def _bit_sums(weights: Sequence[Tensor]) -> Tensor:
+    """Return the sum of each weight's bits, [P]: equal sums mean that nothing changed, almost
+    surely.
+    """
+    each = bits_of([local(weight) for weight in weights])
+    return _joined([bits.sum(dtype=torch.int64) for bits in each])
 
 
 def _loss(result: LossAndOutputs) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from npt.errors import ConfigError
+from npt.errors import ConfigError, DataError
 
 Loss = Literal["sum", "mean", "share"]
 
@@ -45,8 +46,7 @@ class GuardSettings:
     postmortem: str | Path | None = None
 
     def __post_init__(self) -> None:
-        classes = self.refuse if isinstance(self.refuse, tuple) else (None,)
-        if not all(isinstance(each, type) and issubclass(each, Exception) for each in classes):
+        if not (isinstance(self.refuse, tuple) and all(map(_is_exception, self.refuse))):
             raise ConfigError(f"refuse is {self.refuse!r}; pass a tuple of exception classes")
         if self.loss not in get_args(Loss):
             raise ConfigError(f"loss is {self.loss!r}; choose from {', '.join(get_args(Loss))}")
@@ -57,3 +57,29 @@ class GuardSettings:
         for name in ("trace", "recheck"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+
+def _is_exception(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Exception)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings that belong to the Trainer, and for invalid values."""
+    for name in {"loss", "max_grad_norm"}.intersection(settings):
+        raise ConfigError(
+            f"a Trainer's guard has no setting {name!r}: the Trainer computes the loss, and its own"
+            " max_grad_norm, or Lightning's gradient_clip_val, sets the norm"
+        )
+    GuardSettings(**{"trace": 1, **settings})
+
+
+def trainer_settings(settings: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return the settings of a Trainer's guard, from the user's and the Trainer's output folder."""
+    refuse = settings.get("refuse", GuardSettings.refuse)
+    return {
+        "trace": 1,
+        "postmortem": Path(folder, "postmortem"),
+        **settings,
+        "refuse": (*refuse, DataError),
+        "loss": "share",
+    }

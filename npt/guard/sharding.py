@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,7 @@ def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
             f" backward, which the guard does not support; shard it with fsdp_version: 2, or"
             f" {UNGUARDED}"
         )
+    # of tensor parallelism, backward leaves gradients that are no plain shards
     sharded = _sharded(names)
     for name, given in sharded.items():
         by_fsdp = given.device_mesh.ndim == 1 and given.placements[0].is_shard()
@@ -83,6 +84,7 @@ def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
             f"{next(iter(sharded))} is sharded and {whole} is whole; shard all of the optimizer's"
             " parameters or none (fully_shard's ignored_params)"
         )
+    # each process's gradients are checked before their sum
     if sharded and not hasattr(sys.modules[FSDP].FSDPModule, "set_custom_reduce_scatter"):
         raise ConfigError(
             f"guarding sharded parameters needs torch 2.9 or later; this is {torch.__version__}"
@@ -90,9 +92,7 @@ def refuse_unfit(model: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
 
 
 def is_of_fsdp1(model: nn.Module) -> bool:
-    module = sys.modules.get(FSDP)
-    kinds = () if module is None else (module.FullyShardedDataParallel,)
-    return any(isinstance(m, kinds) for m in model.modules())
+    return bool(_modules_of(model, "FullyShardedDataParallel"))
 
 
 def _sharded(parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
@@ -100,9 +100,12 @@ def _sharded(parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    module = sys.modules.get(FSDP)
-    kinds = () if module is None else (module.FSDPModule,)
-    return [m for m in model.modules() if isinstance(m, kinds)]
+    return _modules_of(model, "FSDPModule")
+
+
+def _modules_of(model: nn.Module, kind: str) -> list[Any]:
+    kinds = getattr(sys.modules.get(FSDP), kind, ())  # without FSDP there are none
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def reshard(modules: Iterable[FSDPModule]) -> None:

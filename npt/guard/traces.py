@@ -53,14 +53,13 @@ class Draws:
         self._end = random_state()
 
     def rewind(self, keep: Tensor | None = None) -> None:
-        if (
-            self._start is not None
-            and self._end is not None
-            and (keep is None or not bool(keep))
-            and equal_states(random_state(), self._end)
-        ):
-            set_random_state(self._start)
+        start = self._start
+        end = self._end
         self.forget()
+        if start is None or end is None or (keep is not None and bool(keep)):
+            return
+        if equal_states(random_state(), end):
+            set_random_state(start)
 
     def forget(self) -> None:
         self._start = self._end = None
@@ -111,14 +110,13 @@ class Buffers:
 
     def __init__(self, model: nn.Module, reads: bool = False):
         self._reads = reads
-        found = [
+        # name in the model, and where it is held under which name
+        self._found = [
             (f"{path}.{name}".removeprefix("."), module._buffers, name)
             for path, module in model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and _is_written(module, buffer)
         ]
-        self._names = [path for path, _, _ in found]
-        self._held = [(buffers, name) for _, buffers, name in found]
         self._copies: list[Copy] = []
         self._start: list[Copy] | None = None  # of the window
         self._check = FiniteCheck()
@@ -135,10 +133,10 @@ class Buffers:
         names: list[str] = []
         before: list[Tensor] = []
         after: list[Tensor] = []
-        for name, (held, key), (_, copy) in zip(self._names, self._held, self._copies, strict=True):
-            now = held.get(key)
+        for (path, held, name), (_, copy) in zip(self._found, self._copies, strict=True):
+            now = held.get(name)
             if copy is not None and _is_number(now) and now.shape == copy.shape:
-                names.append(name)
+                names.append(path)
                 before.append(copy)
                 after.append(now)
         if not names or (self._reads and self._check(after)):
@@ -148,11 +146,11 @@ class Buffers:
         return Spoilt(names, sizes.isnan() & ~had.isnan() | sizes.isinf() & had.isfinite())
 
     def settle(self, keep: Tensor | None) -> None:
-        self._restore(self._copies, keep)
+        self._put_unless(keep, self._copies)
 
     def rewind(self, keep: Tensor | None = None) -> None:
         if self._start is not None:
-            self._restore(self._start, keep)
+            self._put_unless(keep, self._start)
         self.forget()
 
     def forget(self) -> None:
@@ -160,43 +158,40 @@ class Buffers:
 
     def now(self) -> list[Copy]:
         """Return the buffers and their copies."""
-        each = [held.get(name) for held, name in self._held]
+        each = [held.get(name) for _, held, name in self._found]
         return [(b, None if b is None else b.detach().clone()) for b in each]
-
-    def put(self, copies: Sequence[Copy]) -> None:
-        """Set the buffers to copies."""
-        self._restore(copies, None)
 
     def put_start(self) -> None:
         """Set the buffers to what they were before the window."""
         if self._start is not None:
-            self._restore(self._start, None)
+            self.put(self._start)
+
+    def _put_unless(self, keep: Tensor | None, copies: Sequence[Copy]) -> None:
+        if not self._reads:
+            self.put(copies, keep)
+        elif keep is None or not bool(keep):
+            self.put(copies)
 
     @torch.no_grad()
-    def _restore(self, copies: Sequence[Copy], keep: Tensor | None) -> None:
-        """Write copies back into the buffers that were copied, unless `keep`. What the forward has
-        put in the place of one may be the user's tensor, and is not written to.
-        """
-        if keep is not None and self._reads:
-            if bool(keep):
-                return
-            keep = None
-        for (held, name), (original, copy) in zip(self._held, copies, strict=True):
+    def put(self, copies: Sequence[Copy], keep: Tensor | None = None) -> None:
+        """Write copies back into the buffers that were copied, unless `keep`."""
+        for (_, held, name), (original, copy) in zip(self._found, copies, strict=True):
             now = held.get(name)
-            replaced = now is not original
-            if copy is None or now is None or not _are_alike(now, copy):
-                if now is not copy and (keep is None or not bool(keep)):  # rare
+            if copy is None or now is None or _form(now) != _form(copy):  # rare
+                if now is not copy and (keep is None or not bool(keep)):
                     held[name] = None if copy is None else copy.clone()
-            elif replaced:
+                continue
+            replaced = now is not original
+            if replaced:  # it may be the user's tensor, and is not written to
                 held[name] = copy.clone() if keep is None else torch.where(keep, now, copy)
             elif keep is None:
                 now.data.copy_(copy)  # .data: a graph of an earlier forward may hold the buffer
-            else:
+            else:  # takes no memory: nothing may fail after the step
                 torch.where(keep.to(now.device), now, copy, out=now.data)
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+def _form(buffer: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return buffer.shape, buffer.dtype, buffer.device
 
 
 def _is_number(buffer: Tensor | None) -> TypeGuard[Tensor]:

@@ -22,11 +22,12 @@ from torch.utils.data import DataLoader
 
 from npt.errors import ConfigError
 from npt.guard import generations
+from npt.guard.generations import Batch
 from npt.guard.guard import Guard
 from npt.guard.outcome import Outcome
 from npt.guard.refusal import UNGUARDED
-from npt.guard.settings import GuardSettings
-from npt.guard.trainer_window import Batch, Items, TrainerWindow, note_order
+from npt.guard.settings import check_settings
+from npt.guard.trainer_window import Items, TrainerWindow, note_order
 
 if TYPE_CHECKING:
     from transformers.trainer import Trainer
@@ -77,7 +78,9 @@ class TrainerMixin(Trainer):
         after which `auto_find_batch_size` starts again."""
         _refuse_unfit(self)
         self.guard = None
-        window = self.__window = TrainerWindow(self, super().training_step)
+        compute = super().training_step
+        window = TrainerWindow(self, compute, self.guard_settings, self.on_refused)
+        self.__window = window
         try:
             return super()._inner_training_loop(*arguments, **named)
         finally:
@@ -96,21 +99,21 @@ class TrainerMixin(Trainer):
         """Draw a window's micro-batches, and keep the indices of their rows if recorded."""
         drawn = super().get_batch_samples(epoch_iterator, *arguments, **named)
         if self.__window is not None:
-            self.__window.note_drawn(epoch_iterator, drawn[0])
+            self.__window.note_drawn(drawn[0])
         return drawn
 
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: Items = None
     ) -> Tensor:
         """Compute a micro-batch; after the window's last, compute survivors of a refusal again."""
-        if self.__window is None:  # not called by `train`
+        window = self.__window
+        if window is None:  # not called by `train`
             return super().training_step(model, inputs, num_items_in_batch)
-        return self.__window.step(model, inputs, num_items_in_batch)
+        self.guard = window.guard_of(model)
+        return window.step(self.guard, model, inputs, num_items_in_batch)
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:
-        made = None
-        if self.__window is not None and self.__window.generations is not None:
-            made = self.__window.generations.slice
+        made = None if self.__window is None else self.__window.generations.slice
         return super()._prepare_inputs(inputs) if made is None else made
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> float | None:
@@ -160,16 +163,6 @@ def protect(trainer: SomeTrainer, **settings: Any) -> SomeTrainer:
     assert isinstance(trainer, TrainerMixin)
     trainer.guard_settings = settings
     return trainer
-
-
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for settings that belong to the Trainer, and for invalid values."""
-    for name in {"loss", "max_grad_norm"}.intersection(settings):
-        raise ConfigError(
-            f"a Trainer's guard has no setting {name!r}: the Trainer computes the loss, and its own"
-            " max_grad_norm, or Lightning's gradient_clip_val, sets the norm"
-        )
-    GuardSettings(**{"trace": 1, **settings})
 
 
 def _refuse_unfit(trainer: Trainer) -> None:

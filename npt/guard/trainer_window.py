@@ -9,35 +9,29 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from npt.batch import IGNORE_INDEX
-from npt.errors import ConfigError, DataError, TooManyRefusalsError
+from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard import generations
-from npt.guard.generations import Generations
+from npt.guard.generations import Batch, Generations, NoGenerations
 from npt.guard.guard import Guard
 from npt.guard.ids import refuse_bad_ids
 from npt.guard.outcome import Outcome
 from npt.guard.parameters import share_buffers, whole
 from npt.guard.refusal import UNGUARDED, Refusal
-from npt.guard.settings import GuardSettings
+from npt.guard.settings import trainer_settings
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers.trainer import Trainer
-
-    from npt.guard.trainer import TrainerMixin
-
-Batch = dict[str, Tensor]
-"""As transformers has it; a Trainer's own batch may be anything."""
 
 Items = Tensor | int | None
 """The targets of the whole window, by which the Trainer divides."""
@@ -62,41 +56,54 @@ class TrainerWindow:
     Args:
         trainer: a Trainer that trains.
         compute: its class's own `training_step`.
+        settings: the user's, for the guard.
+        tell: called with each outcome that has a refusal or a repair.
 
     Attributes:
         norm: of the gradients, once the window is closed.
-        generations: for TRL's Trainers that generate; otherwise None.
+        generations: those of TRL's Trainers that generate.
     """
 
-    def __init__(self, trainer: TrainerMixin, compute: Callable[..., Tensor]):
+    def __init__(
+        self,
+        trainer: Trainer,
+        compute: Callable[..., Tensor],
+        settings: Mapping[str, Any],
+        tell: Callable[[Outcome], None],
+    ):
         self.norm: float | None = None
-        self.generations = Generations(trainer) if generations.generates(trainer) else None
+        self.generations = NoGenerations()
+        if generations.generates(trainer):
+            self.generations = Generations(trainer)
         self._trainer = trainer
         self._compute_step = compute
+        self._settings = settings
+        self._tell = tell
+        self._guard: Guard | None = None
         self._inputs: list[Batch] = []  # its micro-batches
         self._drawn: list[Batch] = []  # the same as the Trainer drew, and so counts, them
         self._names: dict[int, tuple[object, ...]] = {}  # their sample ids, by id of the inputs
         self._logged = torch.zeros(())  # the Trainer's summed loss before it
         self._counted: Mapping[str, object] = {}  # TRL's metrics before it
-        self._epoch: object = None  # the iterator of the current epoch
+        self._started = False
         self._finally = ExitStack()  # restores the optimizer's own step
 
     def end(self) -> None:
         """Give the optimizer its step back, and free buffers as large as the gradients."""
         self._finally.close()
-        if self._trainer.guard is not None:
-            self._trainer.guard.close()
+        if self._guard is not None:
+            self._guard.close()
 
-    def note_drawn(self, epoch_iterator: object, micro_batches: Iterable[object]) -> None:
+    def note_drawn(self, micro_batches: Iterable[object]) -> None:
         """Keep the indices of the rows of the micro-batches, if the sampler recorded them."""
         loader = self._trainer.callback_handler.train_dataloader
         sampler = getattr(loader, "batch_sampler", None)
         noted: deque[list[object]] = getattr(sampler, "noted", deque())
-        if noted and self._epoch is None:
+        if noted and not self._started:
             assert loader is not None
             for _ in range(self._skipped(loader)):
                 noted.popleft()
-        self._epoch = epoch_iterator
+        self._started = True
         self._names = {id(x): tuple(noted.popleft()) if noted else () for x in micro_batches}
 
     def _skipped(self, loader: DataLoader[object]) -> int:
@@ -106,61 +113,49 @@ class TrainerWindow:
         steps = max(1, math.ceil(len(loader) / size))
         return 0 if trainer.args.ignore_data_skip else trainer.state.global_step % steps * size
 
-    def step(self, model: nn.Module, inputs: Batch, items: Items) -> Tensor:
+    def step(self, guard: Guard, model: nn.Module, inputs: Batch, items: Items) -> Tensor:
         """Compute a micro-batch; after the window's last, compute survivors of a refusal again."""
         trainer = self._trainer
-        guard = self._guard_of(model)
-        if not self._inputs:  # the first of a window
-            share_buffers(model)
-            # callbacks change it
-            guard.window.max_grad_norm = trainer.args.max_grad_norm or math.inf
-            self._logged = getattr(trainer, "_tr_loss", torch.zeros(())).clone()
-            self._counted = _counts(trainer)
-            self._drawn = []
+        if not self._inputs:
+            self._begin(guard, model)
         self._drawn.append(inputs)
         inputs = self._taken(inputs)
         self._inputs.append(inputs)
         loss = self._compute(guard, model, inputs, items)
-        if self.generations is not None:
-            # the position in the generation; counts refused micro-batches too
-            self.generations.trainer._step += 1
+        self.generations.advance()
         if not trainer.accelerator.gradient_state.sync_gradients:
             return loss
         # each share of the loss depends on how many count, so survivors are computed once more
         losses = None
         refused: set[int] = set()
         while refusals := guard.begin_again():
-            refused |= self._places(refusals)
+            refused |= _places(guard, refusals)
             vars(trainer).update(deepcopy(self._counted))
             losses = self._compute_again(guard, model, refused, items)
         self._inputs = []
         self.norm = guard.close_window()
         return loss if losses is None else self._logged_again(losses)
 
-    def _places(self, refusals: Iterable[Refusal]) -> set[int]:
-        """Return which of this process's micro-batches in the window were refused."""
+    def _begin(self, guard: Guard, model: nn.Module) -> None:
+        """Note what a refusal puts back, before the first micro-batch of a window."""
         trainer = self._trainer
-        assert trainer.guard is not None
-        processes = trainer.guard.window.processes
-        together = trainer.guard.sharding.trained
-        return {
-            refusal.micro_batch // processes.size
-            for refusal in refusals
-            if refusal.micro_batch is not None and (together or refusal.process == processes.index)
-        }
+        share_buffers(model)
+        # callbacks change it
+        guard.window.max_grad_norm = trainer.args.max_grad_norm or math.inf
+        self._logged = getattr(trainer, "_tr_loss", torch.zeros(())).clone()
+        self._counted = _counts(trainer)
+        self._drawn = []
 
     def _taken(self, inputs: Batch) -> Batch:
-        if self.generations is None:
-            return inputs
         taken = self.generations.take(len(self._inputs), inputs, self._counted)
-        names = self._names.get(id(inputs), ())  # for the whole generation, which TRL shuffles
-        self._names = {**self._names, id(taken): tuple(dict.fromkeys(names))}
+        if taken is not inputs:
+            names = self._names.get(id(inputs), ())  # for the whole generation, which TRL shuffles
+            self._names[id(taken)] = tuple(dict.fromkeys(names))
         return taken
 
-    def _computing(self, inputs: Batch) -> AbstractContextManager[None]:
-        return nullcontext() if self.generations is None else self.generations.computing(inputs)
-
-    def _compute(self, guard: Guard, model: nn.Module, inputs: Batch, items: Items) -> Tensor:
+    def _compute(
+        self, guard: Guard, model: nn.Module, inputs: Batch, items: Items, calls: int | None = None
+    ) -> Tensor:
         loss = torch.zeros((), device=self._trainer.args.device)
         again = partial(self._once_more, model, inputs, items)
         names = self._names.get(id(inputs), ())
@@ -168,7 +163,7 @@ class TrainerWindow:
             guard.micro_batch(ids=names, inputs=inputs, run=again) as micro,
             self._checking_ids(inputs),
             _alone(self._trainer),
-            self._computing(inputs),
+            self.generations.computing(inputs, calls),
         ):
             micro.loss = loss = self._compute_step(model, inputs, items)
         return loss
@@ -183,7 +178,7 @@ class TrainerWindow:
         return refuse_bad_ids(inputs, trainer.model, labels)
 
     def _once_more(self, model: nn.Module, inputs: Batch, items: Items) -> Tensor:
-        with uncounted(self._trainer), self._computing(inputs):
+        with uncounted(self._trainer), self.generations.computing(inputs):
             return self._compute_step(whole(model), inputs, items)
 
     def _compute_again(
@@ -201,72 +196,73 @@ class TrainerWindow:
             counted = [_blank(x) if i in refused else x for i, x in enumerate(window)]
             items = trainer._get_num_items_in_batch(counted, trainer.args.device)
         losses: list[Tensor] = []
-        survivors = [place for place in range(len(window)) if place not in refused]
-        last = survivors[-1] if survivors else None
+        survivors = set(range(len(window))) - refused
         for place, inputs in enumerate(window):
-            if self.generations is not None:
-                self.generations.rewind_to(place)
-                self.generations.calls = len(losses)
-            if place not in refused:
-                trainer.accelerator.sync_gradients = place == last  # GRPO's metrics read it
-                try:
-                    losses.append(self._compute(guard, model, inputs, items))
-                finally:
-                    trainer.accelerator.sync_gradients = True
+            self.generations.rewind_to(place)
+            if place in refused:
+                self._pass_over(guard, model, inputs, items)
                 continue
-            # later ones keep their indices, and the other processes their partner
-            guard.window.place += processes.size
-            if guard.sharding.modules and not guard.sharding.trained:
-                with (  # another process may wait for its layers
-                    suppress(*guard.settings.refuse),
-                    guard.aside(),
-                    self._checking_ids(inputs),
-                ):
-                    self._once_more(model, inputs, items)
+            trainer.accelerator.sync_gradients = place == max(survivors)  # GRPO's metrics read it
+            try:
+                losses.append(self._compute(guard, model, inputs, items, calls=len(losses)))
+            finally:
+                trainer.accelerator.sync_gradients = True
         return losses
 
-    def _logged_again(self, losses: list[Tensor]) -> Tensor:
-        """Replace the window's losses in the Trainer's sum; return the last one, which it adds.
+    def _pass_over(self, guard: Guard, model: nn.Module, inputs: Batch, items: Items) -> None:
+        """Keep the place of a refused micro-batch, and keep no other process waiting for it."""
+        # later ones keep their indices, and the other processes their partner
+        guard.window.place += guard.window.processes.size
+        if guard.sharding.modules and not guard.sharding.trained:
+            with (  # another process may wait for its layers
+                suppress(*guard.settings.refuse),
+                guard.aside(),
+                self._checking_ids(inputs),
+            ):
+                self._once_more(model, inputs, items)
 
-        Without survivors, return the mean loss since the last log entry, or of the whole run if no
-        step came since: the entry divides by all steps, and the run's mean too.
+    def _logged_again(self, losses: list[Tensor]) -> Tensor:
+        """Replace the window's losses in the Trainer's sum; return the last one, which it adds, or
+        a mean if there are none.
         """
         trainer = self._trainer
         if not hasattr(trainer, "_tr_loss"):
             return losses[-1] if losses else torch.zeros((), device=trainer.args.device)
         trainer._tr_loss.copy_(self._logged)
         if not losses:
-            step = trainer.state.global_step
-            if step > trainer._globalstep_last_logged:
-                return trainer._tr_loss / (step - trainer._globalstep_last_logged)
-            earlier = max(1, step - trainer._initial_global_step)
-            return torch.full_like(trainer._tr_loss, trainer._total_loss_scalar / earlier)
+            return self._mean_logged()
         for loss in losses[:-1]:
             trainer._tr_loss += loss
         return losses[-1]
 
-    def _guard_of(self, model: nn.Module) -> Guard:
-        """Return the guard; the first call makes it and puts its `step` into the optimizer."""
+    def _mean_logged(self) -> Tensor:
+        """Return the mean loss since the last log entry, or of the whole run if no step came since:
+        the entry divides by all steps, and the run's mean too.
+        """
         trainer = self._trainer
-        if trainer.guard is not None:
-            return trainer.guard
+        step = trainer.state.global_step
+        if step > trainer._globalstep_last_logged:
+            return trainer._tr_loss / (step - trainer._globalstep_last_logged)
+        earlier = max(1, step - trainer._initial_global_step)
+        return torch.full_like(trainer._tr_loss, trainer._total_loss_scalar / earlier)
+
+    def guard_of(self, model: nn.Module) -> Guard:
+        """Return the guard; the first call makes it and puts its `step` into the optimizer."""
+        if self._guard is not None:
+            return self._guard
+        trainer = self._trainer
         if trainer.accelerator.distributed_type.value == "DEEPSPEED":
             raise ConfigError(
                 f"DeepSpeed makes its own step; train with DDP or one process, or {UNGUARDED}"
             )
-        folder = Path(trainer.args.output_dir or ".", "postmortem")
-        settings = {"trace": 1, "postmortem": folder, **trainer.guard_settings}
-        settings["refuse"] = (*settings.get("refuse", GuardSettings.refuse), DataError)
-        settings |= {"loss": "share", "max_grad_norm": trainer.args.max_grad_norm or math.inf}
+        settings = trainer_settings(self._settings, trainer.args.output_dir or ".")
+        settings["max_grad_norm"] = trainer.args.max_grad_norm or math.inf
         assert trainer.optimizer is not None
-        trainer.guard = TrainerGuard(model, trainer.optimizer, **settings)
-        self._inputs = []
-        self._take_over(trainer.guard, trainer.optimizer)
-        return trainer.guard
+        self._guard = TrainerGuard(model, trainer.optimizer, **settings)
+        self._take_over(self._guard, trainer.optimizer)
+        return self._guard
 
     def _take_over(self, guard: Guard, optimizer: AcceleratedOptimizer) -> None:
-        trainer = self._trainer
-
         def step(closure: object = None) -> None:
             optimizer._opt_called = True  # schedulers read it
             held = [(p, p.grad) for p in guard.window.gradients.parameters]
@@ -274,17 +270,13 @@ class TrainerWindow:
                 outcome = guard.step()
             except TooManyRefusalsError:
                 assert guard.outcome is not None
-                self._uncount(guard.outcome)
-                trainer.on_refused(guard.outcome)
+                self._account(guard, guard.outcome)
                 raise
             if outcome.applied:
                 for parameter, gradient in held:  # `AdafactorSchedule` reads them
                     parameter.grad = gradient
             optimizer._is_overflow = not outcome.applied  # makes the scheduler skip this step
-            if outcome.refused:
-                self._uncount(outcome)
-            if outcome.refused or outcome.repaired:
-                trainer.on_refused(outcome)
+            self._account(guard, outcome)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         if "step" in vars(optimizer):  # a scheduler's
@@ -296,26 +288,27 @@ class TrainerWindow:
         """Return how the first rows of a refused micro-batch begin, to find them in the data: TRL
         drops and packs rows, so their numbers are not those of the file. Empty without a tokenizer.
         """
-        rows: list[str] = []
         decode = getattr(getattr(self._trainer, "processing_class", None), "decode", None)
-        if decode is None:
+        if decode is None or self._guard is None:
             return ""
-        for place in self._places([refusal]):
-            inputs = self._drawn[place]
+        rows: list[str] = []
+        for place in _places(self._guard, [refusal]):
             with suppress(Exception):  # no ids, or ids that the tokenizer does not know
-                kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-                for ids, mask in zip(inputs["input_ids"][:4], kept, strict=False):
-                    text = decode(ids[mask][:QUOTED].tolist(), skip_special_tokens=True)
-                    rows.append(repr(text[:QUOTED]))
+                rows.extend(_beginnings(self._drawn[place], decode))
         return f"; text: {', '.join(rows)}" if rows else ""
 
-    def _uncount(self, outcome: Outcome) -> None:
+    def _account(self, guard: Guard, outcome: Outcome) -> None:
+        if outcome.refused:
+            self._uncount(guard, outcome)
+        if outcome.refused or outcome.repaired:
+            self._tell(outcome)
+
+    def _uncount(self, guard: Guard, outcome: Outcome) -> None:
         """Take refused rows out of the tokens and operations that the Trainer has counted, and a
         window refused as a whole out of its metrics and its loss too.
         """
         trainer = self._trainer
-        assert trainer.guard is not None
-        places = self._places(outcome.refused)
+        places = _places(guard, outcome.refused)
         whole_window = any(refusal.micro_batch is None for refusal in outcome.refused)
         if whole_window:
             places = set(range(len(self._drawn)))
@@ -325,14 +318,32 @@ class TrainerWindow:
                 operations = float(trainer.floating_point_ops(self._drawn[place]))
                 trainer.current_flos -= operations  # type: ignore[assignment]  # a float
                 trainer._track_num_input_tokens(self._drawn[place])
-        (refused,) = trainer.guard.window.processes.sums(
-            [trainer.state.num_input_tokens_seen - seen]
-        )
+        (refused,) = guard.window.processes.sums([trainer.state.num_input_tokens_seen - seen])
         trainer.state.num_input_tokens_seen = seen - int(refused)
         if whole_window:
             vars(trainer).update(self._counted)
-            mean = self._logged_again([])
-            trainer._tr_loss += mean
+            trainer._tr_loss.copy_(self._logged)
+            trainer._tr_loss += self._mean_logged()
+
+
+def _places(guard: Guard, refusals: Iterable[Refusal]) -> set[int]:
+    """Return which of this process's micro-batches in the window were refused."""
+    processes = guard.window.processes
+    together = guard.sharding.trained
+    return {
+        refusal.micro_batch // processes.size
+        for refusal in refusals
+        if refusal.micro_batch is not None and (together or refusal.process == processes.index)
+    }
+
+
+def _beginnings(inputs: Batch, decode: Callable[..., str]) -> Iterator[str]:
+    """Yield how the first rows of a micro-batch begin."""
+    rows = inputs["input_ids"]
+    kept = inputs.get("attention_mask", torch.ones_like(rows)).bool()
+    for ids, mask in zip(rows[:4], kept, strict=False):
+        text = decode(ids[mask][:QUOTED].tolist(), skip_special_tokens=True)
+        yield repr(text[:QUOTED])
 
 
 def note_order(loader: DataLoader[object]) -> None:

@@ -65,12 +65,14 @@ class Holdings:
         owners: what holds the state.
         without: values that are not followed.
         parts: whether a tensor may be sharded or lie in paged memory.
-        earlier: holdings whose memory may be taken over; they can no longer be restored.
+        earlier: holdings whose memory may be taken over; they can no longer be restored. On a CPU,
+            fresh memory takes several times as long as the copy.
 
     Attributes:
         kept: whether other code holds the copies.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         owners: Iterable[object],
@@ -81,17 +83,15 @@ class Holdings:
         self._containers: list[tuple[Container, Container]] = []  # each with its shallow copy
         self._values = self._follow(owners, {id(each) for each in without})
         self._tensors = [own_part(value) for value in self._values] if parts else self._values
-        self._copies: list[Tensor]
-        self._forms: Forms
         if earlier is not None and earlier._can_be_overwritten_by(self._tensors):
-            self._copies = copied(self._tensors, earlier._copies)
-            self._forms = earlier._forms
+            self._forms: Forms = earlier._forms
+            self._copies: list[Tensor] = earlier._copies
+            torch._foreach_copy_(self._copies, self._tensors)
         else:
-            self._copies = copied(self._tensors)
             self._forms = Forms(self._tensors)
+            self._copies = copied(self._tensors)
         self.kept = False
-        both = zip(self._tensors, self._values, strict=True)
-        self._paged = parts and any(tensor.device != value.device for tensor, value in both)
+        self._paged = parts and any(getattr(value, "is_paged", False) for value in self._values)
         self._random = random_state()
 
     @torch.no_grad()
@@ -153,8 +153,7 @@ class Holdings:
                 continue
             if isinstance(value, Tensor):
                 seen.add(id(value))
-                follows = id(value) in owned or not isinstance(value, nn.Parameter)
-                if kind is Tensor or value.requires_grad or follows:
+                if value.requires_grad or id(value) in owned or not isinstance(value, nn.Parameter):
                     tensors.append(value)
             elif isinstance(value, dict | list | tuple | set | deque):
                 seen.add(id(value))
@@ -289,13 +288,7 @@ class GuardedUpdate:
     def put_back(self, holdings: Holdings, marks: Sequence[tuple[int, int]]) -> list[str]:
         """Restore what changed without an operation since holdings were made; return its names."""
         changed = holdings.put_back(marks)
-        names: list[str] = []
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if id(parameter) in changed:
-                names.append(name)
-            state = self.optimizer.state.get(parameter, {})
-            names += [f"{key} of {name}" for key, value in state.items() if id(value) in changed]
-        return names
+        return [name for name, value in self._held() if id(value) in changed]
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the names of their parameters."""
@@ -316,7 +309,7 @@ class GuardedUpdate:
         states = entries[id(self.optimizer.state)]
         snapshot: Snapshot = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            held = entries[id(states[parameter])] if parameter in states else {}
+            held = entries.get(id(states.get(parameter)), {})
             state = {key: copies.get(id(value), value) for key, value in held.items()}
             snapshot[name] = copies.get(id(parameter), parameter), state
         return snapshot
@@ -368,7 +361,7 @@ class GuardedUpdate:
             return
         update.names, largest = self._largest()
         update.finite = largest < math.inf  # False for NaN
-        if processes.size > 1 and self._sharded:
+        if self._sharded:
             bad_anywhere = processes.sum_((~update.finite).to(torch.float32))
             update.finite = bad_anywhere == 0
         good = update.finite.all()
@@ -378,7 +371,7 @@ class GuardedUpdate:
             prints = processes.each(torch.where(good, bits, 0))
             update.fingerprints = prints
             good = (prints == prints[0]).all() & (prints[0] > 0)
-        update.applied = go & good if self.late else good
+        update.applied = go & good
         if self.late:
             self._select(good, update.snapshot or {})
         elif not bool(good):
@@ -400,17 +393,10 @@ class GuardedUpdate:
             keep_(tensors, good, others)
 
     def _largest(self) -> tuple[list[str], Tensor]:
-        names: list[str] = []
-        tensors: list[Tensor] = []
-        for name, tensor in self._tensors():
-            if self._sharded and not tensor.numel():
-                tensor = tensor.new_zeros(1)  # this shard may not be empty elsewhere
-            if has_norm(tensor) and tensor.numel():
-                names.append(name)
-                tensors.append(tensor)
-        if not names:
-            return [], torch.zeros(0, device=self.home)
-        return names, norms_of(tensors, math.inf, self.home)
+        named = [(name, tensor) for name, tensor in self._tensors() if has_norm(tensor)]
+        # a shard that is empty here may not be so on another process
+        parts = [part if part.numel() else part.new_zeros(1) for _, part in named]
+        return [name for name, _ in named], norms_of(parts, math.inf, self.home)
 
     def _are_finite(self) -> bool:
         """Return whether parameters and moments are finite: see `FiniteCheck`."""
@@ -421,14 +407,18 @@ class GuardedUpdate:
         return self._check(map(own_part, tensors) if self._parts else tensors)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Return tensors by name, moments first: of the bad ones, the first is reported."""
-        named: list[tuple[str, Tensor]] = []
+        return [(n, own_part(value)) for n, value in self._held() if isinstance(value, Tensor)]
+
+    def _held(self) -> list[tuple[str, object]]:
+        """Return parameters and their state by name, moments first: of the bad ones, the first is
+        reported.
+        """
+        held: list[tuple[str, object]] = []
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    named.append((f"{key} of {name}", own_part(value)))
-            named.append((name, own_part(parameter)))
-        return named
+            state = self.optimizer.state.get(parameter, {})
+            held += [(f"{key} of {name}", value) for key, value in state.items()]
+            held.append((name, parameter))
+        return held
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from npt.guard.forensics import Finding, StoredMicroBatch, autocast, traced
+from npt.guard.forensics import Finding, StoredMicroBatch, autocast, autocast_now, traced
 from npt.guard.outcome import MicroBatch, Outcome
 from npt.guard.parameters import unsynchronised, whole
 from npt.random_state import random_state
@@ -63,7 +63,7 @@ class Forensics:
         traces: int,
         keep: bool = False,
         together: bool = False,
-        again: Callable[[], bool] | None = None,
+        again: Callable[[], bool] = lambda: False,
     ):
         self.findings: list[Finding] = []
         self.left = traces
@@ -80,8 +80,7 @@ class Forensics:
     @contextmanager
     def watching(self, micro: MicroBatch, stored: StoredMicroBatch) -> Iterator[None]:
         """Record the model's calls in a micro-batch, if it may have to be computed again."""
-        again = self._again is not None and self._again()
-        if not self._keep and not self.left and not again:
+        if not (self._keep or self.left or self._again()):
             yield
             return
         micro.stored = self._open = stored
@@ -97,8 +96,7 @@ class Forensics:
         stored = self._open
         if stored is None or not torch.is_grad_enabled():  # a teacher's call, or a generation
             return
-        on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        dtypes = {kind: torch.get_autocast_dtype(kind) for kind in on}
+        dtypes = autocast_now()
         if not stored.calls:
             stored.autocast = dtypes
             if stored.run is None:
@@ -119,33 +117,33 @@ class Forensics:
 
     def trace(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Trace the first refused micro-batches, except those refused before any computation."""
-        for micro in micro_batches:
-            if micro.finding or not (self.left and micro.refusal and micro.stored):
-                continue
+        untraced = [
+            (micro, micro.stored, micro.refusal)
+            for micro in micro_batches
+            if micro.stored and micro.refusal and not micro.finding
+        ]
+        for micro, stored, refusal in untraced[: self.left]:
             self.left -= 1
-            micro.stored.refusal = micro.refusal
+            stored.refusal = refusal
             if self._together:  # a pass would need all processes
-                micro.finding = Finding(micro.refusal, None, SHARDED)
+                micro.finding = Finding(refusal, None, SHARDED)
             else:
                 with unsynchronised(self._parallel):  # other processes do not join in
-                    micro.finding = traced(self._model, micro.stored)
+                    micro.finding = traced(self._model, stored)
             self.findings.append(micro.finding)
 
     def keep(self, outcome: Outcome) -> None:
         """Keep some of a window's micro-batches for a post-mortem, and drop the others."""
         whole_window = next((r for r in outcome.refused if r.micro_batch is None), None)
-        refused: list[StoredMicroBatch] = []
-        accepted: list[StoredMicroBatch] = []
-        places = set(outcome.places)
-        for micro in outcome.own:
-            stored = micro.stored
+        kept = [(micro, micro.stored) for micro in outcome.own if micro.stored is not None]
+        for micro, stored in kept:
+            stored.refusal = micro.refusal or whole_window
             micro.stored = None
-            if self._keep and stored is not None:
-                stored.refusal = micro.refusal or whole_window
-                if stored.refusal:
-                    refused.append(stored)
-                elif micro.index in places:  # not refused with another process's
-                    accepted.append(stored)
+        if not self._keep:
+            return
+        places = set(outcome.places)  # without those refused with another process's
+        accepted = [each for micro, each in kept if micro.index in places and not each.refusal]
+        refused = [stored for _, stored in kept if stored.refusal]
         if refused:
             # a step between them would make the earlier ones a matter of other weights
             earlier = [] if self._stepped else self.refused

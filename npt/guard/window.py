@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import dropwhile
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from npt.distributed.processes import ProcessGroup
+from npt.guard.forensics import StoredMicroBatch
 from npt.guard.lists import alike, keep_, norms_of
 from npt.guard.outcome import (
     NO_LIMITS,
@@ -38,6 +39,7 @@ from npt.guard.outcome import (
     PendingWindow,
     Refusal,
     WindowFigures,
+    computed,
     outcome_of,
     refusal_of,
     send_record,
@@ -46,11 +48,8 @@ from npt.guard.parameters import Guarded
 from npt.guard.refusal import BEFORE
 from npt.guard.sharding import Sharding, as_gradient, full, is_sharded, local
 from npt.guard.spikes import SpikeGuard
+from npt.guard.traces import Spoilt
 from npt.guard.update import EXACT, GuardedUpdate
-
-if TYPE_CHECKING:
-    from npt.guard.forensics import StoredMicroBatch
-    from npt.guard.traces import Spoilt
 
 IN_FLIGHT = 3
 """The most windows whose results may be pending before the host waits for one."""
@@ -85,7 +84,6 @@ class Gradients:
         self._sharded = bool(self.parameters) and is_sharded(self.parameters[0])
         self.sums, self.sum_views = _flat_like(self.parameters)
         self._strides = [view.stride() for view in self.sum_views]
-        self._sizes = [view.numel() * view.itemsize for view in self.sum_views]
         self.present: dict[int, Tensor] = {}
         self._none = [view.new_empty(0) for view in self.sum_views]
         self._stale = False
@@ -124,12 +122,10 @@ class Gradients:
         for place in sorted(starts, key=starts.__getitem__):
             if starts[place] < end:
                 self.present[place] = self.present[place].clone()
-            end = max(end, starts[place] + self._sizes[place])
+            end = max(end, starts[place] + self.sum_views[place].nbytes)
 
     def norms(self) -> Tensor:
         """Return the norm of each gradient of the micro-batch [P], 0 where there is none."""
-        if len(self.present) == len(self._none):
-            return norms_of([*self.present.values()])
         return norms_of([self.present.get(i, none) for i, none in enumerate(self._none)])
 
     def scale(self, factor: float) -> None:
@@ -193,6 +189,7 @@ class GradientWindow:
         guarded: the parameters; default: those of `update`, all of them clipped.
 
     Attributes:
+        open: the micro-batches since the last step.
         place: the index of the next micro-batch in the open window, over all processes.
         committed: the number of windows so far, and the index of the next one.
         known_steps: the number of applied steps in windows whose results were read.
@@ -239,7 +236,7 @@ class GradientWindow:
         self.hold(guarded)
         self.divisor = divisor
         self.sharding = Sharding([], self.processes, False) if sharding is None else sharding
-        self._open = PendingWindow()
+        self.open = PendingWindow()
         self._launched: deque[PendingWindow] = deque()
         self._landings: list[Landing] = []  # free ones
 
@@ -282,7 +279,7 @@ class GradientWindow:
         flag = norm + 0 * sound < math.inf  # False for NaN, and 0 * inf is NaN
         if codes is not None:
             flag = (codes == 0).all() & (norm < math.inf)
-        reached = frozenset(self.gradients.present) if self.gradients.track else None
+        reached = frozenset(self.gradients.present)
         self.gradients.add(flag)
         return Judged(loss, flag, norm, norms, codes, reached, spoilt)
 
@@ -304,7 +301,7 @@ class GradientWindow:
     def _append(self, micro: MicroBatch) -> None:
         micro.index = self.place + self.processes.index
         self.place += self.processes.size
-        self._open.own.append(micro)
+        self.open.own.append(micro)
 
     def halt(self, code: int) -> None:
         """Void this and all later windows on every process; `code` is `FAILED` or a signal."""
@@ -313,50 +310,38 @@ class GradientWindow:
 
     def clear(self) -> None:
         self.gradients.clear()
-        self._open = PendingWindow()
+        self.open = PendingWindow()
         self.place = 0
 
     def begin_again(self) -> None:
         """Clear the open window but keep its refused micro-batches, whose flags are known."""
         refused = self.refused()
-        for micro in refused:
-            judged = micro.judged
-            if judged is not None:  # no record will hold its figures
-                micro.loss = float(judged.loss) / max(1, micro.tokens)
-                micro.grad_norm = float(judged.norm)
-        earlier = [*self._open.earlier, *refused]
+        for micro, judged in computed(refused):  # no record will hold their figures
+            micro.loss = float(judged.loss) / max(1, micro.tokens)
+            micro.grad_norm = float(judged.norm)
+        earlier = [*self.open.earlier, *refused]
         self.clear()
-        self._open.earlier = earlier
-
-    def note_repaired(self, faults: Sequence[str]) -> None:
-        """Note what was repaired in the open window."""
-        self._open.repaired += tuple(faults)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the open window awaits its step alone."""
-        return self._open.closed
-
-    def ran(self) -> list[tuple[MicroBatch, Judged]]:
-        """Return this process's micro-batches of the open window that were computed."""
-        return self._open.ran
+        self.open.earlier = earlier
 
     def refused(self) -> list[MicroBatch]:
         """Return this process's refused micro-batches of the open window. Waits for the flags."""
         names = self.gradients.names
-        for micro, judged in self._open.ran:
+        for micro, judged in self.open.ran:
             if micro.refusal is None and not bool(judged.flag):
                 loss = float(judged.loss)
                 micro.refusal = refusal_of(micro, judged, loss, names, self.processes.index)
-        return [micro for micro in self._open.own if micro.refusal is not None]
+        return [micro for micro in self.open.own if micro.refusal is not None]
 
     def close(self, fingerprint: int = 0) -> Tensor | None:
         """Set `.grad` to the window's gradient, divided, checked and clipped, for `commit`. Return
         its norm before clipping, a scalar, or None if no micro-batch ran.
         """
-        window = self._open
-        if window.closed:
-            return None if window.figures is None else window.figures.norm
+        window = self.open
+        if not window.closed:
+            self._close(window, fingerprint)
+        return None if window.figures is None else window.figures.norm
+
+    def _close(self, window: PendingWindow, fingerprint: int) -> None:
         window.closed = True
         window.index = self.committed
         window.micro_batches = self.place
@@ -370,7 +355,6 @@ class GradientWindow:
             except BaseException:
                 self.clear()
                 raise
-        return None if window.figures is None else window.figures.norm
 
     def commit(self, fingerprint: int = 0) -> list[Outcome]:
         """Make one optimizer step from the window's survivors, or none. Return the outcomes known
@@ -382,7 +366,7 @@ class GradientWindow:
         Raises:
             ProcessError: a process is lost or differs; windows without a known result are undone.
         """
-        window = self._open
+        window = self.open
         self.close(fingerprint)
         self.committed += 1
         self.applied = None
@@ -399,7 +383,7 @@ class GradientWindow:
 
     def resume_at(self, steps: int) -> None:
         """Set the count of applied steps; the caller restores weights and moments."""
-        assert not self._launched and not self._open.own, "a window is open"
+        assert not self._launched and not self.open.own, "a window is open"
         self._steps.fill_(steps)
         self.known_steps = steps
 
@@ -481,16 +465,19 @@ class GradientWindow:
 
     def _divide(self, window: PendingWindow, figures: WindowFigures) -> Tensor:
         """Divide the window's gradient, and return by what."""
-        divisor = figures.tokens.clamp_min(1.0)
-        if self.divisor is not None:
-            divisor = torch.full_like(divisor, self.divisor)
-        if self.shares is not None:
-            divisor = figures.survivors.clamp_min(1.0) / self.shares
+        divisor = self._divisor(figures)
         window.divided = not (self.update.reads and float(divisor) == 1.0)
         if window.divided:
             for flat in self.gradients.sums:
                 flat.div_(divisor.to(flat.device))
         return divisor
+
+    def _divisor(self, figures: WindowFigures) -> Tensor:
+        if self.shares is not None:
+            return figures.survivors.clamp_min(1.0) / self.shares
+        if self.divisor is not None:
+            return torch.full_like(figures.tokens, self.divisor)
+        return figures.tokens.clamp_min(1.0)
 
     def _unreached(self, window: PendingWindow) -> list[int]:
         """Return indices of parameters that no survivor's backward reached. All must call it."""
@@ -498,15 +485,13 @@ class GradientWindow:
         found: set[int] = set()
         for _, judged in window.ran:
             # most often the first one reaches all, and no other flag needs to be read
-            if judged.reached and len(found) < every and bool(judged.flag):
-                found.update(judged.reached)
+            if not judged.reached <= found and bool(judged.flag):
+                found |= judged.reached
         if self.processes.size > 1:
             reached = torch.zeros(every)
             reached[list(found)] = 1
             reached = self.processes.sum_(reached.to(self._home))
             found = set(reached.nonzero().flatten().tolist())
-        if len(found) == every:
-            return []
         return [place for place in range(every) if place not in found]
 
     def _clip(self, window: PendingWindow) -> Tensor:
@@ -523,30 +508,28 @@ class GradientWindow:
         if not self.gradients.track:
             window.norms = self._norms()
             return torch.linalg.vector_norm(window.norms)
-        # torch's own arithmetic, in the gradients' dtype, as in an unguarded loop
-        norm = self._norm_of_one(window)
-        if norm is None:
-            norm = get_total_norm([p.grad for p in self._clipped if p.grad is not None])
+        gradients = [p.grad for p in self._clipped if p.grad is not None]
+        if self._is_of_one(window, len(gradients)):
+            ((_, judged),) = window.ran
+            norm = judged.norm
+        else:
+            # torch's own arithmetic, in the gradients' dtype, as in an unguarded loop
+            norm = get_total_norm(gradients)
         if self.spikes is not None or not bool(torch.isfinite(full(norm))):
             window.norms = self._norms()
         return norm
 
-    def _norm_of_one(self, window: PendingWindow) -> Tensor | None:
-        """Return the norm of the window's only micro-batch if its gradient is the window's: the
-        norm of the sums would have the same bits. None otherwise.
+    def _is_of_one(self, window: PendingWindow, clipped: int) -> bool:
+        """Return whether the window's gradient is that of its only micro-batch, whose norm then has
+        the bits of the norm of the sums.
         """
-        alone = len(window.ran) == 1 and self.processes.size == 1 and not self.sharding.trained
+        reached = [len(judged.reached) for _, judged in window.ran]
+        alone = self.processes.size == 1 and not self.sharding.trained
         changed = window.divided or self.unscale is not None
-        if not alone or changed:
-            return None
         # of bf16 gradients torch adds the norms in bf16, and `judge` in fp32
-        if [flat.dtype for flat in self.gradients.sums] != [torch.float32]:
-            return None
-        ((_, judged),) = window.ran
+        fp32 = [flat.dtype for flat in self.gradients.sums] == [torch.float32]
         every = len(self.gradients.parameters)
-        reached = len(judged.reached or ())
-        clipped = sum(p.grad is not None for p in self._clipped)
-        return judged.norm if reached == clipped == every else None
+        return alone and fp32 and not changed and reached == [every] == [clipped]
 
     def _norms(self) -> Tensor:
         norms = norms_of(self.gradients.sum_views, home=self._home)
@@ -561,11 +544,7 @@ class GradientWindow:
             step = self._steps.clamp(max=len(self._rates) - 1).view(1)
             figures.rate = self._rates.index_select(0, step).squeeze(0)
         if self._home.type == "cuda":
-            added = 2 + self.processes.size  # the most that is added below
-            size = added + sum(figure.numel() for figure in figures.known().values())
-            fitting = [each for each in self._landings if each.memory.numel() >= size]
-            window.landing = fitting[0] if fitting else Landing(size)
-            self._landings = fitting[1:]
+            window.landing = self._landing(figures)
         with self.update.step(go, figures.rate, self.processes) as update:
             window.update = update
             figures.applied = update.applied
@@ -575,17 +554,21 @@ class GradientWindow:
         self._steps = figures.steps
         self.applied = figures.applied
 
+    def _landing(self, figures: WindowFigures) -> Landing:
+        added = 2 + self.processes.size  # the most that the step adds
+        size = added + sum(figure.numel() for figure in figures.known().values())
+        fitting = [each for each in self._landings if each.memory.numel() >= size]
+        self._landings = fitting[1:]
+        return fitting[0] if fitting else Landing(size)
+
     def _unread(self) -> int:
         if not self.update.late:
             return 0
         if self.spikes is not None or self.processes.size > 1:
             return 1
-        arrived = 0
-        for window in list(self._launched)[:-1]:
-            if window.arrived is not None and not window.arrived.query():
-                break
-            arrived += 1
-        return min(IN_FLIGHT, len(self._launched) - arrived)
+        *earlier, _ = self._launched
+        waiting = [*dropwhile(PendingWindow.has_arrived, earlier)]
+        return min(IN_FLIGHT, len(waiting) + 1)
 
     def _read(self, keep: int) -> list[Outcome]:
         results = []
@@ -596,10 +579,7 @@ class GradientWindow:
                 self._take_back()  # the lost process was reported already
                 break
             try:
-                if window.arrived is not None:
-                    self.processes.check_unbroken()
-                    window.arrived.synchronize()
-                result = outcome_of(window, self.gradients.names, self.known_steps, self.processes)
+                result = self._outcome(window)
             except BaseException:
                 self._take_back()
                 raise
@@ -607,11 +587,20 @@ class GradientWindow:
             if window.landing is not None:
                 self._landings.append(window.landing)
             self.known_steps = result.steps
-            if result.applied and self.spikes is not None:
-                assert result.loss is not None and result.grad_norm is not None
-                self.spikes.accept(result.loss, result.grad_norm)
             results.append(result)
         return results
+
+    def _outcome(self, window: PendingWindow) -> Outcome:
+        """Wait for a window's figures, and return its outcome."""
+        if window.arrived is not None:
+            self.processes.check_unbroken()
+            window.arrived.synchronize()
+        names = self.gradients.names
+        result = outcome_of(window, names, self.known_steps, self.processes)
+        if result.applied and self.spikes is not None:
+            assert result.loss is not None and result.grad_norm is not None
+            self.spikes.accept(result.loss, result.grad_norm)
+        return result
 
     def _take_back(self) -> None:
         for window in reversed(self._launched):
@@ -627,18 +616,23 @@ def sent(numbers: Sequence[int], home: torch.device) -> Tensor:
 
 
 def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a flat buffer of zeros per device and dtype, and each parameter's view of its buffer.
-
-    Views have the parameters' strides, as autograd's gradients do, so norms add in the same order.
-    """
+    """Return flat buffers of zeros, one per device and dtype, and each parameter's view of one."""
     shards = [local(p) for p in parameters]
     flats: list[Tensor] = []
     views: dict[int, Tensor] = {}
     for group, places in alike(shards, range(len(shards))):
-        sizes = [shard.numel() for shard in group]
-        flat = torch.zeros(sum(sizes), device=group[0].device, dtype=group[0].dtype)
+        size = sum(shard.numel() for shard in group)
+        flat = torch.zeros(size, device=group[0].device, dtype=group[0].dtype)
         flats.append(flat)
-        for place, part in zip(places, flat.split(sizes), strict=True):
-            like = torch.empty_like(shards[place], device="meta")
-            views[place] = part.as_strided(like.shape, like.stride(), part.storage_offset())
+        views.update(zip(places, _views(flat, group), strict=True))
     return flats, [views[place] for place in range(len(shards))]
+
+
+def _views(flat: Tensor, shards: list[Tensor]) -> Iterator[Tensor]:
+    """Yield each shard's view of the flat buffer. Views have the shards' strides, as autograd's
+    gradients do, so norms add in the same order.
+    """
+    parts = flat.split([shard.numel() for shard in shards])
+    for shard, part in zip(shards, parts, strict=True):
+        like = torch.empty_like(shard, device="meta")
+        yield part.as_strided(like.shape, like.stride(), part.storage_offset())

@@ -1,3 +1,4 @@
+import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
@@ -8,7 +9,8 @@ import npt
 from npt.adapters.converted import decoder_layers
 from npt.base.linear import UpcastLinear, dense_weight, multiply, multiply_backward, product_weight
 from npt.base.patched import set_patch
-from npt.packed import quantized_linears
+from npt.errors import ModelError
+from npt.packed import quantized_linears, unpacked
 
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
 LINEARS = {"gate": (64, 128), "down": (128, 64), "key": (64, 32)}
@@ -36,6 +38,27 @@ def test_every_linear_of_the_decoder_is_packed_and_nothing_else(load_model, quan
         if isinstance(module, nn.Linear) and name != "lm_head"
     ]
     assert quantized_linears(plain) == []
+
+
+class Renamed(bnb.nn.Linear4bit): ...
+
+
+class Doubled(bnb.nn.Linear4bit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_packed_weight_is_read_only_of_a_layer_that_multiplies_with_it(load_model):
+    layer = linear(load_model("nf4"), "gate")
+    weight = dense_weight(layer)
+    set_patch(layer, random_patch(layer, 2))  # its term is beside the weight
+    assert torch.equal(unpacked(layer), weight)
+    set_patch(layer, None)
+    layer.__class__ = Renamed
+    assert torch.equal(unpacked(layer), weight)
+    layer.__class__ = Doubled
+    with pytest.raises(ModelError, match=r"a test_linear\.Doubled, whose own forward"):
+        unpacked(layer)
 
 
 @pytest.mark.parametrize("name", LINEARS)
