@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from npt.tracer.operations import (
     BLANK,
     CONSTANTS,
+    MASKING,
     REPLACING,
     WRITERS,
     External,
@@ -38,11 +39,14 @@ from npt.tracer.tensors import (
     first_bad,
     judge,
     looks_like_a_mask,
+    nears_minimum,
     numbers,
     storage_key,
 )
 from npt.tracer.verdict import Phase
 
+# No operation comes after it.
+_NEVER = (False, sys.maxsize)
 _ORIGINS_KEPT = 8
 """How many origins are kept, oldest first, of a tensor that is bad for several reasons."""
 
@@ -54,8 +58,8 @@ class Location(NamedTuple):
 
     phase: Phase
     place: Place
-    node: str
-    sequence: Sequence | None
+    node: str = ""
+    sequence: Sequence | None = None
 
 
 class Ledger(Observer):
@@ -80,20 +84,21 @@ class Ledger(Observer):
         modules: Mapping[int, str],
         externals: Iterable[External],
         limit: float = math.inf,
-        keep: tuple[int, int] | None = None,
-        asked: int | None = None,
+        keep: tuple[int, int] = (-1, -1),
+        asked: int = -1,
         watch: Sequence | None = None,
     ):
         super().__init__(modules)
         self.first: Origin | None = None
         self.kept: Origin | None = None
         self.read_origins: dict[str, Origin | None] = {}
-        self.watched: Location | None = None
+        self.watched = Location("forward", Place())
         self.hid = False
-        self._limit = limit
+        # so that an infinity is beyond it
+        self._limit = min(limit, sys.float_info.max)
         self._keep = keep
         self._asked = asked
-        self._watch = watch
+        self._watch = watch or _NEVER
         self._origins: Memory[tuple[int, Origin]] = Memory()
         self._externals: Memory[External] = Memory()
         for external in externals:
@@ -111,48 +116,57 @@ class Ledger(Observer):
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
         away, now = self.clock()
-        watch = self._watch if self.watched is None else None
-        self._look_at_inputs(call)
+        if call.written:
+            self._judge_overwritten(call)
+        if call.number == self._keep[0]:
+            self._inputs = self._copied(call)
+        if call.number == self._asked:
+            self.read_origins = {label: self.origin_of(tensor) for label, tensor in call.read}
         out = func(*args, **kwargs)
         results = call.results(out)
         # the operation whose graph node came after the watched one's
-        if watch is not None and away == watch[0] and now > watch[1]:
+        if away == self._watch[0] and now > self._watch[1]:
+            self._watch = _NEVER
             self.watched = self._location(call.node)
-            self.hid = any(judge(t, self._limit) != Badness.FINE for t in results)
+            self.hid = any(judge(result, self._limit) for result in results)
         if call.name in BLANK:
-            for tensor in results:
-                key = storage_key(tensor)
-                if key:
-                    self._blank[key] = StorageWeakRef(tensor.untyped_storage())
-            return out
-        if call.is_view and not call.written and call.name != "lift_fresh":
-            return out
+            self._note_blank(results)
+        elif call.written or not call.is_view or call.name == "lift_fresh":
+            self._judge_results(call, results)
+        return out
+
+    def _judge_overwritten(self, call: TorchCall) -> None:
+        """Judge the inputs that the operation will overwrite."""
+        overwritten = {*map(storage_key, call.written.values())} - {0}  # 0: no memory
+        for _, tensor in call.read:
+            if storage_key(tensor) in overwritten:
+                call.replaced[id(tensor)] = judge(tensor, self._limit)
+
+    def _copied(self, call: TorchCall) -> list[tuple[str, Tensor]]:
+        """Return an operation's inputs, copied if later operations may overwrite them."""
+        inputs = []
+        for label, tensor in call.read:
+            kept = tensor.detach()
+            if not self._externals.of(tensor):
+                kept = kept.clone()
+            inputs.append((label, kept))
+        return inputs
+
+    def _note_blank(self, results: list[Tensor]) -> None:
+        for tensor in results:
+            key = storage_key(tensor)
+            if key:
+                self._blank[key] = StorageWeakRef(tensor.untyped_storage())
+
+    def _judge_results(self, call: TorchCall, results: list[Tensor]) -> None:
         for position, result in enumerate(call.judged(results)):
             badness = judge(result, self._limit)
-            if badness != Badness.FINE:
+            if badness:
                 self._account(call, position, result, badness)
             elif call.written:
                 self._origins.forget(result)
             if call.written:
                 self._blank.pop(storage_key(result), None)
-        return out
-
-    def _look_at_inputs(self, call: TorchCall) -> None:
-        """Judge the inputs that the operation will overwrite, and keep inputs if asked."""
-        overwritten = {storage_key(tensor) for tensor in call.written} - {0}  # 0: no memory
-        if overwritten:
-            for _, tensor in call.read:
-                if storage_key(tensor) in overwritten:
-                    call.replaced[id(tensor)] = judge(tensor, self._limit)
-        if self._keep is not None and call.number == self._keep[0]:
-            for label, tensor in call.read:
-                kept = tensor.detach()
-                if not self._externals.of(tensor):
-                    # later operations may overwrite it
-                    kept = kept.clone()
-                self._inputs.append((label, kept))
-        if call.number == self._asked:
-            self.read_origins = {label: self.origin_of(tensor) for label, tensor in call.read}
 
     def _account(self, call: TorchCall, position: int, result: Tensor, badness: Badness) -> None:
         """Give a bad result its origin: the origin of a bad input, or else a new one."""
@@ -160,17 +174,12 @@ class Ledger(Observer):
         if call.written:
             self._origins.forget(result)
         if inherited:
-            inherited.sort(key=lambda item: (item[0], item[1].number))
-            least = inherited[0][0]
-            for rank, origin in inherited[:_ORIGINS_KEPT]:
-                self._origins.add(result, (rank - least, origin))
+            self._pass_on(result, inherited)
             return
         blank = call.written and self._is_blank(result) and call.name not in REPLACING
         if badness == Badness.HARD and blank:
             return  # part of it may still be uninitialised
-        meant = result.ndim == 0 and call.name in CONSTANTS
-        if badness == Badness.SOFT and not meant:
-            meant = masks or call.name in WRITERS or self._makes_a_mask(call)
+        meant = self._is_meant(call, result, badness, masks)
         if meant and mask is not None and mask.shape:
             # a mask that is passed on
             self._origins.add(result, (0, mask))
@@ -183,6 +192,13 @@ class Ledger(Observer):
         if not meant:
             self._note(origin, call)
 
+    def _pass_on(self, result: Tensor, inherited: list[tuple[int, Origin]]) -> None:
+        """Give a result the origins of its inputs, the most certain ones first."""
+        inherited.sort(key=lambda item: (item[0], item[1].number))
+        least = inherited[0][0]
+        for rank, origin in inherited[:_ORIGINS_KEPT]:
+            self._origins.add(result, (rank - least, origin))
+
     def _inherited(
         self, call: TorchCall, result: Tensor, badness: Badness
     ) -> tuple[list[tuple[int, Origin]], Origin | None, bool]:
@@ -191,25 +207,11 @@ class Ledger(Observer):
         mask: Origin | None = None
         masks = False
         selects = call.name in WRITERS
-        for label, tensor in call.read:
-            # what has been overwritten was judged before
-            was = call.replaced.get(id(tensor))
-            if was is None:
-                was = judge(tensor, self._limit)
-            if was == Badness.FINE:
-                continue
-            if call.writes(tensor) and self._is_blank(tensor):
-                continue
-            soft = was == Badness.SOFT
+        for label, tensor, was in self._bad_inputs(call):
+            masks |= was == Badness.SOFT
             origins = self._origins.of(tensor)
-            if not origins:
-                if soft and not self._is_no_mask(tensor) and looks_like_a_mask(tensor):
-                    masks = True
-                    continue
-                if tensor.ndim == 0 and not self._externals.of(tensor):
-                    continue  # a constant from before the pass counts like one made in it
+            if not origins and not self._is_given(tensor, was):
                 origins = [(0, self._from_outside(call, label, was, result, badness))]
-            masks |= soft
             for rank, origin in origins:
                 if origin.meant:
                     mask = mask or origin
@@ -219,6 +221,24 @@ class Ledger(Observer):
                     rank = max(rank, int(was < badness))
                     inherited.append((rank, origin))
         return inherited, mask, masks
+
+    def _bad_inputs(self, call: TorchCall) -> Iterator[tuple[str, Tensor, Badness]]:
+        """Yield the bad inputs, but not uninitialised memory that the operation writes to."""
+        for label, tensor in call.read:
+            # what has been overwritten was judged before
+            was = call.replaced.get(id(tensor))
+            if was is None:
+                was = judge(tensor, self._limit)
+            if was and not (call.writes(tensor) and self._is_blank(tensor)):
+                yield label, tensor, was
+
+    def _is_given(self, tensor: Tensor, badness: Badness) -> bool:
+        """Tell if a bad tensor without origin is a mask or a constant from before the pass, which
+        counts like one made in it.
+        """
+        if badness == Badness.SOFT and not self._is_no_mask(tensor):
+            return looks_like_a_mask(tensor)
+        return tensor.ndim == 0 and not self._externals.of(tensor)
 
     def _origin(
         self, call: TorchCall, result: Tensor, position: int, index: tuple[int, ...]
@@ -251,11 +271,11 @@ class Ledger(Observer):
 
     def _location(self, node: Any) -> Location:
         stack = read_stack(sys._getframe(), self.modules)
-        if node is None:
-            return Location("forward", stack.place, "", None)
-        if stack.recomputing:
-            return Location("recomputation", stack.place, "", None)
         place = stack.place
+        if node is None:
+            return Location("forward", place)
+        if stack.recomputing:
+            return Location("recomputation", place)
         name = ""
         if not stack.user_code:
             # a function of torch's own has no place in the user's code
@@ -305,19 +325,32 @@ class Ledger(Observer):
     def _is_no_mask(self, tensor: Tensor) -> bool:
         return any(external.no_mask for external in self._externals.of(tensor))
 
-    def _makes_a_mask(self, call: TorchCall) -> bool:
-        """Tell if a -Inf comes from a mask in another dtype, or from a number in the code that is
-        beyond the limit, as in (1 - mask) * -1e9.
+    def _is_meant(self, call: TorchCall, result: Tensor, badness: Badness, masks: bool) -> bool:
+        """Tell if a new bad result is a constant, or a mask: written, made from `masks`, from one
+        in another dtype, or from a number beyond the limit, as in (1 - mask) * -1e9.
         """
-        maybe = [tensor for _, tensor in call.read if not self._is_no_mask(tensor)]
-        if call.made_of_masks(maybe):
+        if result.ndim == 0 and call.name in CONSTANTS:
             return True
-        constants = list(call.constants.values())
+        if badness == Badness.HARD:
+            return False
+        return (
+            masks
+            or call.name in WRITERS
+            or self._nears_minimum(call)
+            or any(number < -self._limit for number in self._constants(call))
+        )
+
+    def _nears_minimum(self, call: TorchCall) -> bool:
+        maybe = (tensor for _, tensor in call.read if not self._is_no_mask(tensor))
+        return call.name in MASKING and any(map(nears_minimum, maybe))
+
+    def _constants(self, call: TorchCall) -> Iterator[float]:
+        """Yield the numbers in the code that it was given, plain or as tensors."""
+        yield from call.constants.values()
         for _, tensor in call.read:
             scalar = tensor.ndim == 0 and numbers(tensor) is not None
             if scalar and not self._externals.of(tensor):
-                constants.append(element(tensor, ()))
-        return min(constants, default=0.0) < -self._limit or -math.inf in constants
+                yield element(tensor, ())
 
     def _is_blank(self, tensor: Tensor) -> bool:
         reference = self._blank.get(storage_key(tensor))

@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from npt.hooks import only_looks
-from npt.tracer.source_location import Tokens, layer_of
+from npt.tracer.source_location import Tokens, layer_of, plain_name
 from npt.tracer.tensors import described
 from npt.tracer.verdict import Verdict
 from npt.tracer.watchdogs import BadNumber
@@ -78,37 +78,48 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
     The batch tells which tokens are valid. Otherwise tokens that no query may attend to count as
     padding, or no token does if the batch is `unpadded`.
     """
-    verdicts: list[Verdict] = []
-    seen: list[weakref.ref[Tensor]] = []
-    tokens = Tokens(batch)
-    valid = tokens.valid
-    masked = isinstance(batch, Mapping) and batch.get("attention_mask") is not None
-    # a mask of another shape than [B, T] may mean padding too
-    if unpadded and valid is None and not masked and tokens.shape is not None:
-        valid = torch.ones(tokens.shape, dtype=torch.bool)
-
-    def check(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        if verdicts or not isinstance(mask, Tensor):
-            return
-        usual = mask.dtype == torch.bool or mask.is_floating_point()
-        if not usual or mask.ndim != 4 or not mask.numel():
-            return
-        # every layer gets the same one
-        if any(reference() is mask for reference in seen):
-            return
-        seen.append(weakref.ref(mask))
-        fault = _fault_of(mask.detach(), valid)
-        if fault is not None:
-            verdicts.append(_verdict(fault, name, mask, tokens))
-
+    check = _MaskCheck(batch, unpadded)
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # which has no hooks
-                hook = only_looks(partial(check, name))
+                hook = only_looks(partial(check, plain_name(name)))
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                 hooks.callback(handle.remove)
-        yield verdicts
+        yield check.verdicts
+
+
+class _MaskCheck:
+    """A hook that checks the attention mask of a module; arguments as for `mask_check`."""
+
+    def __init__(self, batch: Any, unpadded: bool):
+        self.verdicts: list[Verdict] = []
+        self._seen: list[weakref.ref[Tensor]] = []
+        self._tokens = Tokens(batch)
+        self._valid = self._tokens.valid
+        masked = isinstance(batch, Mapping) and batch.get("attention_mask") is not None
+        shape = self._tokens.shape
+        # a mask of another shape than [B, T] may mean padding too
+        if unpadded and self._valid is None and not masked and shape is not None:
+            self._valid = torch.ones(shape, dtype=torch.bool)
+
+    def __call__(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        if self.verdicts or not _is_usual(mask):
+            return
+        # every layer gets the same one
+        if any(reference() is mask for reference in self._seen):
+            return
+        self._seen.append(weakref.ref(mask))
+        fault = _fault_of(mask.detach(), self._valid)
+        if fault is not None:
+            self.verdicts.append(_verdict(fault, name, mask, self._tokens))
+
+
+def _is_usual(mask: Any) -> TypeGuard[Tensor]:
+    """Tell if it is a mask [B, 1 or H, T, S], bool or floating."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or not mask.numel():
+        return False
+    return mask.dtype == torch.bool or mask.is_floating_point()
 
 
 def _fault_of(mask: Tensor, valid: Tensor | None) -> BadNumber | None:
@@ -116,19 +127,27 @@ def _fault_of(mask: Tensor, valid: Tensor | None) -> BadNumber | None:
     rows, _, queries, keys = mask.shape
     square = keys == queries
     if valid is None and square:
-        # a token that no query may attend to is padding
-        allowed = mask
-        if mask.is_floating_point():
-            allowed = mask > torch.finfo(mask.dtype).min
-        valid = allowed.any(dim=1).any(dim=1)
+        valid = _attended(mask)
     if valid is None or tuple(valid.shape) != (rows, queries):
         return None
     valid = valid.to(mask.device)
-    if square and mask.dtype == torch.bool:
-        sees_itself = mask.diagonal(dim1=2, dim2=3).any(dim=1)
-        if not bool((sees_itself & valid).any()):
-            return None  # True says masked, as in some models
+    if square and _says_masked(mask, valid):
+        return None
     return mask_fault(mask, valid)
+
+
+def _attended(mask: Tensor) -> Tensor:
+    """Return [B, T] which tokens a query may attend to; the others are padding."""
+    allowed = mask
+    if mask.is_floating_point():
+        allowed = mask > torch.finfo(mask.dtype).min
+    return allowed.any(dim=1).any(dim=1)
+
+
+def _says_masked(mask: Tensor, valid: Tensor) -> bool:
+    """Tell if True means masked, as in some models: then no valid token sees itself."""
+    sees_itself = mask.diagonal(dim1=2, dim2=3).any(dim=1)
+    return mask.dtype == torch.bool and not bool((sees_itself & valid).any())
 
 
 def _verdict(fault: BadNumber, module: str, mask: Tensor, tokens: Tokens) -> Verdict:
@@ -146,5 +165,5 @@ def _verdict(fault: BadNumber, module: str, mask: Tensor, tokens: Tokens) -> Ver
         explanation=fault.message,
         row=row,
         token=token,
-        sample=tokens.samples[row] if row < len(tokens.samples) else None,
+        sample=tokens.sample_of(row),
     )

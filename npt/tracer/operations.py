@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npt.tracer.source_location import Place, read_stack
-from npt.tracer.tensors import Badness, extent, numbers, tensors_in
+from npt.tracer.tensors import Badness, tensors_in
 from npt.tracer.verdict import Phase
 
 
@@ -36,6 +37,8 @@ BLANK = names(
 REPLACING = names(
     "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_"
 )
+# These may carry a mask near the dtype's minimum beyond it.
+MASKING = names("add add_ sub _to_copy to mul")
 # Outputs after the first are bookkeeping, with -Inf for a row without keys.
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 
@@ -117,7 +120,7 @@ class TorchCall:
 
     Attributes:
         read: the tensors that it reads, with argument names.
-        written: the tensors that it writes to.
+        written: the tensors that it writes to, by id.
         replaced: by id, how bad a tensor was that it reads and overwrites.
     """
 
@@ -127,35 +130,43 @@ class TorchCall:
     is_view: bool = False
     pointwise: bool = False
     read: list[tuple[str, Tensor]] = field(default_factory=list)
-    written: list[Tensor] = field(default_factory=list)
+    written: dict[int, Tensor] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)
     replaced: dict[int, Badness] = field(default_factory=dict)
 
     def writes(self, tensor: Tensor) -> bool:
-        return any(tensor is written for written in self.written)
+        return id(tensor) in self.written
 
     def results(self, out: Any) -> list[Tensor]:
         """Return the tensors that it wrote to, and the others in its output."""
-        return [*self.written, *(t for _, t in tensors_in(out) if not self.writes(t))]
+        others = [tensor for _, tensor in tensors_in(out) if not self.writes(tensor)]
+        return [*self.written.values(), *others]
 
     def judged(self, results: list[Tensor]) -> list[Tensor]:
         """Return the results that count: for attention, the first."""
         return results[:1] if self.name.startswith(_ATTENTION) else results
 
-    def made_of_masks(self, inputs: Iterable[Tensor]) -> bool:
-        """Tell if its -Inf comes from adding or casting a mask near the dtype's minimum, among
-        these of its inputs.
-        """
-        if self.name not in ("add", "add_", "sub", "_to_copy", "to", "mul"):
-            return False
-        for tensor in inputs:
-            values = numbers(tensor)
-            if values is None or tensor.dtype.itemsize == 1 or tensor.is_complex():
-                continue
-            lowest, _ = extent(values)
-            if lowest <= 0.5 * torch.finfo(tensor.dtype).min:
-                return True
-        return False
+
+class Argument(NamedTuple):
+    """An argument that an operator declares, and what it does with tensors in it."""
+
+    name: str
+    written: bool
+    read: bool
+
+
+@functools.cache
+def _signature(func: torch._ops.OpOverload) -> tuple[str, list[Argument]]:
+    """Return an operator's name and arguments."""
+    name = func._schema.name.split("::")[-1]
+    arguments = []
+    for declared in func._schema.arguments:
+        written = declared.alias_info is not None and declared.alias_info.is_write
+        # an `out` argument is overwritten unread
+        unread = written and (declared.kwarg_only or name in REPLACING)
+        read = not unread and name != "lift_fresh"
+        arguments.append(Argument(declared.name, written, read))
+    return name, arguments
 
 
 def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchCall:
@@ -164,25 +175,21 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if not isinstance(func, torch._ops.OpOverload):
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         return TorchCall(number, func.name(), node, read=list(tensors_in(given)))
-    name = func._schema.name.split("::")[-1]
+    name, arguments = _signature(func)
     call = TorchCall(number, name, node, func.is_view, torch.Tag.pointwise in func.tags)
-    declared = func._schema.arguments
-    named = list(zip(declared, args, strict=False))
-    for argument in declared:
-        if argument.name in kwargs:
-            named.append((argument, kwargs[argument.name]))
-    for argument, value in named:
-        if isinstance(value, int | float) and not isinstance(value, bool):
+    by_name = [kwargs.get(argument.name) for argument in arguments[len(args) :]]
+    for argument, value in zip(arguments, [*args, *by_name], strict=True):
+        if type(value) in (int, float):
             call.constants[argument.name] = value
+            continue
         if name == "_ctc_loss" and isinstance(value, list):
             value = torch.tensor(value)  # lengths, which may be given in a tensor too
-        tensors = list(tensors_in(value, argument.name))
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes:
-            call.written += [tensor for _, tensor in tensors]
-        # an `out` argument is overwritten unread
-        unread = writes and (argument.kwarg_only or name in REPLACING)
-        if not unread and name != "lift_fresh":
+        tensors = [(argument.name, value)]
+        if not isinstance(value, Tensor):
+            tensors = list(tensors_in(value, argument.name))
+        if argument.written:
+            call.written |= {id(tensor): tensor for _, tensor in tensors}
+        if argument.read:
             call.read += tensors
     return call
 
