@@ -109,53 +109,49 @@ class StudentPostmortem:
 
         BundleError if a model cannot be loaded, or is not the recorded one.
         """
+        folder = self.postmortem.folder
+        settings = self.entry["settings"]
+        base = self.entry["base"]
+        recorded = self.postmortem.record["device"]
         if name is None:
-            name = self.entry["base"]
+            name = base
+        # statistics of 4-bit weights are rounded differently on CPU and GPU
+        device = "cpu" if recorded == "cpu" else None
+        attention = settings.get("attn_implementation")
+        if attention not in ATTENTIONS:
+            attention = "sdpa"
+        teacher = None
+        precision = settings.get("teacher_precision")
         try:
-            model, teacher = self._models(name)
+            model, _ = load_base(
+                name, device=device, attn_implementation=attention, **self.recipe.arguments
+            )
+            # then and now: a model of the same name may have changed
+            hashes = {"base": (self.entry["base_hash"], base_hash(model))}
+            if precision is not None:
+                attention = settings.get("teacher_attention", attention)
+                teacher = load_teacher(
+                    name, precision, device=model.device, attn_implementation=attention
+                )
+                hashes["teacher"] = settings.get("teacher"), base_hash(teacher)
         except (ConfigError, ModelError) as error:
             raise BundleError(
-                f"{self.postmortem.folder} was recorded with a model that cannot be loaded:"
-                f" {error}; pass the run's model with --model_name"
+                f"{folder} was recorded with a model that cannot be loaded: {error}; pass the run's"
+                " model with --model_name"
             ) from error
-        self._require("base", self.entry["base_hash"], model, name)
-        if teacher is not None:
-            self._require("teacher", self.entry["settings"].get("teacher"), teacher, name)
+        for kind, (then, now) in hashes.items():
+            if then != now:
+                raise BundleError(
+                    f"{folder} was recorded with {kind} {str(then)[:12]} ({base!r} on {recorded}),"
+                    f" but {name!r} on {model.device} is {now[:12]}; pass the run's --model_name,"
+                    " on the same kind of device (4-bit weights round differently)"
+                )
         attach(model, self.adapter)
         tensors = adapter_tensors(model)
         for fixed, values in self.entry["fixed"].items():
             tensors[fixed].copy_(torch.tensor(values))
         set_deterministic(model, self.config.deterministic)
         return model.eval(), teacher
-
-    def _models(self, name: str) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-        """Load the base as the run did, and a separate teacher if it had one."""
-        settings = self.entry["settings"]
-        # statistics of 4-bit weights are rounded differently on CPU and GPU
-        device = "cpu" if self.postmortem.record["device"] == "cpu" else None
-        attention = settings.get("attn_implementation")
-        if attention not in ATTENTIONS:
-            attention = "sdpa"
-        model, _ = load_base(
-            name, device=device, attn_implementation=attention, **self.recipe.arguments
-        )
-        precision = settings.get("teacher_precision")
-        if precision is None:
-            return model, None
-        attention = settings.get("teacher_attention", attention)
-        teacher = load_teacher(name, precision, device=model.device, attn_implementation=attention)
-        return model, teacher
-
-    def _require(self, kind: str, then: Any, model: PreTrainedModel, name: str) -> None:
-        """Raise BundleError for another model: one of the same name may have changed."""
-        now = base_hash(model)
-        if then != now:
-            raise BundleError(
-                f"{self.postmortem.folder} was recorded with {kind} {str(then)[:12]}"
-                f" ({self.entry['base']!r} on {self.postmortem.record['device']}), but {name!r} on"
-                f" {model.device} is {now[:12]}; pass the run's --model_name, on the same kind of"
-                " device (4-bit weights round differently)"
-            )
 
 
 def read_student(folder: str | Path) -> StudentPostmortem:

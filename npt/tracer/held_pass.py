@@ -145,7 +145,7 @@ class HeldPass(Observer):
             args, kwargs = self._perturbed(call, args, kwargs, max(unit, least))
         out = func(*args, **kwargs)
         if not self._boundaries:
-            for i, result in enumerate(call.judged(call.results(out))):
+            for i, result in enumerate(call.results(out)):
                 self._roundings.forget(result)
                 self._take((*operation, i), result, place.source, unit, read)
         return out

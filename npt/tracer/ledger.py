@@ -116,12 +116,7 @@ class Ledger(Observer):
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
         away, now = self.clock()
-        if call.written:
-            self._judge_overwritten(call)
-        if call.number == self._keep[0]:
-            self._inputs = self._copied(call)
-        if call.number == self._asked:
-            self.read_origins = {label: self.origin_of(tensor) for label, tensor in call.read}
+        self._look_at_inputs(call)
         out = func(*args, **kwargs)
         results = call.results(out)
         # the operation whose graph node came after the watched one's
@@ -130,17 +125,23 @@ class Ledger(Observer):
             self.watched = self._location(call.node)
             self.hid = any(judge(result, self._limit) for result in results)
         if call.name in BLANK:
-            self._note_blank(results)
+            owned = {storage_key(t): t.untyped_storage() for t in results if storage_key(t)}
+            self._blank |= {key: StorageWeakRef(storage) for key, storage in owned.items()}
         elif call.written or not call.is_view or call.name == "lift_fresh":
-            self._judge_results(call, results)
+            for position, result in enumerate(results):
+                self._judge(call, position, result)
         return out
 
-    def _judge_overwritten(self, call: TorchCall) -> None:
-        """Judge the inputs that the operation will overwrite."""
+    def _look_at_inputs(self, call: TorchCall) -> None:
+        """Judge the inputs that the operation will overwrite, and keep inputs if asked."""
         overwritten = {*map(storage_key, call.written.values())} - {0}  # 0: no memory
-        for _, tensor in call.read:
+        for _, tensor in call.read if overwritten else ():
             if storage_key(tensor) in overwritten:
                 call.replaced[id(tensor)] = judge(tensor, self._limit)
+        if call.number == self._keep[0]:
+            self._inputs = self._copied(call)
+        if call.number == self._asked:
+            self.read_origins = {label: self.origin_of(tensor) for label, tensor in call.read}
 
     def _copied(self, call: TorchCall) -> list[tuple[str, Tensor]]:
         """Return an operation's inputs, copied if later operations may overwrite them."""
@@ -152,21 +153,14 @@ class Ledger(Observer):
             inputs.append((label, kept))
         return inputs
 
-    def _note_blank(self, results: list[Tensor]) -> None:
-        for tensor in results:
-            key = storage_key(tensor)
-            if key:
-                self._blank[key] = StorageWeakRef(tensor.untyped_storage())
-
-    def _judge_results(self, call: TorchCall, results: list[Tensor]) -> None:
-        for position, result in enumerate(call.judged(results)):
-            badness = judge(result, self._limit)
-            if badness:
-                self._account(call, position, result, badness)
-            elif call.written:
-                self._origins.forget(result)
-            if call.written:
-                self._blank.pop(storage_key(result), None)
+    def _judge(self, call: TorchCall, position: int, result: Tensor) -> None:
+        badness = judge(result, self._limit)
+        if badness:
+            self._account(call, position, result, badness)
+        elif call.written:
+            self._origins.forget(result)
+        if call.written:
+            self._blank.pop(storage_key(result), None)
 
     def _account(self, call: TorchCall, position: int, result: Tensor, badness: Badness) -> None:
         """Give a bad result its origin: the origin of a bad input, or else a new one."""
@@ -179,7 +173,9 @@ class Ledger(Observer):
         blank = call.written and self._is_blank(result) and call.name not in REPLACING
         if badness == Badness.HARD and blank:
             return  # part of it may still be uninitialised
-        meant = self._is_meant(call, result, badness, masks)
+        meant = result.ndim == 0 and call.name in CONSTANTS
+        if badness == Badness.SOFT and not meant:
+            meant = masks or call.name in WRITERS or self._makes_a_mask(call)
         if meant and mask is not None and mask.shape:
             # a mask that is passed on
             self._origins.add(result, (0, mask))
@@ -325,32 +321,16 @@ class Ledger(Observer):
     def _is_no_mask(self, tensor: Tensor) -> bool:
         return any(external.no_mask for external in self._externals.of(tensor))
 
-    def _is_meant(self, call: TorchCall, result: Tensor, badness: Badness, masks: bool) -> bool:
-        """Tell if a new bad result is a constant, or a mask: written, made from `masks`, from one
-        in another dtype, or from a number beyond the limit, as in (1 - mask) * -1e9.
+    def _makes_a_mask(self, call: TorchCall) -> bool:
+        """Tell if a -Inf comes from a mask in another dtype, or from a number in the code that is
+        beyond the limit, as in (1 - mask) * -1e9.
         """
-        if result.ndim == 0 and call.name in CONSTANTS:
-            return True
-        if badness == Badness.HARD:
-            return False
-        return (
-            masks
-            or call.name in WRITERS
-            or self._nears_minimum(call)
-            or any(number < -self._limit for number in self._constants(call))
-        )
-
-    def _nears_minimum(self, call: TorchCall) -> bool:
         maybe = (tensor for _, tensor in call.read if not self._is_no_mask(tensor))
-        return call.name in MASKING and any(map(nears_minimum, maybe))
-
-    def _constants(self, call: TorchCall) -> Iterator[float]:
-        """Yield the numbers in the code that it was given, plain or as tensors."""
-        yield from call.constants.values()
-        for _, tensor in call.read:
-            scalar = tensor.ndim == 0 and numbers(tensor) is not None
-            if scalar and not self._externals.of(tensor):
-                yield element(tensor, ())
+        if call.name in MASKING and any(map(nears_minimum, maybe)):
+            return True
+        scalars = [t for _, t in call.read if t.ndim == 0 and not self._externals.of(t)]
+        given = [element(scalar, ()) for scalar in scalars if numbers(scalar) is not None]
+        return any(number < -self._limit for number in (*call.constants.values(), *given))
 
     def _is_blank(self, tensor: Tensor) -> bool:
         reference = self._blank.get(storage_key(tensor))
@@ -393,15 +373,14 @@ class OnePass(Ledger):
 
     def _note(self, origin: Origin, call: TorchCall) -> None:
         super()._note(origin, call)
-        if origin.sequence is not None:
-            forward = self._places.get(origin.sequence, Place())
-            origin.place = origin.place.completed_by(forward)
-            origin.hid = origin.sequence in self._bad
+        forward = self._places.get(origin.sequence, Place())
+        origin.place = origin.place.completed_by(forward)
+        origin.hid = origin.sequence in self._bad
         # what the operation has overwritten is lost
         lost = any(call.writes(tensor) for _, tensor in call.read)
         if self._noted < _ORIGINS_KEPT and not lost:
             self._noted += 1
-            self._inputs = [(label, t.detach().clone()) for label, t in call.read]
+            self._inputs = self._copied(call)
             self._give_inputs(origin, call)
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,76 +78,55 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
     The batch tells which tokens are valid. Otherwise tokens that no query may attend to count as
     padding, or no token does if the batch is `unpadded`.
     """
-    check = _MaskCheck(batch, unpadded)
+    verdicts: list[Verdict] = []
+    seen: list[weakref.ref[Tensor]] = []
+    tokens = Tokens(batch)
+    valid = tokens.valid
+    masked = isinstance(batch, Mapping) and batch.get("attention_mask") is not None
+    # a mask of another shape than [B, T] may mean padding too
+    if unpadded and valid is None and not masked and tokens.shape is not None:
+        valid = torch.ones(tokens.shape, dtype=torch.bool)
+
+    def check(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        # every layer gets the same one
+        known = any(reference() is mask for reference in seen)
+        if verdicts or known or not isinstance(mask, Tensor):
+            return
+        seen.append(weakref.ref(mask))
+        if fault := _fault_of(mask.detach(), valid):
+            verdicts.append(_verdict(fault, name, mask, tokens))
+
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # which has no hooks
                 hook = only_looks(partial(check, plain_name(name)))
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                 hooks.callback(handle.remove)
-        yield check.verdicts
-
-
-class _MaskCheck:
-    """A hook that checks the attention mask of a module; arguments as for `mask_check`."""
-
-    def __init__(self, batch: Any, unpadded: bool):
-        self.verdicts: list[Verdict] = []
-        self._seen: list[weakref.ref[Tensor]] = []
-        self._tokens = Tokens(batch)
-        self._valid = self._tokens.valid
-        masked = isinstance(batch, Mapping) and batch.get("attention_mask") is not None
-        shape = self._tokens.shape
-        # a mask of another shape than [B, T] may mean padding too
-        if unpadded and self._valid is None and not masked and shape is not None:
-            self._valid = torch.ones(shape, dtype=torch.bool)
-
-    def __call__(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        if self.verdicts or not _is_usual(mask):
-            return
-        # every layer gets the same one
-        if any(reference() is mask for reference in self._seen):
-            return
-        self._seen.append(weakref.ref(mask))
-        fault = _fault_of(mask.detach(), self._valid)
-        if fault is not None:
-            self.verdicts.append(_verdict(fault, name, mask, self._tokens))
-
-
-def _is_usual(mask: Any) -> TypeGuard[Tensor]:
-    """Tell if it is a mask [B, 1 or H, T, S], bool or floating."""
-    if not isinstance(mask, Tensor) or mask.ndim != 4 or not mask.numel():
-        return False
-    return mask.dtype == torch.bool or mask.is_floating_point()
+        yield verdicts
 
 
 def _fault_of(mask: Tensor, valid: Tensor | None) -> BadNumber | None:
     """Return a mask's fault; None also if the valid queries are unknown."""
+    usual = mask.dtype == torch.bool or mask.is_floating_point()
+    if not usual or mask.ndim != 4 or not mask.numel():
+        return None
     rows, _, queries, keys = mask.shape
     square = keys == queries
     if valid is None and square:
-        valid = _attended(mask)
+        # a token that no query may attend to is padding
+        allowed = mask
+        if mask.is_floating_point():
+            allowed = mask > torch.finfo(mask.dtype).min
+        valid = allowed.any(dim=1).any(dim=1)
     if valid is None or tuple(valid.shape) != (rows, queries):
         return None
     valid = valid.to(mask.device)
-    if square and _says_masked(mask, valid):
-        return None
+    if square and mask.dtype == torch.bool:
+        sees_itself = mask.diagonal(dim1=2, dim2=3).any(dim=1)
+        if not bool((sees_itself & valid).any()):
+            return None  # True says masked, as in some models
     return mask_fault(mask, valid)
-
-
-def _attended(mask: Tensor) -> Tensor:
-    """Return [B, T] which tokens a query may attend to; the others are padding."""
-    allowed = mask
-    if mask.is_floating_point():
-        allowed = mask > torch.finfo(mask.dtype).min
-    return allowed.any(dim=1).any(dim=1)
-
-
-def _says_masked(mask: Tensor, valid: Tensor) -> bool:
-    """Tell if True means masked, as in some models: then no valid token sees itself."""
-    sees_itself = mask.diagonal(dim1=2, dim2=3).any(dim=1)
-    return mask.dtype == torch.bool and not bool((sees_itself & valid).any())
 
 
 def _verdict(fault: BadNumber, module: str, mask: Tensor, tokens: Tokens) -> Verdict:

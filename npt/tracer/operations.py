@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -138,35 +137,11 @@ class TorchCall:
         return id(tensor) in self.written
 
     def results(self, out: Any) -> list[Tensor]:
-        """Return the tensors that it wrote to, and the others in its output."""
+        """Return the tensors that it wrote to, and the others in its output that count."""
         others = [tensor for _, tensor in tensors_in(out) if not self.writes(tensor)]
+        if self.name.startswith(_ATTENTION):
+            others = others[:1]
         return [*self.written.values(), *others]
-
-    def judged(self, results: list[Tensor]) -> list[Tensor]:
-        """Return the results that count: for attention, the first."""
-        return results[:1] if self.name.startswith(_ATTENTION) else results
-
-
-class Argument(NamedTuple):
-    """An argument that an operator declares, and what it does with tensors in it."""
-
-    name: str
-    written: bool
-    read: bool
-
-
-@functools.cache
-def _signature(func: torch._ops.OpOverload) -> tuple[str, list[Argument]]:
-    """Return an operator's name and arguments."""
-    name = func._schema.name.split("::")[-1]
-    arguments = []
-    for declared in func._schema.arguments:
-        written = declared.alias_info is not None and declared.alias_info.is_write
-        # an `out` argument is overwritten unread
-        unread = written and (declared.kwarg_only or name in REPLACING)
-        read = not unread and name != "lift_fresh"
-        arguments.append(Argument(declared.name, written, read))
-    return name, arguments
 
 
 def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchCall:
@@ -175,10 +150,11 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if not isinstance(func, torch._ops.OpOverload):
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         return TorchCall(number, func.name(), node, read=list(tensors_in(given)))
-    name, arguments = _signature(func)
+    name = func._schema.name.split("::")[-1]
     call = TorchCall(number, name, node, func.is_view, torch.Tag.pointwise in func.tags)
-    by_name = [kwargs.get(argument.name) for argument in arguments[len(args) :]]
-    for argument, value in zip(arguments, [*args, *by_name], strict=True):
+    declared = func._schema.arguments
+    by_name = [kwargs.get(argument.name) for argument in declared[len(args) :]]
+    for argument, value in zip(declared, [*args, *by_name], strict=True):
         if type(value) in (int, float):
             call.constants[argument.name] = value
             continue
@@ -187,9 +163,12 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         tensors = [(argument.name, value)]
         if not isinstance(value, Tensor):
             tensors = list(tensors_in(value, argument.name))
-        if argument.written:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes:
             call.written |= {id(tensor): tensor for _, tensor in tensors}
-        if argument.read:
+        # an `out` argument is overwritten unread
+        unread = writes and (argument.kwarg_only or name in REPLACING)
+        if not unread and name != "lift_fresh":
             call.read += tensors
     return call
 

@@ -60,16 +60,15 @@ def default_run(model: nn.Module, batch: Any) -> Run:
         batch = {**_inputs_of(model, batch), "labels": batch.labels}
     if isinstance(batch, Mapping):
         return partial(model, **_labelled(model, batch))
-    # a list is one of arguments, as from a data loader, or of samples
-    is_whole = not isinstance(batch, tuple | list)
-    if is_whole or (isinstance(batch, list) and not _takes(model, batch)):
-        batch = (batch,)
-    return partial(model, *batch)
+    if isinstance(batch, tuple) or (isinstance(batch, list) and _takes(model, batch)):
+        return partial(model, *batch)
+    return partial(model, batch)
 
 
-def _takes(model: nn.Module, arguments: list[Any]) -> bool:
+def _takes(model: nn.Module, batch: list[Any]) -> bool:
+    """Tell if a list is one of arguments, as from a data loader, and not of samples."""
     try:
-        inspect.signature(model.forward).bind(*arguments)
+        inspect.signature(model.forward).bind(*batch)
     except TypeError:
         return False
     return True

@@ -90,16 +90,13 @@ class Stack(NamedTuple):
 def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
     """Walk outwards from `frame` to where the engine or the trace was entered."""
     frames, nested = _around(frame)
-    module = None
-    for inner in frames:
-        module = _module(inner, names)
-        if module is not None:
-            break
+    modules = (_module(inner, names) for inner in frames)
+    module = next((name for name in modules if name is not None), "")
     files = [inner.f_code.co_filename for inner in frames]
     user = _first_outside(_LIBRARIES, frames)
     # an operation of a library, if no user code asked for it
     source = user or _first_outside(_DISPATCH, frames)
-    return Stack(Place(module or "", source), bool(user), _CHECKPOINT in files, nested)
+    return Stack(Place(module, source), bool(user), _CHECKPOINT in files, nested)
 
 
 def _around(frame: FrameType | None) -> tuple[list[FrameType], bool]:
@@ -256,11 +253,12 @@ class Tokens:
         if self.valid is None or shape in self.others:
             return tensor
         b, t = self.valid.shape
-        for heads in _heads(shape, b, t)[:1]:
-            padded = ~self.valid.to(tensor.device)[:, None, :, None]
-            of_heads = tensor.reshape(b, heads, t, -1)
-            tensor = of_heads.masked_fill(padded, 0.0).reshape(shape)
-        return tensor
+        heads = _heads(shape, b, t)
+        if not heads:
+            return tensor
+        padded = ~self.valid.to(tensor.device)[:, None, :, None]
+        of_heads = tensor.reshape(b, heads[0], t, -1)
+        return of_heads.masked_fill(padded, 0.0).reshape(shape)
 
     def sample_of(self, row: int) -> str | None:
         return self.samples[row] if row < len(self.samples) else None
@@ -272,24 +270,25 @@ class Tokens:
         flattened [B * T, ...]. If the batch gathers tokens: valid ones [N, ...], teacher's and
         student's stacked [2N, ...], and predicting positions [S, ...]. For [B, ...] only the row.
         """
-        if self.shape is None or not index or shape in self.others:
-            return Owner()
-        b, t = self.shape
-        readings = self._readings(shape, index, b, t)
+        readings = self._readings(shape, index)
         row = _agreed(row for row, _ in readings)
+        if row is None:
+            return Owner()
         token = _agreed(token for _, token in readings)
-        if not readings and shape[0] == b != t:
-            row = index[0]
-        return Owner() if row is None else Owner(row, token, self.sample_of(row))
+        return Owner(row, token, self.sample_of(row))
 
     def _readings(
-        self, shape: tuple[int, ...], index: tuple[int, ...], b: int, t: int
-    ) -> list[tuple[int, int]]:
+        self, shape: tuple[int, ...], index: tuple[int, ...]
+    ) -> list[tuple[int, int | None]]:
         """Return the row and token of an element in each known shape that this may be."""
-        readings = []
+        if self.shape is None or not index or shape in self.others:
+            return []
+        b, t = self.shape
+        first = index[0]
+        readings: list[tuple[int, int | None]] = []
         for positions in (self.rows, self.rows * 2, self.scored):
             if len(positions) == shape[0]:
-                readings.append(divmod(positions[index[0]], t))
+                readings.append(divmod(positions[first], t))
         place = 0
         for size, i in zip(shape, index, strict=True):
             place = place * size + i
@@ -298,6 +297,8 @@ class Tokens:
             row = place * b // elements
             token = place * b * heads * t // elements % t
             readings.append((row, token))
+        if not readings and shape[0] == b != t:
+            readings.append((first, None))
         return readings
 
 
@@ -316,7 +317,7 @@ def _heads(shape: tuple[int, ...], b: int, t: int) -> list[int]:
     return [heads for fits, heads in layouts if fits]
 
 
-def _agreed(readings: Iterable[int]) -> int | None:
+def _agreed(readings: Iterable[int | None]) -> int | None:
     """Return the one number that all readings agree on."""
     found = {*readings}
     return found.pop() if len(found) == 1 else None

@@ -24,10 +24,6 @@ N = TypeVar("N")
 # A method of tensors that wrap others.
 _WRAPS = "__tensor_flatten__"
 _FP16_LOWEST = torch.finfo(torch.float16).min
-_DTYPES = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_FRACTIONAL = {dtype for dtype in _DTYPES if dtype.is_floating_point or dtype.is_complex}
-# packed 4-bit floats (x2) have no NaN
-_NUMERIC = {dtype for dtype in _FRACTIONAL if "x2" not in str(dtype)}
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -48,12 +44,15 @@ def parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
         return value.items()
     if isinstance(value, tuple | list):
         return enumerate(value)
-    names: list[str] = []
+    return [(name, getattr(value, name)) for name in _attributes(value)]
+
+
+def _attributes(value: Any) -> list[str]:
     if hasattr(value, _WRAPS):
-        names, _ = value.__tensor_flatten__()
-    elif is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value)]
-    return [(name, getattr(value, name)) for name in names]
+        names: list[str] = value.__tensor_flatten__()[0]
+        return names
+    is_data = is_dataclass(value) and not isinstance(value, type)
+    return [field.name for field in fields(value)] if is_data else []
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -78,7 +77,9 @@ def numbers(tensor: Tensor) -> Tensor | None:
     """Return a view of a tensor's floating-point or complex numbers (of a sparse one, its values);
     None if it has none or no real memory.
     """
-    if tensor.dtype not in _NUMERIC or _pretends(tensor):
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    # packed 4-bit floats (x2) have no NaN
+    if whole or "x2" in str(tensor.dtype) or _pretends(tensor):
         return None
     values = _values(tensor).detach()
     has_any = values.layout == torch.strided and values.numel()
@@ -96,17 +97,16 @@ def extent(values: Tensor) -> tuple[float, float]:
     return low, high
 
 
-def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
+def judge(tensor: Tensor, limit: float = sys.float_info.max) -> Badness:
     """Judge a tensor of any dtype and layout; a finite number beyond `limit` is bad."""
     values = numbers(tensor)
     if values is None:
         return Badness.FINE
     low, high = extent(values)
-    most = min(limit, sys.float_info.max)
     # a NaN fails every comparison
-    if not high <= most:
+    if not high <= limit:
         return Badness.HARD
-    return Badness.FINE if low >= -most else Badness.SOFT
+    return Badness.FINE if low >= -limit else Badness.SOFT
 
 
 def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tuple[int, ...]:
@@ -150,7 +150,8 @@ def absmax(tensor: Tensor) -> float:
 
 
 def _integer_absmax(tensor: Tensor) -> float:
-    if tensor.dtype in _FRACTIONAL or tensor.is_quantized or tensor.is_meta or not tensor.numel():
+    fractional = tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized
+    if fractional or tensor.is_meta or not tensor.numel():
         return 0.0
     return float(tensor.detach().to(torch.float64).abs().max())
 

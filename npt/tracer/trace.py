@@ -225,15 +225,20 @@ def first_fault(
 
 def _with_sample(verdict: Verdict, batch: Any, ids: tuple[str, ...]) -> Verdict:
     """Add the sample that a verdict is about: that of its row, or one of a list."""
-    samples = len(ids)
     row = verdict.row
     if row is not None:
         shape = Tokens(batch).shape
-        known = shape is not None and shape[0] == samples
+        known = shape is not None and shape[0] == len(ids)
         return replace(verdict, sample=ids[row]) if known else verdict
-    tensor = _bad_input(verdict, batch)
-    if tensor is None:
-        return verdict
+    inputs = named_inputs(batch) if verdict.phase == "data" else ()
+    for name, tensor in inputs:
+        if verdict.tensor.startswith(f"{name} ["):
+            return _with_sample_of(verdict, tensor, batch, ids)
+    return verdict
+
+
+def _with_sample_of(verdict: Verdict, tensor: Tensor, batch: Any, ids: tuple[str, ...]) -> Verdict:
+    samples = len(ids)
     number = _number_in_list(tensor, batch, samples)
     if number is not None:
         return replace(verdict, sample=ids[number])
@@ -241,13 +246,6 @@ def _with_sample(verdict: Verdict, batch: Any, ids: tuple[str, ...]) -> Verdict:
         row = verdict.index[0]
         return replace(verdict, row=row, sample=ids[row])
     return verdict
-
-
-def _bad_input(verdict: Verdict, batch: Any) -> Tensor | None:
-    """Return the tensor of the batch that a verdict is about."""
-    inputs = named_inputs(batch) if verdict.phase == "data" else ()
-    bad = (tensor for name, tensor in inputs if verdict.tensor.startswith(f"{name} ["))
-    return next(bad, None)
 
 
 def _number_in_list(tensor: Tensor, batch: Any, count: int) -> int | None:
@@ -319,16 +317,15 @@ class _Tracer:
 
     def _origins(self, ledger: Ledger, sinks: list[Sink]) -> list[tuple[Origin, str]]:
         """Return the origins of what is bad, the first one first, and what each reached."""
-        origins = [(ledger.origin_of(sink.tensor), sink) for sink in sinks if sink.badness]
-        # a mask that an output still shows is no fault
-        faults = [
-            (origin, sink.label)
-            for origin, sink in origins
-            if origin is not None and not (origin.meant and sink.unsure)
-        ]
+        origins = []
+        for sink in filter(lambda sink: sink.badness, sinks):
+            origin = ledger.origin_of(sink.tensor)
+            # a mask that an output still shows is no fault
+            if origin is not None and not (origin.meant and sink.unsure):
+                origins.append((origin, sink.label))
         if math.isfinite(self.limit) and ledger.first is not None:
-            faults.append((ledger.first, f"a value above {self.limit:g}"))
-        return sorted(faults, key=lambda pair: pair[0].number)
+            origins.append((ledger.first, f"a value above {self.limit:g}"))
+        return sorted(origins, key=lambda pair: pair[0].number)
 
     def _explained(self, origin: Origin, origins: list[tuple[Origin, str]]) -> Verdict:
         """Return the verdict on the first of some origins, given with its inputs."""
@@ -491,9 +488,22 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
         outside = (ids < 0) | (ids >= vocabulary)
         if name == "labels":
             outside &= ids != IGNORE_INDEX
-        if bool(outside.any()):
-            tokens = Tokens(batch)
-            return _id_verdict(name, operation, ids, outside, vocabulary, tokens)
+        if not bool(outside.any()):
+            continue
+        index = tuple(outside.nonzero()[0].tolist())
+        found = int(ids[index])
+        number = int(outside.sum())
+        return Verdict(
+            cause="token id",
+            phase="data",
+            operation=operation,
+            index=index,
+            tensor=f"{name} {list(ids.shape)}",
+            value=float(found),
+            reached="nothing, since the lookup was not run",
+            explanation=f"the id {found} is outside [0, {vocabulary}) (ids outside: {number})",
+            **Tokens(batch).locate(tuple(ids.shape), index)._asdict(),
+        )
     return None
 
 
@@ -503,26 +513,6 @@ def _vocabulary(model: nn.Module) -> Any:
     if vocabulary is None:  # a decoder of speech or images has a config of its own
         vocabulary = getattr(getattr(config, "decoder", None), "vocab_size", None)
     return vocabulary
-
-
-def _id_verdict(
-    name: str, operation: str, ids: Tensor, outside: Tensor, vocabulary: int, tokens: Tokens
-) -> Verdict:
-    index = tuple(outside.nonzero()[0].tolist())
-    found = int(ids[index])
-    return Verdict(
-        cause="token id",
-        phase="data",
-        operation=operation,
-        index=index,
-        tensor=f"{name} {list(ids.shape)}",
-        value=float(found),
-        reached="nothing, since the lookup was not run",
-        explanation=(
-            f"the id {found} is outside [0, {vocabulary}) (ids outside: {int(outside.sum())})"
-        ),
-        **tokens.locate(tuple(ids.shape), index)._asdict(),
-    )
 
 
 def _lookups(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, str]:
