@@ -158,6 +158,7 @@ def write_postmortem(
                 moments[f"{key} of {name}"] = value
             else:
                 numbers[f"{key} of {name}"] = _plain(value)
+    # classes of exceptions, by name: a replay refuses the same ones
     settings = _plain_values(vars(guard.settings))
     settings["refuse"] = [kind.__name__ for kind in guard.settings.refuse]
     record = {

@@ -91,8 +91,7 @@ class Replay:
         if kinds != {"data"} and any((*self.findings.values(), *self.trials)):
             return "state"
         phases = {finding.verdict and finding.verdict.phase for finding in self.traces.values()}
-        is_data = self.trials or {"data"} in (kinds, phases)
-        return "data" if is_data else "undecided"
+        return "data" if self.trials or {"data"} in (kinds, phases) else "undecided"
 
     @property
     def reproduced(self) -> bool:
@@ -221,19 +220,19 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
 def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]:
     """Return whether each accepted micro-batch, or all as one window, fails in the same state."""
     postmortem = state.postmortem
+    accepted = postmortem.accepted
     computed = [refusal for refusal in refusals if refusal.kind != "data"]
     if not computed:
         return ()
-    windows = [[stored] for stored in postmortem.accepted]
-    limits = None
+    if all(refusal.micro_batch is None for refusal in computed):
+        if not accepted:
+            return ()
+        limits = postmortem.limits if computed[0].kind == "spike" else None
+        return (bool(state.window(accepted, limits).refused),)
     # the window's other micro-batches did not fail
     refused = {refusal.micro_batch for refusal in refusals} - {None}
     good = len(postmortem.micro_batches) - len(refused)
-    if {refusal.micro_batch for refusal in computed} == {None}:
-        windows = [[*postmortem.accepted]] if windows else []
-        limits = postmortem.limits if computed[0].kind == "spike" else None
-        good = 0
-    trials = [bool(state.window(window, limits).refused) for window in windows]
+    trials = [bool(state.window([stored]).refused) for stored in accepted]
     return (False,) * good + tuple(trials)
 
 

@@ -90,6 +90,7 @@ class PassComparison:
         return held
 
     def _compared_with(self, record: PassRecord) -> Verdict | None:
+        # what it computes by itself: only results that both passes have can be held
         plain = self._pass(self.model).record
         held = _matched(record, plain)
         run = self._pass(self.model, held=held, keep=True)
@@ -100,6 +101,7 @@ class PassComparison:
         shown = run  # a compiled pass shows no operation to perturb
         if _is_compiled(self.model):
             shown = self._pass(self.model, eager=True, held=held, keep=True)
+        # the response to rounding, measured around the results of this pass, not of the reference
         noise = self._pass(
             self.model,
             eager=True,

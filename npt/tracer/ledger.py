@@ -70,8 +70,8 @@ class Ledger(Observer):
         modules: dotted names of modules by id.
         externals: tensors that exist before the pass.
         limit: the magnitude above which finite numbers count as bad.
-        keep: number and output of the operation whose origin, `kept`, keeps its arguments.
-        asked: number of the operation whose inputs' origins are kept in `read_origins`.
+        keep: number and output of the operation whose origin, `kept`, keeps its arguments, and
+            whose inputs' origins are kept in `read_origins`.
         watch: the forward operation to locate as `watched`, after a fault in its backward.
 
     Attributes:
@@ -85,7 +85,6 @@ class Ledger(Observer):
         externals: Iterable[External],
         limit: float = math.inf,
         keep: tuple[int, int] = (-1, -1),
-        asked: int = -1,
         watch: Sequence | None = None,
     ):
         super().__init__(modules)
@@ -97,7 +96,6 @@ class Ledger(Observer):
         # so that an infinity is beyond it
         self._limit = min(limit, sys.float_info.max)
         self._keep = keep
-        self._asked = asked
         self._watch = watch or _NEVER
         self._origins: Memory[tuple[int, Origin]] = Memory()
         self._externals: Memory[External] = Memory()
@@ -133,14 +131,13 @@ class Ledger(Observer):
         return out
 
     def _look_at_inputs(self, call: TorchCall) -> None:
-        """Judge the inputs that the operation will overwrite, and keep inputs if asked."""
+        """Judge the inputs that the operation will overwrite, and keep those of one operation."""
         overwritten = {*map(storage_key, call.written.values())} - {0}  # 0: no memory
         for _, tensor in call.read if overwritten else ():
             if storage_key(tensor) in overwritten:
                 call.replaced[id(tensor)] = judge(tensor, self._limit)
         if call.number == self._keep[0]:
             self._inputs = self._copied(call)
-        if call.number == self._asked:
             self.read_origins = {label: self.origin_of(tensor) for label, tensor in call.read}
 
     def _copied(self, call: TorchCall) -> list[tuple[str, Tensor]]:

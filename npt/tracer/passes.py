@@ -207,7 +207,6 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
         ConfigError: the pass wrote to a weight.
     """
     writes = _writes(model)
-    inputs = (t for _, t in tensors_in(batch) if t.is_leaf and t.requires_grad)
     with ExitStack() as after, kept_random_state():
         after.callback(torch.clear_autocast_cache)
         after.callback(random.setstate, random.getstate())
@@ -224,7 +223,7 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
             torch.enable_grad(),
             torch.autograd.set_detect_anomaly(False),
         ):
-            for leaf in (*model.parameters(), *inputs):
+            for _, leaf in (*model.named_parameters(), *_leaves(model, batch)):
                 after.callback(setattr, leaf, "grad", leaf.grad)
                 # a bad gradient from before would not have its origin in this pass
                 leaf.grad = None

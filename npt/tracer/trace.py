@@ -24,7 +24,6 @@ from npt.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
 from npt.hooks import unfused
 from npt.tracer import rules
-from npt.tracer.against import PassComparison
 from npt.tracer.ledger import Ledger, OnePass
 from npt.tracer.mask_check import mask_check
 from npt.tracer.operations import External, Origin
@@ -186,6 +185,9 @@ def trace(
     if verdict is not None:
         return verdict
     if against is not None:
+        # imported late: no NaN is found by it
+        from npt.tracer.against import PassComparison
+
         return PassComparison(model, batch, run, against).verdict()
     unpadded = run is None
     if unpadded:
@@ -209,17 +211,14 @@ def trace(
     return verdict or next(iter(masks), None)
 
 
-def first_fault(
-    model: nn.Module, batch: Any, run: Run, ids: tuple[str, ...], *, exploded: bool
-) -> Verdict | None:
-    """Return the operation that made the first NaN or Inf of a micro-batch of samples with `ids`.
+def first_fault(model: nn.Module, batch: Any, run: Run, ids: tuple[str, ...]) -> Verdict | None:
+    """Return the operation that made the first NaN or Inf of a refused micro-batch of samples with
+    `ids`.
 
-    If it was refused (`exploded`) although every number is finite, trace the first one above
-    `EXPLOSION`, since a norm overflows before its elements do.
+    If every number is finite, trace the first one above `EXPLOSION`, since a norm overflows before
+    its elements do.
     """
-    verdict = trace(model, batch, run=run)
-    if verdict is None and exploded:
-        verdict = trace(model, batch, run=run, limit=EXPLOSION)
+    verdict = trace(model, batch, run=run) or trace(model, batch, run=run, limit=EXPLOSION)
     return verdict and _with_sample(verdict, batch, ids)
 
 
@@ -242,10 +241,9 @@ def _with_sample_of(verdict: Verdict, tensor: Tensor, batch: Any, ids: tuple[str
     number = _number_in_list(tensor, batch, samples)
     if number is not None:
         return replace(verdict, sample=ids[number])
-    if tensor.shape[:1] == (samples,) and samples not in tensor.shape[1:]:
-        row = verdict.index[0]
-        return replace(verdict, row=row, sample=ids[row])
-    return verdict
+    if tensor.shape[:1] != (samples,) or samples in tensor.shape[1:]:
+        return verdict
+    return replace(verdict, row=verdict.index[0], sample=ids[verdict.index[0]])
 
 
 def _number_in_list(tensor: Tensor, batch: Any, count: int) -> int | None:
@@ -311,8 +309,7 @@ class _Tracer:
         origin, label = origins[0]
         if origin.inputs or origin.external is not None:
             return self._explained(origin, origins)
-        explanation = f"{origin} gave {origin.value:g}"
-        reason = rules.Reason("unknown", explanation)
+        reason = rules.Reason("unknown", f"{origin} gave {origin.value:g}")
         return self._verdict_on(origin, reason, label)
 
     def _origins(self, ledger: Ledger, sinks: list[Sink]) -> list[tuple[Origin, str]]:
@@ -372,7 +369,8 @@ class _Tracer:
         if size <= rules.HUGE:
             return None
         limit = math.sqrt(size)
-        start = self._pass(limit=limit, asked=origin.number)[0].read_origins.get(label)
+        keep = (origin.number, origin.output)
+        start = self._pass(limit=limit, keep=keep)[0].read_origins.get(label)
         if start is not None and start.sequence is not None:
             start = self._close_up(start, limit)
         return None if start is None else (start, limit)
@@ -464,9 +462,8 @@ def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield External(plain_name(name), "state", buffer.detach())
     for name, tensor in named_inputs(batch):
-        # a number for each sample, such as an advantage
-        no_mask = tensor.ndim < 2 and "mask" not in name
-        yield External(name, "data", tensor.detach(), no_mask)
+        # a number for each sample, such as an advantage, is no mask
+        yield External(name, "data", tensor.detach(), tensor.ndim < 2 and "mask" not in name)
 
 
 def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
