@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -30,12 +31,13 @@ from npt.errors import BundleError, ConfigError, NPTError, is_out_of_memory
 from npt.files import new_folder, write_json
 from npt.guard.forensics import StoredMicroBatch
 from npt.guard.outcome import Outcome, Refusal
+from npt.guard.settings import GuardSettings
+from npt.guard.update import GuardedUpdate
+from npt.guard.watching import Forensics
+from npt.guard.window import GradientWindow
 from npt.manifest import POSTMORTEM, verify_checkpoint, write_manifest
 from npt.stored import check_entries, read_headers, read_json, read_tensors, require_file, shown
 from npt.versions import versions
-
-if TYPE_CHECKING:
-    from npt.guard.guard import Guard
 
 VERSION = 4
 WINDOW = "window.safetensors"
@@ -103,9 +105,20 @@ class Postmortem:
         return refusals
 
 
+class StoppedGuard(Protocol):
+    """The parts of a guard that its post-mortem describes."""
+
+    settings: GuardSettings
+    window: GradientWindow
+    update: GuardedUpdate
+    forensics: Forensics
+    refusals: deque[tuple[int, Refusal]]
+    history: deque[dict[str, object]]
+
+
 def write_postmortem(
     folder: str | Path,
-    guard: Guard[Any],
+    guard: StoppedGuard,
     outcome: Outcome,
     reason: str,
     step: int,
@@ -145,6 +158,7 @@ def write_postmortem(
                 moments[f"{key} of {name}"] = value
             else:
                 numbers[f"{key} of {name}"] = _plain(value)
+    # classes of exceptions, by name: a replay refuses the same ones
     settings = _plain_values(vars(guard.settings))
     settings["refuse"] = [kind.__name__ for kind in guard.settings.refuse]
     record = {
@@ -155,7 +169,7 @@ def write_postmortem(
         "refusals": [{"window": index, **r.as_dict()} for index, r in guard.refusals],
         "micro_batches": _entries("refused", refused, window),
         "accepted": _entries("accepted", accepted, window),
-        "findings": [finding.as_dict() for finding in guard.findings],
+        "findings": [finding.as_dict() for finding in guard.forensics.findings],
         "history": list(guard.history),
         "moments": numbers,
         "optimizer": type(guard.update.optimizer).__name__,
@@ -189,34 +203,36 @@ def read_postmortem(folder: str | Path) -> Postmortem:
     path = folder / POSTMORTEM
     require_file(path, "pass a complete folder postmortem/step-XXXXXXXX", BundleError)
     record = read_json(path, BundleError)
-    # the first version called its number `format`
-    if (version := record.get("version", record.get("format"))) != VERSION:
-        stored = record.get("versions")
-        writer = stored.get("npt") if isinstance(stored, dict) else None
+    version = record.get("version")
+    if version != VERSION:
+        written = record.get("versions")
+        writer = f" ({shown(written.get('npt'))})" if isinstance(written, dict) else ""
         has = "no format version" if version is None else f"format version {shown(version)}"
-        number = "" if writer is None else f" ({shown(writer)})"  # the first ones do not say
         raise BundleError(
             f"{path} has {has}, but this npt reads {VERSION}; replay it with the npt that wrote"
-            f" it{number}"
+            f" it{writer}"
         )
     check_entries(path, "", record, _ENTRIES, BundleError)
     # before any tensor is read: safetensors detects no flipped bit
     verify_checkpoint(folder)
     window = _tensors(folder / WINDOW)
-    moments = _tensors(folder / MOMENTS)
     weights = _tensors(folder / WEIGHTS)
     with well_formed(path):
         refused = tuple(_micro_batch(entry, window) for entry in record["micro_batches"])
         accepted = tuple(_micro_batch(entry, window) for entry in record["accepted"])
         limits = record["spike_limits"]
-        if limits is not None:  # an infinite limit is null in JSON
-            loss, norm = (math.inf if limit is None else float(limit) for limit in limits)
+        if limits is not None:
+            loss, norm = map(_limit, limits)
             limits = loss, norm
     if not refused:
         raise BundleError(f"{path} has no refused micro-batch; restore it from the original")
-    return Postmortem(
-        folder, refused, accepted, weights, {**record["moments"], **moments}, limits, record
-    )
+    moments = {**record["moments"], **_tensors(folder / MOMENTS)}
+    return Postmortem(folder, refused, accepted, weights, moments, limits, record)
+
+
+def _limit(limit: Any) -> float:
+    # an infinite limit is null in JSON
+    return math.inf if limit is None else float(limit)
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,16 +85,13 @@ class Replay:
     @property
     def classification(self) -> Classification:
         """The kind of fault, as described in `replay`."""
-        if not self.refusals:
+        kinds = {refusal.kind for refusal in self.refusals}
+        if not kinds:
             return "transient"
-        if all(refusal.kind == "data" for refusal in self.refusals):
-            return "data"
-        if any(self.findings.values()) or any(self.trials):
+        if kinds != {"data"} and any((*self.findings.values(), *self.trials)):
             return "state"
-        if self.trials:
-            return "data"
         phases = {finding.verdict and finding.verdict.phase for finding in self.traces.values()}
-        return "data" if phases == {"data"} else "undecided"
+        return "data" if self.trials or {"data"} in (kinds, phases) else "undecided"
 
     @property
     def reproduced(self) -> bool:
@@ -142,25 +140,32 @@ class Replay:
             *(f"replayed: {refusal}" for refusal in self.refusals or ("no refusal",)),
             "reproduced" if self.reproduced else "not reproduced",
             "",
+            f"verdict: {self.classification}. {self._reason}",
+            *(f"  {name}: {message}" for name, message in self.findings.items() if message),
         ]
-        reason = _REASONS.get(self.classification, "No batch can succeed in this state.")
-        if self.trials:
-            reason = (
-                f"{sum(self.trials)} of {len(self.trials)} accepted micro-batches fail in the same"
-                " state."
-            )
-        lines.append(f"verdict: {self.classification}. {reason}")
-        lines += [f"  {name}: {message}" for name, message in self.findings.items() if message]
         for index, finding in self.traces.items():
-            samples = ", ".join(postmortem.micro_batches[index].sample_ids)
-            named = f" (samples {samples})" if samples else ""
-            lines += ["", f"micro-batch {index}{named}:"]
+            named = _samples(postmortem.micro_batches[index].sample_ids)
+            lines += ["", f"micro-batch {index}{named and f' ({named})'}:"]
             lines += [f"  {line}" for line in finding.told.splitlines()]
         # each once, in the order of the refusals
-        names = dict.fromkeys(name for refusal in self.refusals for name in refusal.sample_ids)
-        samples = f"samples {', '.join(names)}" if names else "the samples of this window"
-        remedy = _REMEDIES[self.classification].format(samples)
+        names = dict.fromkeys(chain(*(refusal.sample_ids for refusal in self.refusals)))
+        remedy = _REMEDIES[self.classification]
+        remedy = remedy.format(_samples(names) or "the samples of this window")
         return printable_lines([*lines, "", f"what to do: {remedy}"])
+
+    @property
+    def _reason(self) -> str:
+        if not self.trials:
+            return _REASONS.get(self.classification, "No batch can succeed in this state.")
+        return (
+            f"{sum(self.trials)} of {len(self.trials)} accepted micro-batches fail in the same"
+            " state."
+        )
+
+
+def _samples(names: Iterable[str]) -> str:
+    text = ", ".join(names)
+    return text and f"samples {text}"
 
 
 def replay(folder: str | Path, model: nn.Module, loss: Loss | None = None) -> Replay:
@@ -225,12 +230,10 @@ def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]
         limits = postmortem.limits if computed[0].kind == "spike" else None
         return (bool(state.window(accepted, limits).refused),)
     # the window's other micro-batches did not fail
-    refused = {refusal.micro_batch for refusal in refusals if refusal.micro_batch is not None}
-    trials = [False] * (len(postmortem.micro_batches) - len(refused))
-    for stored in accepted:
-        outcome = state.window([stored])
-        trials.append(bool(outcome.refused))
-    return tuple(trials)
+    refused = {refusal.micro_batch for refusal in refusals} - {None}
+    good = len(postmortem.micro_batches) - len(refused)
+    trials = [bool(state.window([stored]).refused) for stored in accepted]
+    return (False,) * good + tuple(trials)
 
 
 class StoredState:
@@ -245,14 +248,14 @@ class StoredState:
         self.model = model
         self.loss = loss
         named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-        shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        self.weights = {plain_name(name): weight for name, weight in postmortem.weights.items()}
+        self.weights = postmortem.weights
         for name, weight in self.weights.items():
             shape = tuple(weight.shape)
-            if shapes.get(name) != shape:
+            found = tuple(named[name].shape) if name in named else "none"
+            if found != shape:
                 raise BundleError(
                     f"{postmortem.folder} has {name} of shape {shape}, but the model has"
-                    f" {shapes.get(name, 'none')}; pass the model that was trained"
+                    f" {found}; pass the model that was trained"
                 )
         self.parameters = {name: named[name] for name in self.weights}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -285,12 +288,12 @@ class StoredState:
                 # with its inputs and a way to run it again, so that a refusal can be traced
                 with guard.micro_batch(stored.tokens, ids, stored.inputs, run) as micro:
                     result = run()
-                    micro.loss = loss_in(result)
-                    micro.tokens = getattr(result, "tokens", stored.tokens)
-                    if micro.loss is None:
+                    loss = loss_in(result)
+                    if loss is None:
                         raise ConfigError(f"the model returns no loss: pass one {_WITH_LOSS}")
-                    if isinstance(micro.loss, Tensor) and micro.loss.requires_grad:
-                        differentiate(micro.loss)
+                    micro.loss = loss
+                    micro.tokens = getattr(result, "tokens", stored.tokens)
+                    differentiate(loss)
             outcome: Outcome = guard.step()
         buffers.settle(None)
         return outcome
@@ -356,20 +359,25 @@ class StoredState:
         made = getattr(torch.optim, record["optimizer"], None)
         if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
             return torch.optim.SGD(self.parameters.values(), lr=0.0)
+        # an optimizer's state dict numbers the parameters through all groups
         places: dict[str, int] = {}
         groups = []
         parameters = []
         for group in record["groups"]:
-            names = [plain_name(name) for name in group["params"]]
+            names = group["params"]
             parameters.append({"params": [self.parameters[name] for name in names]})
-            # an optimizer's state dict numbers the parameters through all groups
             places |= {name: place for place, name in enumerate(names, len(places))}
             groups.append({**group, "params": [places[name] for name in names]})
+        optimizer: torch.optim.Optimizer = made(parameters)  # type: ignore[call-arg]
+        state = self._state(places, any(group.get("fused") for group in groups))
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return optimizer
+
+    def _state(self, places: Mapping[str, int], fused: bool) -> dict[int, dict[str, Any]]:
+        """Return the optimizer's state by the places of the parameters."""
         state: dict[int, dict[str, Any]] = {}
-        fused = any(group.get("fused") for group in groups)
         for name, value in self.postmortem.moments.items():
             key, _, parameter = name.partition(" of ")
-            parameter = plain_name(parameter)
             shape = torch.Size([]) if key == "step" else self.weights[parameter].shape
             # a fused kernel reads and writes beyond the end of one that is too small
             if fused and getattr(value, "shape", None) != shape:
@@ -378,6 +386,4 @@ class StoredState:
             if isinstance(value, Tensor):
                 value = value.clone()
             state.setdefault(places[parameter], {})[key] = value
-        optimizer: torch.optim.Optimizer = made(parameters)  # type: ignore[call-arg]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-        return optimizer
+        return state

@@ -148,8 +148,8 @@ class StudentPostmortem:
                 )
         attach(model, self.adapter)
         tensors = adapter_tensors(model)
-        for name, values in self.entry["fixed"].items():
-            tensors[name].copy_(torch.tensor(values))
+        for fixed, values in self.entry["fixed"].items():
+            tensors[fixed].copy_(torch.tensor(values))
         set_deterministic(model, self.config.deterministic)
         return model.eval(), teacher
 
@@ -169,7 +169,6 @@ def read_student(folder: str | Path) -> StudentPostmortem:
             f"{path} is from your own guarded loop; replay it in Python:"
             f" print(npt.guard.replay({str(postmortem.folder)!r}, model))"
         )
-    entry = {"fixed": {}, **entry}  # missing in earlier versions
     check_entries(path, "student.", entry, _STUDENT, BundleError)
     if not postmortem.weights:
         raise BundleError(f"{path} has no weights: {postmortem.record['reason']}")
@@ -179,10 +178,9 @@ def read_student(folder: str | Path) -> StudentPostmortem:
         recipe = Recipe.of_record(entry)
         if recipe is None:
             raise ValueError("npt.load_base cannot load a base like this one")
-        # bundles older than this setting come from deterministic runs
-        settings = {"deterministic": True, **entry["settings"]}
-        config = TrainConfig(**{f.name: settings[f.name] for f in fields(TrainConfig)})
-        return StudentPostmortem(postmortem, entry, recipe, NPTConfig(**entry["adapter"]), config)
+        settings = {f.name: entry["settings"][f.name] for f in fields(TrainConfig)}
+        adapter = NPTConfig(**entry["adapter"])
+        return StudentPostmortem(postmortem, entry, recipe, adapter, TrainConfig(**settings))
 
 
 def _check_rows(inputs: Mapping[str, Any], size: int) -> None:

@@ -144,7 +144,7 @@ def traced(model: nn.Module, stored: StoredMicroBatch) -> Finding:
 
         with kept_random_state():
             set_random_state(stored.random)
-            verdict = first_fault(model, inputs, compute, refusal.sample_ids, exploded=True)
+            verdict = first_fault(model, inputs, compute, refusal.sample_ids)
     except Exception as error:  # a failed diagnosis must not end the run
         return Finding(refusal, None, f"the tracer failed with {type(error).__name__}: {error}")
     raised = raised and f"the micro-batch raises the same again: {raised}"

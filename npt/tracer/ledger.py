@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from npt.tracer.operations import (
     BLANK,
     CONSTANTS,
+    MASKING,
     REPLACING,
     WRITERS,
     External,
@@ -38,11 +39,14 @@ from npt.tracer.tensors import (
     first_bad,
     judge,
     looks_like_a_mask,
+    nears_minimum,
     numbers,
     storage_key,
 )
 from npt.tracer.verdict import Phase
 
+# No operation comes after it.
+_NEVER = (False, sys.maxsize)
 _ORIGINS_KEPT = 8
 """How many origins are kept, oldest first, of a tensor that is bad for several reasons."""
 
@@ -54,8 +58,8 @@ class Location(NamedTuple):
 
     phase: Phase
     place: Place
-    node: str
-    sequence: Sequence | None
+    node: str = ""
+    sequence: Sequence | None = None
 
 
 class Ledger(Observer):
@@ -66,8 +70,8 @@ class Ledger(Observer):
         modules: dotted names of modules by id.
         externals: tensors that exist before the pass.
         limit: the magnitude above which finite numbers count as bad.
-        keep: number and output of the operation whose origin, `kept`, keeps its arguments.
-        asked: number of the operation whose inputs' origins are kept in `read_origins`.
+        keep: number and output of the operation whose origin, `kept`, keeps its arguments, and
+            whose inputs' origins are kept in `read_origins`.
         watch: the forward operation to locate as `watched`, after a fault in its backward.
 
     Attributes:
@@ -80,20 +84,19 @@ class Ledger(Observer):
         modules: Mapping[int, str],
         externals: Iterable[External],
         limit: float = math.inf,
-        keep: tuple[int, int] | None = None,
-        asked: int | None = None,
+        keep: tuple[int, int] = (-1, -1),
         watch: Sequence | None = None,
     ):
         super().__init__(modules)
         self.first: Origin | None = None
         self.kept: Origin | None = None
         self.read_origins: dict[str, Origin | None] = {}
-        self.watched: Location | None = None
+        self.watched = Location("forward", Place())
         self.hid = False
-        self._limit = limit
+        # so that an infinity is beyond it
+        self._limit = min(limit, sys.float_info.max)
         self._keep = keep
-        self._asked = asked
-        self._watch = watch
+        self._watch = watch or _NEVER
         self._origins: Memory[tuple[int, Origin]] = Memory()
         self._externals: Memory[External] = Memory()
         for external in externals:
@@ -111,48 +114,50 @@ class Ledger(Observer):
 
     def run(self, call: TorchCall, func: Any, args: Any, kwargs: Any) -> Any:
         away, now = self.clock()
-        watch = self._watch if self.watched is None else None
         self._look_at_inputs(call)
         out = func(*args, **kwargs)
         results = call.results(out)
         # the operation whose graph node came after the watched one's
-        if watch is not None and away == watch[0] and now > watch[1]:
+        if away == self._watch[0] and now > self._watch[1]:
+            self._watch = _NEVER
             self.watched = self._location(call.node)
-            self.hid = any(judge(t, self._limit) != Badness.FINE for t in results)
+            self.hid = any(judge(result, self._limit) for result in results)
         if call.name in BLANK:
-            for tensor in results:
-                key = storage_key(tensor)
-                if key:
-                    self._blank[key] = StorageWeakRef(tensor.untyped_storage())
-            return out
-        if call.is_view and not call.written and call.name != "lift_fresh":
-            return out
-        for position, result in enumerate(call.judged(results)):
-            badness = judge(result, self._limit)
-            if badness != Badness.FINE:
-                self._account(call, position, result, badness)
-            elif call.written:
-                self._origins.forget(result)
-            if call.written:
-                self._blank.pop(storage_key(result), None)
+            owned = {storage_key(t): t.untyped_storage() for t in results if storage_key(t)}
+            self._blank |= {key: StorageWeakRef(storage) for key, storage in owned.items()}
+        elif call.written or not call.is_view or call.name == "lift_fresh":
+            for position, result in enumerate(results):
+                self._judge(call, position, result)
         return out
 
     def _look_at_inputs(self, call: TorchCall) -> None:
-        """Judge the inputs that the operation will overwrite, and keep inputs if asked."""
-        overwritten = {storage_key(tensor) for tensor in call.written} - {0}  # 0: no memory
-        if overwritten:
-            for _, tensor in call.read:
-                if storage_key(tensor) in overwritten:
-                    call.replaced[id(tensor)] = judge(tensor, self._limit)
-        if self._keep is not None and call.number == self._keep[0]:
-            for label, tensor in call.read:
-                kept = tensor.detach()
-                if not self._externals.of(tensor):
-                    # later operations may overwrite it
-                    kept = kept.clone()
-                self._inputs.append((label, kept))
-        if call.number == self._asked:
+        """Judge the inputs that the operation will overwrite, and keep those of one operation."""
+        overwritten = {*map(storage_key, call.written.values())} - {0}  # 0: no memory
+        for _, tensor in call.read if overwritten else ():
+            if storage_key(tensor) in overwritten:
+                call.replaced[id(tensor)] = judge(tensor, self._limit)
+        if call.number == self._keep[0]:
+            self._inputs = self._copied(call)
             self.read_origins = {label: self.origin_of(tensor) for label, tensor in call.read}
+
+    def _copied(self, call: TorchCall) -> list[tuple[str, Tensor]]:
+        """Return an operation's inputs, copied if later operations may overwrite them."""
+        inputs = []
+        for label, tensor in call.read:
+            kept = tensor.detach()
+            if not self._externals.of(tensor):
+                kept = kept.clone()
+            inputs.append((label, kept))
+        return inputs
+
+    def _judge(self, call: TorchCall, position: int, result: Tensor) -> None:
+        badness = judge(result, self._limit)
+        if badness:
+            self._account(call, position, result, badness)
+        elif call.written:
+            self._origins.forget(result)
+        if call.written:
+            self._blank.pop(storage_key(result), None)
 
     def _account(self, call: TorchCall, position: int, result: Tensor, badness: Badness) -> None:
         """Give a bad result its origin: the origin of a bad input, or else a new one."""
@@ -160,10 +165,7 @@ class Ledger(Observer):
         if call.written:
             self._origins.forget(result)
         if inherited:
-            inherited.sort(key=lambda item: (item[0], item[1].number))
-            least = inherited[0][0]
-            for rank, origin in inherited[:_ORIGINS_KEPT]:
-                self._origins.add(result, (rank - least, origin))
+            self._pass_on(result, inherited)
             return
         blank = call.written and self._is_blank(result) and call.name not in REPLACING
         if badness == Badness.HARD and blank:
@@ -183,6 +185,13 @@ class Ledger(Observer):
         if not meant:
             self._note(origin, call)
 
+    def _pass_on(self, result: Tensor, inherited: list[tuple[int, Origin]]) -> None:
+        """Give a result the origins of its inputs, the most certain ones first."""
+        inherited.sort(key=lambda item: (item[0], item[1].number))
+        least = inherited[0][0]
+        for rank, origin in inherited[:_ORIGINS_KEPT]:
+            self._origins.add(result, (rank - least, origin))
+
     def _inherited(
         self, call: TorchCall, result: Tensor, badness: Badness
     ) -> tuple[list[tuple[int, Origin]], Origin | None, bool]:
@@ -191,25 +200,11 @@ class Ledger(Observer):
         mask: Origin | None = None
         masks = False
         selects = call.name in WRITERS
-        for label, tensor in call.read:
-            # what has been overwritten was judged before
-            was = call.replaced.get(id(tensor))
-            if was is None:
-                was = judge(tensor, self._limit)
-            if was == Badness.FINE:
-                continue
-            if call.writes(tensor) and self._is_blank(tensor):
-                continue
-            soft = was == Badness.SOFT
+        for label, tensor, was in self._bad_inputs(call):
+            masks |= was == Badness.SOFT
             origins = self._origins.of(tensor)
-            if not origins:
-                if soft and not self._is_no_mask(tensor) and looks_like_a_mask(tensor):
-                    masks = True
-                    continue
-                if tensor.ndim == 0 and not self._externals.of(tensor):
-                    continue  # a constant from before the pass counts like one made in it
+            if not origins and not self._is_given(tensor, was):
                 origins = [(0, self._from_outside(call, label, was, result, badness))]
-            masks |= soft
             for rank, origin in origins:
                 if origin.meant:
                     mask = mask or origin
@@ -219,6 +214,24 @@ class Ledger(Observer):
                     rank = max(rank, int(was < badness))
                     inherited.append((rank, origin))
         return inherited, mask, masks
+
+    def _bad_inputs(self, call: TorchCall) -> Iterator[tuple[str, Tensor, Badness]]:
+        """Yield the bad inputs, but not uninitialised memory that the operation writes to."""
+        for label, tensor in call.read:
+            # what has been overwritten was judged before
+            was = call.replaced.get(id(tensor))
+            if was is None:
+                was = judge(tensor, self._limit)
+            if was and not (call.writes(tensor) and self._is_blank(tensor)):
+                yield label, tensor, was
+
+    def _is_given(self, tensor: Tensor, badness: Badness) -> bool:
+        """Tell if a bad tensor without origin is a mask or a constant from before the pass, which
+        counts like one made in it.
+        """
+        if badness == Badness.SOFT and not self._is_no_mask(tensor):
+            return looks_like_a_mask(tensor)
+        return tensor.ndim == 0 and not self._externals.of(tensor)
 
     def _origin(
         self, call: TorchCall, result: Tensor, position: int, index: tuple[int, ...]
@@ -251,11 +264,11 @@ class Ledger(Observer):
 
     def _location(self, node: Any) -> Location:
         stack = read_stack(sys._getframe(), self.modules)
-        if node is None:
-            return Location("forward", stack.place, "", None)
-        if stack.recomputing:
-            return Location("recomputation", stack.place, "", None)
         place = stack.place
+        if node is None:
+            return Location("forward", place)
+        if stack.recomputing:
+            return Location("recomputation", place)
         name = ""
         if not stack.user_code:
             # a function of torch's own has no place in the user's code
@@ -309,15 +322,12 @@ class Ledger(Observer):
         """Tell if a -Inf comes from a mask in another dtype, or from a number in the code that is
         beyond the limit, as in (1 - mask) * -1e9.
         """
-        maybe = [tensor for _, tensor in call.read if not self._is_no_mask(tensor)]
-        if call.made_of_masks(maybe):
+        maybe = (tensor for _, tensor in call.read if not self._is_no_mask(tensor))
+        if call.name in MASKING and any(map(nears_minimum, maybe)):
             return True
-        constants = list(call.constants.values())
-        for _, tensor in call.read:
-            scalar = tensor.ndim == 0 and numbers(tensor) is not None
-            if scalar and not self._externals.of(tensor):
-                constants.append(element(tensor, ()))
-        return min(constants, default=0.0) < -self._limit or -math.inf in constants
+        scalars = [t for _, t in call.read if t.ndim == 0 and not self._externals.of(t)]
+        given = [element(scalar, ()) for scalar in scalars if numbers(scalar) is not None]
+        return any(number < -self._limit for number in (*call.constants.values(), *given))
 
     def _is_blank(self, tensor: Tensor) -> bool:
         reference = self._blank.get(storage_key(tensor))
@@ -360,15 +370,14 @@ class OnePass(Ledger):
 
     def _note(self, origin: Origin, call: TorchCall) -> None:
         super()._note(origin, call)
-        if origin.sequence is not None:
-            forward = self._places.get(origin.sequence, Place())
-            origin.place = origin.place.completed_by(forward)
-            origin.hid = origin.sequence in self._bad
+        forward = self._places.get(origin.sequence, Place())
+        origin.place = origin.place.completed_by(forward)
+        origin.hid = origin.sequence in self._bad
         # what the operation has overwritten is lost
         lost = any(call.writes(tensor) for _, tensor in call.read)
         if self._noted < _ORIGINS_KEPT and not lost:
             self._noted += 1
-            self._inputs = [(label, t.detach().clone()) for label, t in call.read]
+            self._inputs = self._copied(call)
             self._give_inputs(origin, call)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.hooks import only_looks
-from npt.tracer.source_location import Tokens, layer_of
+from npt.tracer.source_location import Tokens, layer_of, plain_name
 from npt.tracer.tensors import described
 from npt.tracer.verdict import Verdict
 from npt.tracer.watchdogs import BadNumber
@@ -89,23 +89,18 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
 
     def check(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
-        if verdicts or not isinstance(mask, Tensor):
-            return
-        usual = mask.dtype == torch.bool or mask.is_floating_point()
-        if not usual or mask.ndim != 4 or not mask.numel():
-            return
         # every layer gets the same one
-        if any(reference() is mask for reference in seen):
+        known = any(reference() is mask for reference in seen)
+        if verdicts or known or not isinstance(mask, Tensor):
             return
         seen.append(weakref.ref(mask))
-        fault = _fault_of(mask.detach(), valid)
-        if fault is not None:
+        if fault := _fault_of(mask.detach(), valid):
             verdicts.append(_verdict(fault, name, mask, tokens))
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # which has no hooks
-                hook = only_looks(partial(check, name))
+                hook = only_looks(partial(check, plain_name(name)))
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                 hooks.callback(handle.remove)
         yield verdicts
@@ -113,6 +108,9 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
 
 def _fault_of(mask: Tensor, valid: Tensor | None) -> BadNumber | None:
     """Return a mask's fault; None also if the valid queries are unknown."""
+    usual = mask.dtype == torch.bool or mask.is_floating_point()
+    if not usual or mask.ndim != 4 or not mask.numel():
+        return None
     rows, _, queries, keys = mask.shape
     square = keys == queries
     if valid is None and square:
@@ -146,5 +144,5 @@ def _verdict(fault: BadNumber, module: str, mask: Tensor, tokens: Tokens) -> Ver
         explanation=fault.message,
         row=row,
         token=token,
-        sample=tokens.samples[row] if row < len(tokens.samples) else None,
+        sample=tokens.sample_of(row),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npt.tracer.source_location import Place, read_stack
-from npt.tracer.tensors import Badness, extent, numbers, tensors_in
+from npt.tracer.tensors import Badness, tensors_in
 from npt.tracer.verdict import Phase
 
 
@@ -36,6 +36,8 @@ BLANK = names(
 REPLACING = names(
     "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_"
 )
+# These may carry a mask near the dtype's minimum beyond it.
+MASKING = names("add add_ sub _to_copy to mul")
 # Outputs after the first are bookkeeping, with -Inf for a row without keys.
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 
@@ -117,7 +119,7 @@ class TorchCall:
 
     Attributes:
         read: the tensors that it reads, with argument names.
-        written: the tensors that it writes to.
+        written: the tensors that it writes to, by id.
         replaced: by id, how bad a tensor was that it reads and overwrites.
     """
 
@@ -127,35 +129,19 @@ class TorchCall:
     is_view: bool = False
     pointwise: bool = False
     read: list[tuple[str, Tensor]] = field(default_factory=list)
-    written: list[Tensor] = field(default_factory=list)
+    written: dict[int, Tensor] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)
     replaced: dict[int, Badness] = field(default_factory=dict)
 
     def writes(self, tensor: Tensor) -> bool:
-        return any(tensor is written for written in self.written)
+        return id(tensor) in self.written
 
     def results(self, out: Any) -> list[Tensor]:
-        """Return the tensors that it wrote to, and the others in its output."""
-        return [*self.written, *(t for _, t in tensors_in(out) if not self.writes(t))]
-
-    def judged(self, results: list[Tensor]) -> list[Tensor]:
-        """Return the results that count: for attention, the first."""
-        return results[:1] if self.name.startswith(_ATTENTION) else results
-
-    def made_of_masks(self, inputs: Iterable[Tensor]) -> bool:
-        """Tell if its -Inf comes from adding or casting a mask near the dtype's minimum, among
-        these of its inputs.
-        """
-        if self.name not in ("add", "add_", "sub", "_to_copy", "to", "mul"):
-            return False
-        for tensor in inputs:
-            values = numbers(tensor)
-            if values is None or tensor.dtype.itemsize == 1 or tensor.is_complex():
-                continue
-            lowest, _ = extent(values)
-            if lowest <= 0.5 * torch.finfo(tensor.dtype).min:
-                return True
-        return False
+        """Return the tensors that it wrote to, and the others in its output that count."""
+        others = [tensor for _, tensor in tensors_in(out) if not self.writes(tensor)]
+        if self.name.startswith(_ATTENTION):
+            others = others[:1]
+        return [*self.written.values(), *others]
 
 
 def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchCall:
@@ -167,19 +153,19 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     name = func._schema.name.split("::")[-1]
     call = TorchCall(number, name, node, func.is_view, torch.Tag.pointwise in func.tags)
     declared = func._schema.arguments
-    named = list(zip(declared, args, strict=False))
-    for argument in declared:
-        if argument.name in kwargs:
-            named.append((argument, kwargs[argument.name]))
-    for argument, value in named:
-        if isinstance(value, int | float) and not isinstance(value, bool):
+    by_name = [kwargs.get(argument.name) for argument in declared[len(args) :]]
+    for argument, value in zip(declared, [*args, *by_name], strict=True):
+        if type(value) in (int, float):
             call.constants[argument.name] = value
+            continue
         if name == "_ctc_loss" and isinstance(value, list):
             value = torch.tensor(value)  # lengths, which may be given in a tensor too
-        tensors = list(tensors_in(value, argument.name))
+        tensors = [(argument.name, value)]
+        if not isinstance(value, Tensor):
+            tensors = list(tensors_in(value, argument.name))
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes:
-            call.written += [tensor for _, tensor in tensors]
+            call.written |= {id(tensor): tensor for _, tensor in tensors}
         # an `out` argument is overwritten unread
         unread = writes and (argument.kwarg_only or name in REPLACING)
         if not unread and name != "lift_fresh":

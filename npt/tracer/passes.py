@@ -6,8 +6,10 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from npt.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError, kind_of
 from npt.random_state import kept_random_state
+from npt.tracer.source_location import plain_name
 from npt.tracer.tensors import Badness, judge, tensors_in
 
 Run = Callable[[], Any]
@@ -33,32 +36,51 @@ class Sink:
     label: str
     tensor: Tensor
 
+    @cached_property
+    def badness(self) -> Badness:
+        return judge(self.tensor)
+
     @property
     def bad(self) -> bool:
-        return judge(self.tensor) != Badness.FINE and not self.unsure
+        return bool(self.badness) and not self.unsure
 
     @property
     def unsure(self) -> bool:
         """Tell if it may be a mask, which only a ledger can judge."""
-        return self.label.startswith("output") and judge(self.tensor) == Badness.SOFT
+        return self.label.startswith("output") and self.badness == Badness.SOFT
+
+
+def names_of_modules(model: nn.Module) -> dict[int, str]:
+    """Return the names of a model's modules by id, without what torch.compile adds to them."""
+    return {id(module): plain_name(name) for name, module in model.named_modules()}
 
 
 def default_run(model: nn.Module, batch: Any) -> Run:
     if isinstance(batch, Batch):
         batch = {**_inputs_of(model, batch), "labels": batch.labels}
     if isinstance(batch, Mapping):
-        arguments = dict(batch)
-        ids = arguments.get("input_ids")
-        if "labels" not in arguments and isinstance(ids, Tensor) and _is_language_model(model):
-            arguments["labels"] = _labels(ids, arguments.get("attention_mask"))
-        return lambda: model(**arguments)
-    positional = batch if isinstance(batch, tuple | list) else (batch,)
-    if isinstance(batch, list):  # of arguments, as from a data loader, or of samples
-        try:
-            inspect.signature(model.forward).bind(*batch)
-        except TypeError:
-            positional = (batch,)
-    return lambda: model(*positional)
+        return partial(model, **_labelled(model, batch))
+    if isinstance(batch, tuple) or (isinstance(batch, list) and _takes(model, batch)):
+        return partial(model, *batch)
+    return partial(model, batch)
+
+
+def _takes(model: nn.Module, batch: list[Any]) -> bool:
+    """Tell if a list is one of arguments, as from a data loader, and not of samples."""
+    try:
+        inspect.signature(model.forward).bind(*batch)
+    except TypeError:
+        return False
+    return True
+
+
+def _labelled(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a language model without labels its input ids as labels."""
+    arguments = dict(batch)
+    ids = arguments.get("input_ids")
+    if "labels" not in arguments and isinstance(ids, Tensor) and _is_language_model(model):
+        arguments["labels"] = _labels(ids, arguments.get("attention_mask"))
+    return arguments
 
 
 def _inputs_of(model: nn.Module, batch: Batch) -> Mapping[str, Any]:
@@ -102,24 +124,16 @@ def ready(model: nn.Module, batch: Any) -> Any:
 
 def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
     """Return the results of a pass; differentiate a scalar loss first, unless the pass has."""
-    loss: Any = result
-    if isinstance(result, Mapping):
-        loss = result.get("loss")
-    elif not isinstance(result, Tensor):
-        loss = getattr(result, "loss", None)
-    leaves = []
-    for name, tensor in [*model.named_parameters(), *named_inputs(batch)]:
-        if tensor.is_leaf and tensor.requires_grad:
-            leaves.append((name, tensor))
-    sinks = []
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        # gradients mean that run has called backward itself
-        if loss.requires_grad and all(leaf.grad is None for _, leaf in leaves):
-            differentiate(loss)
-        sinks.append(Sink("loss", loss.detach()))
+    leaves = [*_leaves(model, batch)]
+    loss = _scalar_loss(result)
+    if loss is None:
+        results = [(f"output {name}".strip(), tensor) for name, tensor in tensors_in(result)]
     else:
-        for name, tensor in tensors_in(result):
-            sinks.append(Sink(f"output {name}".strip(), tensor.detach()))
+        results = [("loss", loss)]
+        # gradients mean that run has called backward itself
+        if all(leaf.grad is None for _, leaf in leaves):
+            differentiate(loss)
+    sinks = [Sink(label, tensor.detach()) for label, tensor in results]
     sinks += gradients_of(leaves)
     if not sinks:
         raise ConfigError(
@@ -129,18 +143,41 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
     return sinks
 
 
+def _scalar_loss(result: Any) -> Tensor | None:
+    """Return a pass's loss, if that is one number."""
+    loss = result
+    if isinstance(result, Mapping):
+        loss = result.get("loss")
+    elif not isinstance(result, Tensor):
+        loss = getattr(result, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _leaves(model: nn.Module, batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the model and the batch that get gradients."""
+    for name, tensor in chain(model.named_parameters(), named_inputs(batch)):
+        if tensor.is_leaf and tensor.requires_grad:
+            yield name, tensor
+
+
 def differentiate(loss: Tensor) -> None:
-    """Run backward. Lightning Fabric refuses one that it has not started, which it may have to
-    scale; a trace scales none.
-    """
-    loaded: list[Any] = [sys.modules[name] for name in _FABRIC if name in sys.modules]
-    for wrappers in loaded:
-        wrappers._in_fabric_backward = True
+    """Run backward, if the loss has a graph."""
+    if not loss.requires_grad:
+        return
+    _tell_fabric(True)
     try:
         loss.backward()
     finally:
-        for wrappers in loaded:
-            wrappers._in_fabric_backward = False
+        _tell_fabric(False)
+
+
+def _tell_fabric(started: bool) -> None:
+    """Lightning Fabric refuses a backward that it has not started, which it may have to scale; a
+    trace scales none.
+    """
+    for name in _FABRIC:
+        if name in sys.modules:
+            vars(sys.modules[name])["_in_fabric_backward"] = started
 
 
 def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
@@ -154,8 +191,9 @@ def gradients_of(leaves: Iterable[tuple[str, Tensor]]) -> list[Sink]:
     """Return the gradients of named tensors, as far as they have one."""
     sinks = []
     for name, leaf in leaves:
+        label = f"gradient of {plain_name(name)}"
         # a gradient may have parts; one that is None has none
-        sinks += [Sink(*part) for part in tensors_in(leaf.grad, f"gradient of {name}")]
+        sinks += [Sink(*part) for part in tensors_in(leaf.grad, label)]
     return sinks
 
 
@@ -169,45 +207,27 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
         ConfigError: the pass wrote to a weight.
     """
     writes = _writes(model)
-    modes = [(module, module.training) for module in model.modules()]
-    inputs = (t for _, t in tensors_in(batch) if t.is_leaf and t.requires_grad)
-    gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
-    buffers = []
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                buffers.append((module._buffers, name, buffer, buffer.detach().clone()))
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")  # torch may lack it
-    numpy_state = numpy and numpy.random.get_state()
-    # cached casts of weights would have no origin in this pass
-    torch.clear_autocast_cache()
-    try:
+    with ExitStack() as after, kept_random_state():
+        after.callback(torch.clear_autocast_cache)
+        after.callback(random.setstate, random.getstate())
+        numpy: Any = sys.modules.get("numpy")  # torch may lack it
+        if numpy is not None:
+            after.callback(numpy.random.set_state, numpy.random.get_state())
+        for module in model.modules():
+            after.callback(setattr, module, "training", module.training)
+            _keep_buffers(module, after)
+        # cached casts of weights would have no origin in this pass
+        torch.clear_autocast_cache()
         with (
-            kept_random_state(),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autograd.set_detect_anomaly(False),
         ):
-            # a bad gradient from before would not have its origin in this pass
-            for leaf, _ in gradients:
+            for _, leaf in (*model.named_parameters(), *_leaves(model, batch)):
+                after.callback(setattr, leaf, "grad", leaf.grad)
+                # a bad gradient from before would not have its origin in this pass
                 leaf.grad = None
             yield
-    finally:
-        torch.clear_autocast_cache()
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        for module, training in modes:
-            module.training = training
-        for leaf, gradient in gradients:
-            leaf.grad = gradient
-        with torch.no_grad():
-            for held, name, buffer, copy in buffers:
-                # writing to one that is equal could spoil a graph that the caller holds
-                held[name] = buffer
-                if not torch.equal(buffer, copy):
-                    buffer.copy_(copy)
     for name, count in _writes(model).items():
         if writes.get(name, count) != count:
             raise ConfigError(
@@ -216,10 +236,23 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
             )
 
 
+def _keep_buffers(module: nn.Module, after: ExitStack) -> None:
+    @torch.no_grad()
+    def restore(name: str, buffer: Tensor, copy: Tensor) -> None:
+        module._buffers[name] = buffer
+        # writing to one that is equal could spoil a graph that the caller holds
+        if not torch.equal(buffer, copy):
+            buffer.copy_(copy)
+
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            after.callback(restore, name, buffer, buffer.detach().clone())
+
+
 def _writes(model: nn.Module) -> dict[str, int]:
     versions = {}
     for name, parameter in model.named_parameters():
         # a pass may initialise lazy ones, and inference tensors have no version
         if not is_lazy(parameter) and not parameter.is_inference():
-            versions[name] = parameter._version
+            versions[plain_name(name)] = parameter._version
     return versions

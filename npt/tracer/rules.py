@@ -62,10 +62,9 @@ def explain(origin: Origin) -> Reason:
     if origin.external is not None:
         return _external(origin, origin.external)
     for operations, rule in _RULES:
-        if operations is None or origin.operation in operations:
-            reason = rule(origin)
-            if reason is not None:
-                return reason
+        asked = operations is None or origin.operation in operations
+        if asked and (reason := rule(origin)):
+            return reason
     return Reason("unknown", f"{origin.operation} of {_given(origin)} gave {origin.value:g}")
 
 
@@ -112,6 +111,10 @@ def _input(origin: Origin, *names: str) -> Tensor | None:
 def _at(origin: Origin, tensor: Tensor | None) -> float | None:
     """Return the input element, after broadcasting, that the bad output element came from."""
     return None if tensor is None else element_at(tensor, origin.shape, origin.index)
+
+
+def _at_self(origin: Origin) -> float | None:
+    return _at(origin, _input(origin, "self"))
 
 
 def _floats(origin: Origin) -> dict[str, Tensor]:
@@ -163,12 +166,11 @@ def _beyond(origin: Origin) -> Reason | None:
 
 def _constant(origin: Origin) -> Reason | None:
     scalars = [element(t, ()) for t in _floats(origin).values() if t.ndim == 0]
-    for number in (*origin.constants.values(), *scalars):
-        if not math.isfinite(number):
-            return Reason(
-                "written constant", f"{origin.operation} was given the constant {number:g}"
-            )
-    return None
+    numbers = (*origin.constants.values(), *scalars)
+    bad = [number for number in numbers if not math.isfinite(number)]
+    if not bad:
+        return None
+    return Reason("written constant", f"{origin.operation} was given the constant {bad[0]:g}")
 
 
 def _labels(origin: Origin) -> Reason | None:
@@ -238,8 +240,7 @@ def _mask(origin: Origin) -> Reason | None:
         return None
     for axis in reversed(range(logits.ndim)):
         others = origin.index[:axis] + origin.index[axis + 1 :]
-        rows = logits.movedim(axis, -1)
-        row = rows[others]
+        row = logits.movedim(axis, -1)[others]
         if bool((row == -math.inf).all()):
             return Reason(
                 "fully masked row",
@@ -281,7 +282,7 @@ def _slope(origin: Origin) -> Reason | None:
 
 
 def _power(origin: Origin) -> Reason | None:
-    at = _at(origin, _input(origin, "self"))
+    at = _at_self(origin)
     if at is None:
         return None
     overflowed = math.isinf(origin.value) and abs(at) < _SMALL
@@ -291,19 +292,17 @@ def _power(origin: Origin) -> Reason | None:
 
 
 def _division(origin: Origin) -> Reason | None:
-    above = _at(origin, _input(origin, "self"))
+    above = _at_self(origin)
     divisor = _input(origin, "other")
     if "reciprocal" in origin.operation:
-        above = 1.0
+        above = None
         divisor = _input(origin, "self")
-    below = origin.constants.get("other")
-    if divisor is not None:
-        below = _at(origin, divisor)
-    if below is None or abs(below) >= _SMALL:
-        return None
+    below = _at(origin, divisor)
+    if divisor is None:
+        below = origin.constants.get("other")
     if above is None:
         above = 1.0
-    if below != 0.0 and abs(above) > HUGE:
+    if below is None or abs(below) >= _SMALL or (below != 0.0 and abs(above) > HUGE):
         return None
     quotient = f"{above:g} / {below:g} is {origin.value:g}"
     # A norm is one number for many elements; a divisor of the dividend's shape is no norm.
@@ -314,12 +313,12 @@ def _division(origin: Origin) -> Reason | None:
 
 
 def _exponential(origin: Origin) -> Reason:
-    at = _at(origin, _input(origin, "self"))
+    at = _at_self(origin)
     return Reason("exponential overflow", _result(origin, at))
 
 
 def _domain(origin: Origin) -> Reason | None:
-    at = _at(origin, _input(origin, "self"))
+    at = _at_self(origin)
     inside = at is None or at >= 0.0
     if origin.operation in POWERS and (inside or not math.isnan(origin.value)):
         return None
@@ -330,21 +329,18 @@ def _average(origin: Origin) -> Reason | None:
     source = _input(origin, "self")
     if source is None or not math.isnan(origin.value):
         return None
-    what = f"the {origin.operation} of"
+    what = "one element divides by n - 1 = 0"
     if not source.numel():
-        return Reason("division by zero", f"{what} no elements (shape {list(source.shape)})")
-    if origin.operation == "mean" or _largest(origin) > HUGE:
+        what = f"no elements (shape {list(source.shape)})"
+    elif origin.operation == "mean" or _largest(origin) > HUGE or _has_mask(source):
         return None
-    if _has_mask(source):
-        return None
-    return Reason("division by zero", f"{what} one element divides by n - 1 = 0")
+    return Reason("division by zero", f"the {origin.operation} of {what}")
 
 
 def _normalisation(origin: Origin) -> Reason | None:
     if not any(part in origin.operation for part in NORMALISATIONS):
         return None
-    negative = _negative_variance(origin)
-    if negative is not None or _largest(origin) > HUGE:
+    if (negative := _negative_variance(origin)) or _largest(origin) > HUGE:
         return negative
     epsilon = origin.constants.get("eps", 0.0)
     return Reason(

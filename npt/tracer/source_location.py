@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dis import Positions
 from importlib.util import find_spec
 from itertools import islice
@@ -29,10 +30,6 @@ def _folder(file: str) -> str:
 
 
 _HERE = _folder(__file__)
-_OBSERVERS = tuple(
-    f"{_HERE}{name}.py"
-    for name in ("against", "ledger", "operations", "tensors", "source_location")
-)
 _GUARD = _folder(os.path.dirname(_HERE)) + "guard" + os.sep
 _TRACER = (f"{_HERE}trace.py", f"{_HERE}passes.py")
 _LIBRARIES = tuple(
@@ -43,7 +40,7 @@ _DISPATCH = tuple(
     os.path.join(_LIBRARIES[0], name)
     for name in ("_dynamo", "_compile.py", "_ops.py", "utils" + os.sep + "_python_dispatch")
 )
-_CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
+_CHECKPOINT = os.path.join(_LIBRARIES[0], "utils", "checkpoint.py")
 _ENGINE = "_engine_run_backward"
 """The torch function that enters the autograd engine. Frames below it run in backward; those above
 only started it.
@@ -61,6 +58,11 @@ class Place(NamedTuple):
     def completed_by(self, other: Place) -> Place:
         """Return this place, with what is unknown from another."""
         return Place(self.module or other.module, self.source or other.source)
+
+
+def plain_name(name: str) -> str:
+    """Return a module's or tensor's name in a model that was not compiled."""
+    return re.sub(r"^_orig_mod\.?|\._orig_mod", "", name)
 
 
 def layer_of(name: str) -> int | None:
@@ -87,27 +89,35 @@ class Stack(NamedTuple):
 
 def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
     """Walk outwards from `frame` to where the engine or the trace was entered."""
-    module: str | None = None
-    source = fallback = ""
-    user_code = recomputing = nested = False
-    while frame is not None:
-        code = frame.f_code
-        file = code.co_filename
-        nested = code.co_name == _ENGINE
-        if nested or file in _TRACER:
-            break
-        if not file.startswith(_OBSERVERS):
-            if not file.startswith(_LIBRARIES):
-                user_code = True
-                source = source or _line(code, frame.f_lasti)
-            if not file.startswith(_DISPATCH):
-                # an operation of a library, if no user code asked for it
-                fallback = fallback or _line(code, frame.f_lasti)
-            recomputing |= file.endswith(_CHECKPOINT)
-            if module is None:
-                module = _module(frame, names)
+    frames, nested = _around(frame)
+    modules = (_module(inner, names) for inner in frames)
+    module = next((name for name in modules if name is not None), "")
+    files = [inner.f_code.co_filename for inner in frames]
+    user = _first_outside(_LIBRARIES, frames)
+    # an operation of a library, if no user code asked for it
+    source = user or _first_outside(_DISPATCH, frames)
+    return Stack(Place(module, source), bool(user), _CHECKPOINT in files, nested)
+
+
+def _around(frame: FrameType | None) -> tuple[list[FrameType], bool]:
+    """Return the frames around an operation, the innermost first, and whether they end at the
+    engine.
+    """
+    frames: list[FrameType] = []
+    while frame is not None and frame.f_code.co_filename not in _TRACER:
+        if frame.f_code.co_name == _ENGINE:
+            return frames, True
+        if not frame.f_code.co_filename.startswith(_HERE):
+            frames.append(frame)
         frame = frame.f_back
-    return Stack(Place(module or "", source or fallback), user_code, recomputing, nested)
+    return frames, False
+
+
+def _first_outside(folders: tuple[str, ...], frames: list[FrameType]) -> str:
+    for frame in frames:
+        if not frame.f_code.co_filename.startswith(folders):
+            return _line(frame.f_code, frame.f_lasti)
+    return ""
 
 
 def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
@@ -118,7 +128,7 @@ def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
     code = frame.f_code
     values = frame.f_locals
     first_argument = code.co_varnames[: min(code.co_argcount, 1)]
-    module: str | None = None
+    module = None
     for variable in ("self", *first_argument):
         if module is None:
             module = names.get(id(values.get(variable)))
@@ -126,12 +136,9 @@ def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
         return module
     line = frame.f_lineno
     # the innermost loop comes last
-    for start, end, variable in reversed(_loops(code.co_filename)):
-        if start <= line <= end:
-            looped = names.get(id(values.get(variable)))
-            if looped is not None:
-                return looped
-    return module
+    around = [name for start, end, name in _loops(code.co_filename) if start <= line <= end]
+    looped = [names.get(id(values.get(variable))) for variable in reversed(around)]
+    return next((name for name in looped if name is not None), module)
 
 
 @functools.lru_cache(maxsize=256)
@@ -142,13 +149,11 @@ def _loops(file: str) -> list[tuple[int, int, str]]:
         return []
     loops = []
     for loop in ast.walk(tree):
-        if not isinstance(loop, ast.For | ast.AsyncFor):
-            continue
-        start = loop.body[0].lineno
-        end = loop.body[-1].end_lineno or 0
-        for variable in ast.walk(loop.target):
-            if isinstance(variable, ast.Name):
-                loops.append((start, end, variable.id))
+        if isinstance(loop, ast.For | ast.AsyncFor):
+            start = loop.body[0].lineno
+            end = loop.body[-1].end_lineno or 0
+            names = [node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)]
+            loops += [(start, end, name) for name in names]
     return sorted(loops)
 
 
@@ -223,14 +228,7 @@ class Tokens:
         mask: Any = None
         if isinstance(batch, Batch):
             mask = batch.attention_mask
-            shape = batch.input_ids.shape
-            if len(shape) == 2:
-                self.shape = (shape[0], shape[1])
-            self.rows = batch.valid_index.tolist()
-            self.samples = batch.sample_ids
-            # a malformed batch predicts at no known position
-            if shape == mask.shape == batch.labels.shape == batch.position_ids.shape:
-                self.scored = batch.scored_index.tolist()
+            self._read(batch)
         elif isinstance(batch, Mapping):
             mask = batch.get("attention_mask")
             for name, dimensions in (("inputs_embeds", 3), ("input_ids", 2)):
@@ -239,23 +237,31 @@ class Tokens:
                     self.shape = (value.shape[0], value.shape[1])
         self.valid = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
+    def _read(self, batch: Batch) -> None:
+        shape = batch.input_ids.shape
+        if len(shape) == 2:
+            self.shape = (shape[0], shape[1])
+        self.rows = batch.valid_index.tolist()
+        self.samples = batch.sample_ids
+        # a malformed batch predicts at no known position
+        if shape == batch.attention_mask.shape == batch.labels.shape == batch.position_ids.shape:
+            self.scored = batch.scored_index.tolist()
+
     def without_padding(self, tensor: Tensor) -> Tensor:
         """Return the tensor with 0 at padding, for the first four shapes of `locate`."""
         shape = tuple(tensor.shape)
-        if self.valid is None or shape in self.others or not shape:
+        if self.valid is None or shape in self.others:
             return tensor
         b, t = self.valid.shape
-        if len(shape) == 4 and shape[::2] == (b, t):
-            heads = shape[1]
-        elif len(shape) == 3 and shape[0] % b == 0 and shape[1] == t:
-            heads = shape[0] // b
-        elif shape[:2] == (b, t) or shape[0] == b * t:
-            heads = 1
-        else:
+        heads = _heads(shape, b, t)
+        if not heads:
             return tensor
         padded = ~self.valid.to(tensor.device)[:, None, :, None]
-        of_heads = tensor.reshape(b, heads, t, -1)
+        of_heads = tensor.reshape(b, heads[0], t, -1)
         return of_heads.masked_fill(padded, 0.0).reshape(shape)
+
+    def sample_of(self, row: int) -> str | None:
+        return self.samples[row] if row < len(self.samples) else None
 
     def locate(self, shape: tuple[int, ...], index: tuple[int, ...]) -> Owner:
         """Return the owner of an element, as far as the shape tells.
@@ -264,37 +270,54 @@ class Tokens:
         flattened [B * T, ...]. If the batch gathers tokens: valid ones [N, ...], teacher's and
         student's stacked [2N, ...], and predicting positions [S, ...]. For [B, ...] only the row.
         """
-        if self.shape is None or not index or shape in self.others:
+        readings = self._readings(shape, index)
+        row = _agreed(row for row, _ in readings)
+        if row is None:
             return Owner()
-        readings = list(self._readings(shape, index))
-        rows = {row for row, _ in readings}
-        tokens = {token for _, token in readings}
-        if not readings and shape[0] == self.shape[0] != self.shape[1]:
-            rows = {index[0]}
-        if len(rows) != 1:
-            return Owner()
-        row = rows.pop()
-        token = tokens.pop() if len(tokens) == 1 else None
-        sample = self.samples[row] if row < len(self.samples) else None
-        return Owner(row, token, sample)
+        token = _agreed(token for _, token in readings)
+        return Owner(row, token, self.sample_of(row))
 
     def _readings(
         self, shape: tuple[int, ...], index: tuple[int, ...]
-    ) -> Iterator[tuple[int, int]]:
-        assert self.shape is not None
+    ) -> list[tuple[int, int | None]]:
+        """Return the row and token of an element in each known shape that this may be."""
+        if self.shape is None or not index or shape in self.others:
+            return []
         b, t = self.shape
         first = index[0]
-        if shape[:2] == (b, t):
-            yield first, index[1]
-        if len(shape) == 4 and shape[::2] == (b, t):
-            yield first, index[2]
-        if len(shape) == 3 and shape[0] > b and shape[0] % b == 0 and shape[1] == t:
-            heads = shape[0] // b
-            yield first // heads, index[1]
-        valid = len(self.rows)
-        if shape[0] in (valid, 2 * valid):
-            yield divmod(self.rows[first % valid], t)
-        if shape[0] == len(self.scored):
-            yield divmod(self.scored[first], t)
-        if shape[0] == b * t:
-            yield divmod(first, t)
+        readings: list[tuple[int, int | None]] = []
+        for positions in (self.rows, self.rows * 2, self.scored):
+            if len(positions) == shape[0]:
+                readings.append(divmod(positions[first], t))
+        place = 0
+        for size, i in zip(shape, index, strict=True):
+            place = place * size + i
+        elements = math.prod(shape)
+        for heads in _heads(shape, b, t):
+            row = place * b // elements
+            token = place * b * heads * t // elements % t
+            readings.append((row, token))
+        if not readings and shape[0] == b != t:
+            readings.append((first, None))
+        return readings
+
+
+def _heads(shape: tuple[int, ...], b: int, t: int) -> list[int]:
+    """Return the number of heads, 1 without heads, for each of the first four shapes of `locate`
+    that this may be: all of them have the elements of [B, heads, T, ...] in order.
+    """
+    first, second = (*shape, 0, 0)[:2]
+    heads = first // max(b, 1)
+    layouts = (
+        ((len(shape), *shape[::2]) == (4, b, t), second),
+        ((len(shape), *shape[:2]) == (3, b * heads, t), heads),
+        ((first, second) == (b, t), 1),
+        (first == b * t, 1),
+    )
+    return [heads for fits, heads in layouts if fits]
+
+
+def _agreed(readings: Iterable[int | None]) -> int | None:
+    """Return the one number that all readings agree on."""
+    found = {*readings}
+    return found.pop() if len(found) == 1 else None

@@ -7,19 +7,22 @@ storage. Every view of it finds the note, which ends when the stretch is overwri
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import IntEnum
+from operator import mul
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 N = TypeVar("N")
 
+# A method of tensors that wrap others.
+_WRAPS = "__tensor_flatten__"
 _FP16_LOWEST = torch.finfo(torch.float16).min
 
 
@@ -27,22 +30,29 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for every tensor in nested tuples, lists, mappings and dataclasses, and
     for the parts of wrapper subclasses. Other objects, such as caches, are not searched.
     """
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Tensor):
-        if not is_traceable_wrapper_subclass(value):
-            yield name, value
-            return
-        parts, _ = value.__tensor_flatten__()
-        items = ((part, getattr(value, part)) for part in parts)
-    elif isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, tuple | list):
-        items = enumerate(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        items = ((f.name, getattr(value, f.name)) for f in fields(value))
-    for key, item in items:
-        label = f"{name}.{key}" if name else str(key)
+    if isinstance(value, Tensor) and not hasattr(value, _WRAPS):
+        yield name, value
+        return
+    for key, item in parts_of(value):
+        label = f"{name}.{key}".removeprefix(".")
         yield from tensors_in(item, label)
+
+
+def parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what `tensors_in` searches in a value, with keys."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, tuple | list):
+        return enumerate(value)
+    return [(name, getattr(value, name)) for name in _attributes(value)]
+
+
+def _attributes(value: Any) -> list[str]:
+    if hasattr(value, _WRAPS):
+        names: list[str] = value.__tensor_flatten__()[0]
+        return names
+    is_data = is_dataclass(value) and not isinstance(value, type)
+    return [field.name for field in fields(value)] if is_data else []
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -67,18 +77,18 @@ def numbers(tensor: Tensor) -> Tensor | None:
     """Return a view of a tensor's floating-point or complex numbers (of a sparse one, its values);
     None if it has none or no real memory.
     """
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return None
-    # packed 4-bit floats have no NaN
-    if "x2" in str(tensor.dtype):
-        return None
-    pretends = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
-    if pretends or tensor.is_meta or tensor._is_zerotensor():
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    # packed 4-bit floats (x2) have no NaN
+    if whole or "x2" in str(tensor.dtype) or _pretends(tensor):
         return None
     values = _values(tensor).detach()
-    if values.layout != torch.strided or not values.numel():
-        return None
-    return values
+    has_any = values.layout == torch.strided and values.numel()
+    return values if has_any else None
+
+
+def _pretends(tensor: Tensor) -> bool:
+    has_no_memory = tensor.is_meta or tensor._is_zerotensor()
+    return has_no_memory or isinstance(tensor, FakeTensor) or hasattr(tensor, _WRAPS)
 
 
 def extent(values: Tensor) -> tuple[float, float]:
@@ -87,17 +97,16 @@ def extent(values: Tensor) -> tuple[float, float]:
     return low, high
 
 
-def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
+def judge(tensor: Tensor, limit: float = sys.float_info.max) -> Badness:
     """Judge a tensor of any dtype and layout; a finite number beyond `limit` is bad."""
     values = numbers(tensor)
     if values is None:
         return Badness.FINE
     low, high = extent(values)
-    if math.isnan(low) or high > limit or high == math.inf:
+    # a NaN fails every comparison
+    if not high <= limit:
         return Badness.HARD
-    if low < -limit or low == -math.inf:
-        return Badness.SOFT
-    return Badness.FINE
+    return Badness.FINE if low >= -limit else Badness.SOFT
 
 
 def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tuple[int, ...]:
@@ -106,18 +115,17 @@ def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tup
     if values is None:
         return ()
     parts = _reals(values)
-    bad = torch.isnan(parts)
-    bad |= parts == math.inf
-    bad |= parts > limit
+    most = min(limit, torch.finfo(parts.dtype).max)
+    # a NaN fails every comparison
+    bad = ~(parts <= most)
     if soft:
-        bad |= parts == -math.inf
-        bad |= parts < -limit
+        bad |= parts < -most
     if values.is_complex():
         bad = bad.any(dim=-1)
-    indices = bad.nonzero()
-    if not len(indices):
+    indices = bad.nonzero()[:1].tolist()
+    if not indices:
         return ()
-    index = tuple(indices[0].tolist())
+    index = tuple(indices[0])
     if tensor.layout == torch.sparse_coo:
         place = tensor.detach()._indices()[:, index[0]]
         return (*place.tolist(), *index[1:])
@@ -134,15 +142,18 @@ def element(tensor: Tensor, index: tuple[int, ...]) -> float:
 
 def absmax(tensor: Tensor) -> float:
     """Return the largest finite magnitude, 0 if there is none."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        if not tensor.numel() or tensor.is_quantized or tensor.is_meta:
-            return 0.0
-        return float(tensor.detach().to(torch.float64).abs().max())
     values = numbers(tensor)
     if values is None:
-        return 0.0
+        return _integer_absmax(tensor)
     finite = torch.nan_to_num(_reals(values), 0.0, 0.0, 0.0)
     return float(finite.abs().max())
+
+
+def _integer_absmax(tensor: Tensor) -> float:
+    fractional = tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized
+    if fractional or tensor.is_meta or not tensor.numel():
+        return 0.0
+    return float(tensor.detach().to(torch.float64).abs().max())
 
 
 def count(tensor: Tensor) -> tuple[int, int]:
@@ -159,9 +170,17 @@ def looks_like_a_mask(tensor: Tensor) -> bool:
     if values is None:
         return False
     low, _ = extent(values)
-    if low <= -1e37 or low in (_FP16_LOWEST, _FP16_LOWEST / 2):
-        return True
-    return bool(((values == low) | (values == 0)).all())
+    lowest = low <= -1e37 or low in (_FP16_LOWEST, _FP16_LOWEST / 2)
+    return lowest or bool(((values == low) | (values == 0)).all())
+
+
+def nears_minimum(tensor: Tensor) -> bool:
+    """Tell if the lowest number is near the dtype's minimum, as a mask's is."""
+    values = numbers(tensor)
+    if values is None or values.is_complex() or values.dtype.itemsize == 1:
+        return False
+    lowest, _ = extent(values)
+    return lowest <= 0.5 * torch.finfo(values.dtype).min
 
 
 def _reals(values: Tensor) -> Tensor:
@@ -186,24 +205,31 @@ class Stretch(NamedTuple):
     layout: tuple[tuple[int, int], ...]
     dense: bool
 
+    def overlaps(self, other: Stretch) -> bool:
+        return self.start < other.end and other.start < self.end
+
     def covers(self, other: Stretch) -> bool:
         """Tell if writing here overwrites all of another stretch of the same storage."""
         inside = self.dense and self.start <= other.start and other.end <= self.end
         return inside or (self.start, self.layout) == (other.start, other.layout)
 
 
-def stretch_of(tensor: Tensor) -> Stretch | None:
-    """Return the stretch of a tensor, or of a sparse one's values; None if it has no memory."""
+_NO_MEMORY = Stretch(0, 0, 0, (), dense=False)
+
+
+def stretch_of(tensor: Tensor) -> Stretch:
+    """Return the stretch of a tensor, or of a sparse one's values; key 0 if it has no memory."""
     tensor = _values(tensor)
+    if not tensor.numel():
+        return _NO_MEMORY
     try:
         key = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
-        return None
-    if tensor.numel() == 0:
-        return None
-    layout = tuple(zip(tensor.shape, tensor.stride(), strict=True))
+        return _NO_MEMORY
+    strides = tensor.stride()
+    layout = tuple(zip(tensor.shape, strides, strict=True))
     # in elements, from the first to the last
-    length = 1 + sum((n - 1) * stride for n, stride in layout)
+    length = 1 + sum(map(mul, tensor.shape, strides)) - sum(strides)
     size = tensor.dtype.itemsize
     start = int(tensor.storage_offset()) * size
     end = start + length * size
@@ -212,8 +238,7 @@ def stretch_of(tensor: Tensor) -> Stretch | None:
 
 def storage_key(tensor: Tensor) -> int:
     """Return the id of a tensor's storage; 0 if it has no memory."""
-    stretch = stretch_of(tensor)
-    return stretch.key if stretch else 0
+    return stretch_of(tensor).key
 
 
 class Memory(Generic[N]):
@@ -225,30 +250,23 @@ class Memory(Generic[N]):
     def of(self, tensor: Tensor) -> list[N]:
         """Return the notes on memory that the tensor overlaps, oldest first."""
         here = stretch_of(tensor)
-        if here is None:
-            return []
-        found = []
-        for _, there, note in self._live(here.key):
-            if there.start < here.end and here.start < there.end:
-                found.append(note)
-        return found
+        notes = self._live(here.key)
+        return [note for _, there, note in notes if there.overlaps(here)]
 
     def add(self, tensor: Tensor, note: N) -> None:
         here = stretch_of(tensor)
-        if here is None:
-            return
         notes = self._live(here.key)
-        if not any(other == note and stretch.covers(here) for _, stretch, other in notes):
+        known = any(other == note and stretch.covers(here) for _, stretch, other in notes)
+        if here is not _NO_MEMORY and not known:
             storage = StorageWeakRef(_values(tensor).untyped_storage())
             self._notes[here.key] = [*notes, (storage, here, note)]
 
     def forget(self, tensor: Tensor) -> None:
         """Drop the notes on memory that writing to the tensor replaces."""
         here = stretch_of(tensor)
-        if here is not None and here.key in self._notes:
-            self._notes[here.key] = [
-                entry for entry in self._live(here.key) if not here.covers(entry[1])
-            ]
+        notes = self._live(here.key)
+        if notes:
+            self._notes[here.key] = [entry for entry in notes if not here.covers(entry[1])]
 
     def _live(self, key: int) -> list[tuple[StorageWeakRef, Stretch, N]]:
         notes = self._notes.get(key, [])

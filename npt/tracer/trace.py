@@ -24,7 +24,6 @@ from npt.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
 from npt.hooks import unfused
 from npt.tracer import rules
-from npt.tracer.against import PassComparison
 from npt.tracer.ledger import Ledger, OnePass
 from npt.tracer.mask_check import mask_check
 from npt.tracer.operations import External, Origin
@@ -34,12 +33,22 @@ from npt.tracer.passes import (
     default_run,
     gradients_of,
     named_inputs,
+    names_of_modules,
     ready,
     sinks_of,
     untouched,
 )
-from npt.tracer.source_location import Tokens, layer_of
-from npt.tracer.tensors import absmax, count, described, dtype_name, element, first_bad, tensors_in
+from npt.tracer.source_location import Tokens, layer_of, plain_name
+from npt.tracer.tensors import (
+    absmax,
+    count,
+    described,
+    dtype_name,
+    element,
+    first_bad,
+    parts_of,
+    tensors_in,
+)
 from npt.tracer.token_ids import LOOKED_UP, reads_labels
 from npt.tracer.verdict import OUTSIDE, Operand, Verdict
 from npt.tracer.watchdogs import quantization_statistics
@@ -52,6 +61,7 @@ OPERANDS_SHOWN = 6
 EXPLOSION = 1e18
 """A magnitude whose square nearly overflows fp32, traced if only a sum of squares overflowed."""
 
+_MEDIA = ("pixel_values", "input_features")
 _OVERFLOWS = {
     "exploding product",
     "exploding gradient",
@@ -107,7 +117,8 @@ def watch(model: nn.Module, batch: Any = None, *, limit: float = math.inf) -> It
         sinks += [Sink(*result) for result in tensors_in(watched.loss, "loss")]
         sinks += gradients_of(model.named_parameters())
         checked = bool(sinks)
-        sinks += [Sink(f"weight {name}", weight) for name, weight in model.named_parameters()]
+        for name, weight in model.named_parameters():
+            sinks.append(Sink(f"weight {plain_name(name)}", weight))
         verdict = tracer.verdict_of(ledger, sinks)
         watched.verdict = verdict or next(iter(masks), None)
     if not checked:
@@ -174,6 +185,9 @@ def trace(
     if verdict is not None:
         return verdict
     if against is not None:
+        # imported late: no NaN is found by it
+        from npt.tracer.against import PassComparison
+
         return PassComparison(model, batch, run, against).verdict()
     unpadded = run is None
     if unpadded:
@@ -197,58 +211,61 @@ def trace(
     return verdict or next(iter(masks), None)
 
 
-def first_fault(
-    model: nn.Module, batch: Any, run: Run, ids: tuple[str, ...], *, exploded: bool
-) -> Verdict | None:
-    """Return the operation that made the first NaN or Inf of a micro-batch of samples with `ids`.
+def first_fault(model: nn.Module, batch: Any, run: Run, ids: tuple[str, ...]) -> Verdict | None:
+    """Return the operation that made the first NaN or Inf of a refused micro-batch of samples with
+    `ids`.
 
-    If it was refused (`exploded`) although every number is finite, trace the first one above
-    `EXPLOSION`, since a norm overflows before its elements do.
+    If every number is finite, trace the first one above `EXPLOSION`, since a norm overflows before
+    its elements do.
     """
-    verdict = trace(model, batch, run=run)
-    if verdict is None and exploded:
-        verdict = trace(model, batch, run=run, limit=EXPLOSION)
+    verdict = trace(model, batch, run=run) or trace(model, batch, run=run, limit=EXPLOSION)
     return verdict and _with_sample(verdict, batch, ids)
 
 
 def _with_sample(verdict: Verdict, batch: Any, ids: tuple[str, ...]) -> Verdict:
     """Add the sample that a verdict is about: that of its row, or one of a list."""
-    if verdict.row is not None:
+    row = verdict.row
+    if row is not None:
         shape = Tokens(batch).shape
-        if shape is None or shape[0] != len(ids):
-            return verdict
-        return replace(verdict, sample=ids[verdict.row])
-    if verdict.phase != "data":
-        return verdict
-    bad = (t for name, t in named_inputs(batch) if verdict.tensor.startswith(f"{name} ["))
-    tensor = next(bad, None)
-    if tensor is None:
-        return verdict
-    samples = len(ids)
-    for number, of_sample in _listed(batch, samples):
-        if of_sample is tensor:
-            return replace(verdict, sample=ids[number])
-    if tensor.shape[:1] == (samples,) and samples not in tensor.shape[1:]:
-        row = verdict.index[0]
-        return replace(verdict, row=row, sample=ids[row])
+        known = shape is not None and shape[0] == len(ids)
+        return replace(verdict, sample=ids[row]) if known else verdict
+    inputs = named_inputs(batch) if verdict.phase == "data" else ()
+    for name, tensor in inputs:
+        if verdict.tensor.startswith(f"{name} ["):
+            return _with_sample_of(verdict, tensor, batch, ids)
     return verdict
 
 
-def _listed(batch: Any, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the tensors in lists of `count` samples, each with its sample's number. A list with a
-    tensor of a row per sample, as from a data loader, is none.
+def _with_sample_of(verdict: Verdict, tensor: Tensor, batch: Any, ids: tuple[str, ...]) -> Verdict:
+    samples = len(ids)
+    number = _number_in_list(tensor, batch, samples)
+    if number is not None:
+        return replace(verdict, sample=ids[number])
+    if tensor.shape[:1] != (samples,) or samples in tensor.shape[1:]:
+        return verdict
+    return replace(verdict, row=verdict.index[0], sample=ids[verdict.index[0]])
+
+
+def _number_in_list(tensor: Tensor, batch: Any, count: int) -> int | None:
+    """Return the number of the sample that holds a tensor, in a list of `count` samples."""
+    if _is_list_of(count, batch):
+        numbers = [i for i, sample in enumerate(batch) if _holds(sample, tensor)]
+    else:
+        found = [_number_in_list(tensor, part, count) for _, part in parts_of(batch)]
+        numbers = [number for number in found if number is not None]
+    return next(iter(numbers), None)
+
+
+def _is_list_of(count: int, batch: Any) -> bool:
+    """Tell if this is a list of `count` samples. One with a tensor of a row per sample, as from a
+    data loader, is none.
     """
     rows = any(tensor.shape[:1] == (count,) for _, tensor in tensors_in(batch))
-    if isinstance(batch, list) and len(batch) == count and not rows:
-        for number, sample in enumerate(batch):
-            for _, tensor in tensors_in(sample):
-                yield number, tensor
-        return
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        for part in batch:
-            yield from _listed(part, count)
+    return isinstance(batch, list) and len(batch) == count and not rows
+
+
+def _holds(sample: Any, tensor: Tensor) -> bool:
+    return any(part is tensor for _, part in tensors_in(sample))
 
 
 class _Tracer:
@@ -260,7 +277,7 @@ class _Tracer:
         self.run = run
         self.limit = limit
         self.tokens = Tokens(batch, {tuple(p.shape) for p in model.parameters()})
-        self.modules = {id(module): name for name, module in model.named_modules()}
+        self.modules = names_of_modules(model)
         self.externals = list(_externals(model, batch))
 
     def verdict(self) -> Verdict | None:
@@ -280,9 +297,9 @@ class _Tracer:
             )
             return self._verdict_on(origin, reason, label)
         verdict = self._explained(close, origins)
-        if verdict.cause in _OVERFLOWS and close.external is None:
-            verdict = self._with_growth(verdict, close)
-        return verdict
+        overflowed = verdict.cause in _OVERFLOWS and close.external is None
+        start = self._start_of_growth(close) if overflowed else None
+        return verdict if start is None else _with_growth(verdict, start)
 
     def verdict_of(self, ledger: OnePass, sinks: list[Sink]) -> Verdict | None:
         """Return the first fault of a pass that is not run again."""
@@ -292,20 +309,16 @@ class _Tracer:
         origin, label = origins[0]
         if origin.inputs or origin.external is not None:
             return self._explained(origin, origins)
-        explanation = f"{origin} gave {origin.value:g}"
-        reason = rules.Reason("unknown", explanation)
+        reason = rules.Reason("unknown", f"{origin} gave {origin.value:g}")
         return self._verdict_on(origin, reason, label)
 
     def _origins(self, ledger: Ledger, sinks: list[Sink]) -> list[tuple[Origin, str]]:
         """Return the origins of what is bad, the first one first, and what each reached."""
         origins = []
-        for sink in sinks:
-            unsure = sink.unsure
-            if not (unsure or sink.bad):
-                continue
+        for sink in filter(lambda sink: sink.badness, sinks):
             origin = ledger.origin_of(sink.tensor)
             # a mask that an output still shows is no fault
-            if origin is not None and not (unsure and origin.meant):
+            if origin is not None and not (origin.meant and sink.unsure):
                 origins.append((origin, sink.label))
         if math.isfinite(self.limit) and ledger.first is not None:
             origins.append((ledger.first, f"a value above {self.limit:g}"))
@@ -337,48 +350,30 @@ class _Tracer:
         keep = (origin.number, origin.output)
         ledger = self._pass(limit=limit, keep=keep, watch=origin.sequence)[0]
         close = ledger.kept
-        watched = ledger.watched
         if close is None or close.operation != origin.operation:
             return None
         close.hid = ledger.hid
-        while watched is not None and watched.sequence is not None and not watched.place.source:
+        forward = ledger.watched
+        while forward.sequence is not None and not forward.place.source:
             # A double backward: the forward operation is one step further back.
-            watched = self._pass(limit=limit, watch=watched.sequence)[0].watched
-        if watched is not None:
-            close.place = close.place.completed_by(watched.place)
+            forward = self._pass(limit=limit, watch=forward.sequence)[0].watched
+        close.place = close.place.completed_by(forward.place)
         return close
 
-    def _with_growth(self, verdict: Verdict, origin: Origin) -> Verdict:
-        """Add where the values were halfway to the overflow, in orders of magnitude."""
+    def _start_of_growth(self, origin: Origin) -> tuple[Origin, float] | None:
+        """Return where the values were halfway to the overflow, in orders of magnitude, and the
+        limit that they passed.
+        """
         floats = {label: t for label, t in origin.inputs if t.is_floating_point()}
         label, size = rules.largest(floats)
         if size <= rules.HUGE:
-            return verdict
+            return None
         limit = math.sqrt(size)
-        origins = self._pass(limit=limit, asked=origin.number)[0].read_origins
-        start = origins.get(label)
+        keep = (origin.number, origin.output)
+        start = self._pass(limit=limit, keep=keep)[0].read_origins.get(label)
         if start is not None and start.sequence is not None:
             start = self._close_up(start, limit)
-        if start is None:
-            return verdict
-        at = str(list(start.index)) if start.index else ""
-        if start.external is not None:
-            was = f"{start.external.name}{at} was {start.value:g} before the pass"
-            verdict = replace(verdict, grew=was)
-            corrupt = start.external.kind != "outside" and abs(start.value) > rules.HUGE
-            if not corrupt:
-                return verdict
-            # the operation is only where it showed
-            reason = rules.explain(start)
-            explanation = f"{reason.explanation}; {verdict.explanation}"
-            return replace(verdict, cause=reason.cause, explanation=explanation)
-        grew = f"first above {limit:g} in {start} in {start.place.module or OUTSIDE}"
-        if start.shape:
-            grew += f" at {at} of {list(start.shape)}"
-        grew += f": {start.value:g}"
-        if start.place.source:
-            grew += f", {start.place.source}"
-        return replace(verdict, grew=grew)
+        return None if start is None else (start, limit)
 
     def _verdict_on(self, origin: Origin, reason: rules.Reason, reached: str) -> Verdict:
         external = origin.external
@@ -410,25 +405,31 @@ class _Tracer:
         )
 
 
+def _with_growth(verdict: Verdict, growth: tuple[Origin, float]) -> Verdict:
+    """Add the start of an overflow's growth."""
+    start, limit = growth
+    at = str(list(start.index)) if start.index else ""
+    if start.external is None:
+        grew = f"first above {limit:g} in {start} in {start.place.module or OUTSIDE}"
+        if start.shape:
+            grew += f" at {at} of {list(start.shape)}"
+        grew += f": {start.value:g}"
+        if start.place.source:
+            grew += f", {start.place.source}"
+        return replace(verdict, grew=grew)
+    verdict = replace(
+        verdict, grew=f"{start.external.name}{at} was {start.value:g} before the pass"
+    )
+    if start.external.kind == "outside" or abs(start.value) <= rules.HUGE:
+        return verdict
+    # the operation is only where it showed
+    reason = rules.explain(start)
+    explanation = f"{reason.explanation}; {verdict.explanation}"
+    return replace(verdict, cause=reason.cause, explanation=explanation)
+
+
 def _operands(origin: Origin) -> tuple[Operand, ...]:
-    operands = []
-    for label, tensor in origin.inputs[:OPERANDS_SHOWN]:
-        external = origin.externals.get(label)
-        value = None
-        if origin.pointwise and tensor.is_floating_point():
-            # elsewhere the shapes do not tell which elements met
-            value = rules.element_at(tensor, origin.shape, origin.index)
-        nan, inf = count(tensor)
-        operand = Operand(
-            name=label if external is None else external.name,
-            dtype=dtype_name(tensor.dtype),
-            shape=tuple(tensor.shape),
-            nan=nan,
-            inf=inf,
-            absmax=absmax(tensor),
-            value=value,
-        )
-        operands.append(operand)
+    operands = [_operand(origin, *given) for given in origin.inputs[:OPERANDS_SHOWN]]
     for name, number in origin.constants.items():
         if name in rules.CONSTANTS:
             constant = Operand(name, "constant", (), absmax=abs(number), value=number)
@@ -436,31 +437,44 @@ def _operands(origin: Origin) -> tuple[Operand, ...]:
     return tuple(operands)
 
 
+def _operand(origin: Origin, label: str, tensor: Tensor) -> Operand:
+    value = None
+    if origin.pointwise and tensor.is_floating_point():
+        # elsewhere the shapes do not tell which elements met
+        value = rules.element_at(tensor, origin.shape, origin.index)
+    nan, inf = count(tensor)
+    external = origin.externals.get(label)
+    return Operand(
+        name=label if external is None else external.name,
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        nan=nan,
+        inf=inf,
+        absmax=absmax(tensor),
+        value=value,
+    )
+
+
 def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in chain(parameters, quantization_statistics(model)):
-        yield External(name, "state", tensor.detach(), no_mask=True)
+        yield External(plain_name(name), "state", tensor.detach(), no_mask=True)
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        yield External(name, "state", buffer.detach())
+        yield External(plain_name(name), "state", buffer.detach())
     for name, tensor in named_inputs(batch):
-        # a number for each sample, such as an advantage
-        no_mask = tensor.ndim < 2 and "mask" not in name
-        yield External(name, "data", tensor.detach(), no_mask)
+        # a number for each sample, such as an advantage, is no mask
+        yield External(name, "data", tensor.detach(), tensor.ndim < 2 and "mask" not in name)
 
 
 def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
     """Find token ids outside the vocabulary: an IndexError on a CPU, a crash on a GPU."""
-    if isinstance(batch, list):  # of samples, or of the inputs of several calls
-        for number, part in enumerate(batch):
-            fault = _data_fault(model, part)
-            if fault is not None:
-                tensor = f"input {number}.{fault.tensor}"
-                return replace(fault, tensor=tensor, row=None, token=None)
-        return None
-    config = getattr(model, "config", None)
-    vocabulary = getattr(config, "vocab_size", None)
-    if vocabulary is None:  # a decoder of speech or images has a config of its own
-        vocabulary = getattr(getattr(config, "decoder", None), "vocab_size", None)
+    # of samples, or of the inputs of several calls
+    for number, part in enumerate(batch if isinstance(batch, list) else ()):
+        fault = _data_fault(model, part)
+        if fault is not None:
+            tensor = f"input {number}.{fault.tensor}"
+            return replace(fault, tensor=tensor, row=None, token=None)
+    vocabulary = _vocabulary(model)
     entries = vars(batch) if isinstance(batch, Batch) else batch
     if not isinstance(vocabulary, int) or not isinstance(entries, Mapping):
         return None
@@ -468,27 +482,34 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
         ids = entries.get(name)
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             continue
-        bad = (ids < 0) | (ids >= vocabulary)
+        outside = (ids < 0) | (ids >= vocabulary)
         if name == "labels":
-            bad &= ids != IGNORE_INDEX
-        if not bool(bad.any()):
+            outside &= ids != IGNORE_INDEX
+        if not bool(outside.any()):
             continue
-        index = tuple(bad.nonzero()[0].tolist())
-        explanation = (
-            f"the id {int(ids[index])} is outside [0, {vocabulary}) (ids outside: {int(bad.sum())})"
-        )
+        index = tuple(outside.nonzero()[0].tolist())
+        found = int(ids[index])
+        number = int(outside.sum())
         return Verdict(
             cause="token id",
             phase="data",
             operation=operation,
             index=index,
             tensor=f"{name} {list(ids.shape)}",
-            value=float(ids[index]),
+            value=float(found),
             reached="nothing, since the lookup was not run",
-            explanation=explanation,
+            explanation=f"the id {found} is outside [0, {vocabulary}) (ids outside: {number})",
             **Tokens(batch).locate(tuple(ids.shape), index)._asdict(),
         )
     return None
+
+
+def _vocabulary(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is None:  # a decoder of speech or images has a config of its own
+        vocabulary = getattr(getattr(config, "decoder", None), "vocab_size", None)
+    return vocabulary
 
 
 def _lookups(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, str]:
@@ -498,8 +519,9 @@ def _lookups(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, str]:
     stock = type(inner).__module__.startswith(("transformers.", "npt."))
     if stock and reads_labels(inner):
         return dict.fromkeys((*LOOKED_UP, "labels"), "embedding")
-    if "pixel_values" in entries or "input_features" in entries:
-        return {}  # placeholders beyond the vocabulary are replaced before the lookup
+    # placeholders beyond the vocabulary are replaced before the lookup
+    if not entries.keys().isdisjoint(_MEDIA):
+        return {}
     lookups = {"input_ids": "embedding"}
     if stock and hasattr(inner, "lm_head"):
         lookups["labels"] = "cross_entropy"
@@ -508,15 +530,11 @@ def _lookups(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, str]:
 
 def _unexplained(sinks: list[Sink]) -> Verdict | None:
     """Return the verdict on the first bad result, if no operation made it."""
-    for sink in sinks:
-        if sink.bad:
-            return _without_operation(
-                "outside of torch",
-                sink.label,
-                f"{sink.label} is not finite, but no operation of the pass made it",
-                sink.tensor,
-            )
-    return None
+    sink = next((sink for sink in sinks if sink.bad), None)
+    if sink is None:
+        return None
+    explanation = f"{sink.label} is not finite, but no operation of the pass made it"
+    return _without_operation("outside of torch", sink.label, explanation, sink.tensor)
 
 
 def _without_operation(

@@ -53,12 +53,6 @@ def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], Any])
     save_file(tensors, file)
 
 
-def test_a_bundle_from_before_a_choice_of_attention_repeats_its_bits(bundle) -> None:
-    change_record(bundle, lambda said: said[STUDENT]["settings"].pop("deterministic"))
-    write_manifest(bundle)
-    assert read_student(bundle).config.deterministic
-
-
 def test_a_bundle_is_read_with_everything_in_it(bundle) -> None:
     read = read_student(bundle)
     stored = read.postmortem.micro_batches
@@ -80,18 +74,15 @@ def test_a_micro_batch_keeps_every_field() -> None:
     assert read.tokens == batch.tokens and torch.equal(read.valid_index, batch.valid_index)
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, "guard-1"])
+@pytest.mark.parametrize("version", [2, 3, "guard-1"])
 def test_a_bundle_of_an_earlier_version_names_its_npt(bundle, version) -> None:
-    """The first version called its number `format`, and had no manifest."""
-    change_record(bundle, lambda said: (said.pop("version"), said.pop("versions")))
-    key = "format" if version == 1 else "version"
-    change_record(bundle, lambda said: said.update({key: version}))
+    change_record(bundle, lambda said: (said.pop("versions"), said.update(version=version)))
     start = f"version {version!r}, but this npt reads 4; replay it with the npt that wrote it"
     assert refused(bundle).endswith(start)  # it does not say which
     change_record(bundle, lambda said: said.update(versions={"npt": "0.1.0"}))
     (bundle / "manifest.json").unlink()
     assert f"{start} ('0.1.0')" in refused(bundle, False)
-    change_record(bundle, lambda said: said.pop(key))
+    change_record(bundle, lambda said: said.pop("version"))
     assert "has no format version, but this npt reads 4;" in refused(bundle, False)
 
 

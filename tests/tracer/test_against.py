@@ -22,7 +22,7 @@ from npt.data.samples import Samples
 from npt.distill.step import forward_backward
 from npt.distill.strategies import drive
 from npt.errors import ConfigError
-from npt.tracer.against import PassRecord
+from npt.tracer.pass_record import PassRecord
 
 LAYERS = 3
 BATCH = {"input_ids": torch.randint(5, 500, (2, 20), generator=torch.Generator().manual_seed(0))}
@@ -427,7 +427,7 @@ DAMAGED = {
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
     steps, words = DAMAGED[case]
     file = tmp_path / "file.safetensors"
-    metadata = {"npt_trace": steps, "end": ""}
+    metadata = {"npt_trace": steps, "reads": "[0, 0]", "end": ""}
     safetensors.torch.save_file({"0": torch.zeros(1)}, file, metadata)
     with pytest.raises(ConfigError, match=r"is damaged (or unreadable: |\()") as refused:
         PassRecord.load(file)

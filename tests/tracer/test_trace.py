@@ -323,7 +323,24 @@ def test_a_compiled_module_is_traced_as_if_it_were_not(backend, whole) -> None:
         model[1] = torch.compile(model[1], backend=backend, fullgraph=whole)
         verdict = traced(model)
         assert (verdict is None) == (operation is None)
-        assert verdict is None or (verdict.operation, verdict.module) == (operation, "1._orig_mod")
+        assert verdict is None or (verdict.operation, verdict.module) == (operation, "1")
+
+
+def test_names_are_those_of_the_model_before_it_was_compiled() -> None:
+    model = net(torch.sin)
+    model[1] = torch.compile(model[1], backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        model[1].last.weight[1, 2] = NAN
+    check(fault(compiled), module="1.last", tensor="1.last.weight [4, 4] float32")
+    with torch.no_grad():
+        model[1].last.weight[1, 2] = 0
+    model[1].last.weight.register_hook(lambda gradient: gradient * INF)
+    assert fault(compiled).reached == "gradient of 1.last.weight"
+    with npt.trace.watch(compiled) as watched:
+        compiled(X).square().sum().backward()
+    assert watched.verdict is not None
+    assert watched.verdict.reached == "gradient of 1.last.weight"
 
 
 @pytest.mark.filterwarnings("ignore")
