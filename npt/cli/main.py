@@ -103,7 +103,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
 def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
     """Return the parser of all verbs; `prog` is the name in messages."""
     parser = OneLineParser(
-        prog=prog, usage="%(prog)s VERB [flags]", description=ABOUT, formatter_class=_GroupedHelp
+        prog=prog,
+        usage="%(prog)s VERB [flags]",
+        description=ABOUT,
+        formatter_class=_GroupedHelp,
+        takes_others=True,
     )
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
     # the verbs have headings of their own

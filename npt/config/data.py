@@ -1,7 +1,5 @@
 """Settings of the data and of the samples made from them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -66,28 +64,24 @@ class DataConfig(SettingsGroup):
 
     def check(self) -> None:
         """Refuse the same column for two texts, and contexts in packed rows."""
-        if self.prompt_column is not None and self.prompt_column == self.completion_column:
-            raise ConfigError(
-                f"--prompt_column and --completion_column are both {self.prompt_column!r}: name two"
-                " columns"
-            )
+        prompt = self.prompt_column
         context = self.context_column
-        if context is None:
-            return
-        texts: list[str | None] = [self.text_column]
-        if self.prompt_column is not None:
-            texts = [self.prompt_column, self.completion_column]
-        if context in texts:
+        if prompt is not None and prompt == self.completion_column:
+            raise ConfigError(
+                f"--prompt_column and --completion_column are both {prompt!r}: name two columns"
+            )
+        texts = (self.text_column,) if prompt is None else (prompt, self.completion_column)
+        if context is not None and context in texts:
             raise ConfigError(
                 f"--context_column {context} is the column of another text too: name the context's"
                 " own"
             )
-        if self.packing:
+        if context is not None and self.packing:
             raise ConfigError(
                 f"--packing does not support --context_column {context}: remove one of them"
             )
 
-    def check_objective(self, training: TrainConfig) -> None:
+    def check_objective(self, training: "TrainConfig") -> None:
         """Refuse contexts if the loss needs more of the teacher than its logits."""
         if self.context_column is not None and not training.reads_logits_alone:
             raise ConfigError(

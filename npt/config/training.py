@@ -1,7 +1,5 @@
 """Settings of a run: objective, optimiser, memory, guards and output."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

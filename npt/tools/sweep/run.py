@@ -22,8 +22,9 @@ from npt.config import BaseConfig
 from npt.console import silent_console
 from npt.errors import NumericalError, StoppedError, TooManyRefusalsError
 from npt.runs.run_folder import METRICS
-from npt.tools.sweep.spec import Trial, TrialSettings
+from npt.tools.sweep.spec import Trial
 from npt.tools.sweep.table import Row
+from npt.train.resolve import RunSettings
 from npt.train.trainer import Trainer
 
 GROWN = 1.01
@@ -105,7 +106,7 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
     return {**best, **limits, "seconds": time.perf_counter() - started}
 
 
-def run(bases: Bases, settings: TrialSettings) -> Row:
+def run(bases: Bases, settings: RunSettings) -> Row:
     """Train once with these settings and restore the base; StoppedError if a signal came."""
     started = time.perf_counter()
     model, tokenizer, teacher = bases.get(settings.base)
