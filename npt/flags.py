@@ -42,6 +42,7 @@ ALIASES = {
     "output": "output_dir",
 }
 """Other names of flags, from scripts of transformers and PEFT."""
+_OWN_NAMES = {**ALIASES, **{f"no_{other}": f"no_{name}" for other, name in ALIASES.items()}}
 
 _ELSEWHERE = """
 mixed_precision fp16 bf16: use --use_fp16 (unquantised base) or --compute_dtype (4-bit base)
@@ -77,11 +78,8 @@ def canonical(name: str, known: Collection[str]) -> str:
     else the name itself.
     """
     plain = _plain(name)
-    for prefix in ("", "no_"):
-        flag = prefix + ALIASES.get(plain.removeprefix(prefix), plain.removeprefix(prefix))
-        if plain.startswith(prefix) and flag in known:
-            return flag
-    return name
+    flag = _OWN_NAMES.get(plain, plain)
+    return flag if flag in known else name
 
 
 def _plain(name: str) -> str:
@@ -105,21 +103,23 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, takes_others: bool = False, **named: Any):
         super().__init__(*arguments, **named)
         self._takes_others = takes_others
+        self._replaced = {} if takes_others else _INSTEAD
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         for word in words:
             self._check_text(word)
-        end = words.index("--") if "--" in words else len(words)
+        end = [*words, "--"].index("--")
         words[:end] = map(self._spelled, words[:end])
         parsed, left = super().parse_known_args(words, namespace)
         if left and not self._takes_others:
-            if not left[0].startswith("-"):
-                self.error(f"{left[0]!r} does not belong to any flag")
-            self._refuse(left[0].partition("=")[0])
+            self._refuse(left[0])
         return parsed, left
 
-    def _refuse(self, flag: str) -> NoReturn:
+    def _refuse(self, word: str) -> NoReturn:
+        flag = word.partition("=")[0]
+        if not flag.startswith("-"):
+            self.error(f"{word!r} does not belong to any flag")
         self.error(f"there is no flag {flag}{_hint(flag.lstrip('-'), self._flags())}")
 
     def _check_text(self, word: str) -> None:
@@ -156,7 +156,7 @@ class OneLineParser(argparse.ArgumentParser):
         known = self._flags()
         written, equals, value = argument[2:].partition("=")
         name = canonical(written, known)
-        if name not in known and _plain(name) in _INSTEAD and not self._takes_others:
+        if name not in known and _plain(name) in self._replaced:
             self._refuse(f"--{name}")
         return f"--{name}{equals}{value}"
 
@@ -176,11 +176,8 @@ def add_settings(
     (`--no_smoke_test`). Help texts show the `defaults`, by flag name, in place of the fields' own.
     """
     # argparse would list every flag here
-    usage = ["%(prog)s"]
-    for action in parser._actions:
-        if action.required and action.option_strings:
-            usage.append(f"{action.option_strings[0]} {action.metavar}")
-    parser.usage = " ".join([*usage, "[flags]"])
+    required = [f"{a.option_strings[0]} {a.metavar}" for a in parser._actions if a.required]
+    parser.usage = " ".join(["%(prog)s", *required, "[flags]"])
     # argparse shows no group without flags
     groups = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
     shown = defaults or {}
@@ -295,46 +292,6 @@ def _fault(at: Any, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
-def checked_settings(
-    where: str,
-    content: Mapping[Any, Any],
-    kinds: Mapping[str, type],
-    read: Callable[..., Any] | None = None,
-) -> dict[str, Any]:
-    """Return the entries of `content` by flag name, each read by `read`, by default `typed`.
-
-    Args:
-        where: the file, and the place in it, for messages.
-        kinds: the types of the known flags.
-
-    Raises:
-        ConfigError: a name is unknown or given twice, or a value is of another type.
-    """
-    settings: dict[str, Any] = {}
-    for written, value in content.items():
-        name = canonical(str(written), kinds)
-        if name not in kinds:
-            raise ConfigError(
-                f"{where}: there is no setting {written!r}{_hint(str(written), kinds, mark='')}"
-            )
-        if name in settings:
-            raise ConfigError(
-                f"{where}: {name} is given twice, once as {written}: remove one of them"
-            )
-        settings[name] = (read or typed)(where, name, value, kinds[name])
-    return settings
-
-
-def kinds_by_flag(classes: Iterable[type]) -> dict[str, type]:
-    """Return the types of settings by flag."""
-    return {name: kinds_of(f)[0] for name, f in flags_of(*classes).items()}
-
-
-def build(cls: type, given: Mapping[str, Any]) -> Any:
-    """Return a settings object from values by flag name, with defaults for the rest."""
-    return cls(**{f.name: given[name] for name, f in flags_of(cls).items() if name in given})
-
-
 def typed(where: str, name: str, value: Any, kind: type) -> Any:
     """Return a YAML value as its flag would parse it from text."""
     if value is None:
@@ -358,6 +315,46 @@ def _as_typed(value: Any, kind: type) -> str:
     text.encode()
     # 1e5 is a float in YAML
     return text.removesuffix(".0") if kind is int else text
+
+
+def checked_settings(
+    where: str,
+    content: Mapping[Any, Any],
+    kinds: Mapping[str, type],
+    read: Callable[..., Any] = typed,
+) -> dict[str, Any]:
+    """Return the entries of `content` by flag name, each read by `read`.
+
+    Args:
+        where: the file, and the place in it, for messages.
+        kinds: the types of the known flags.
+
+    Raises:
+        ConfigError: a name is unknown or given twice, or a value is of another type.
+    """
+    settings: dict[str, Any] = {}
+    for written, value in content.items():
+        name = canonical(str(written), kinds)
+        if name not in kinds:
+            raise ConfigError(
+                f"{where}: there is no setting {written!r}{_hint(str(written), kinds, mark='')}"
+            )
+        if name in settings:
+            raise ConfigError(
+                f"{where}: {name} is given twice, once as {written}: remove one of them"
+            )
+        settings[name] = read(where, name, value, kinds[name])
+    return settings
+
+
+def kinds_by_flag(classes: Iterable[type]) -> dict[str, type]:
+    """Return the types of settings by flag."""
+    return {name: kinds_of(f)[0] for name, f in flags_of(*classes).items()}
+
+
+def build(cls: type, given: Mapping[str, Any]) -> Any:
+    """Return a settings object from values by flag name, with defaults for the rest."""
+    return cls(**{f.name: given[name] for name, f in flags_of(cls).items() if name in given})
 
 
 _BOOLEANS = {**yaml.SafeLoader.bool_values, "1": True, "0": False}

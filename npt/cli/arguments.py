@@ -76,22 +76,16 @@ def add_adapter(parser: Any, help: str = "saved adapter", **how: Any) -> None:
 
 
 def add_student(
-    parser: Any,
-    *,
-    data: bool = False,
-    contexts: bool = False,
-    leave_out: Iterable[str] = (),
-    **adapter: Any,
+    parser: Any, *, data: bool = False, leave_out: Iterable[str] = (), **adapter: Any
 ) -> None:
     """Add the flags of an adapter (`adapter` goes to `add_adapter`), its base and, with `data`, a
-    dataset, whose `contexts` the verb may give to the teacher.
+    dataset.
     """
     add_adapter(parser, **adapter)
     text = "accept a base other than the adapter's if the shapes match, with a warning"
     add_switch(parser, "any_base", text)
     classes = (BaseConfig, DataConfig) if data else (BaseConfig,)
-    unread = set() if contexts else {"context_column"}
-    add_settings(parser, *classes, leave_out={*_OF_TRAINING, *unread, *leave_out})
+    add_settings(parser, *classes, leave_out={*_OF_TRAINING, *leave_out})
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -245,14 +239,7 @@ def load(
     if recipe is not None and (recipe.quantization, recipe.use_fp16) == form:
         storage = recipe.storage
     model, tokenizer = npt.load_base(
-        base.model_name,
-        quantization=base.quantization,
-        use_fp16=base.use_fp16,
-        compute_dtype=base.compute_dtype,
-        attn_implementation=base.attn_implementation,
-        device=device,
-        layers_later=layers_later,
-        **storage,
+        **base.loading, device=device, layers_later=layers_later, **storage
     )
     # as found on the model, which may differ from what the flags ask for
     packed = quantization_of(model)

@@ -284,4 +284,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "folder to write the adapter and its updates to"
     add("--output", metavar="FOLDER", help=text)
     add_number(parser, "eval_samples", "held-out samples (default: as many as the run)")
-    add_student(parser, data=True)
+    add_student(parser, data=True, leave_out=("context_column",))

@@ -26,12 +26,4 @@ from npt.config.field import (
     parse_steps,
     written,
 )
-from npt.config.training import (
-    LOGIT_LOSSES,
-    LOSSES,
-    MAX_STEPS,
-    SCHEDULES,
-    SEED_MAX,
-    STRATEGIES,
-    TrainConfig,
-)
+from npt.config.training import LOGIT_LOSSES, LOSSES, MAX_STEPS, SCHEDULES, STRATEGIES, TrainConfig

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from npt.config.field import Need, SettingsGroup, setting
 from npt.errors import ConfigError
@@ -56,6 +57,17 @@ class BaseConfig(SettingsGroup):
     def check(self) -> None:
         """Refuse an attention implementation that training does not support."""
         check_attention(self.attn_implementation)
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The arguments of `npt.load_base`."""
+        return {
+            "name": self.model_name,
+            "quantization": self.quantization,
+            "use_fp16": self.use_fp16,
+            "compute_dtype": self.compute_dtype,
+            "attn_implementation": self.attn_implementation,
+        }
 
     @property
     def quantization(self) -> str | None:

@@ -65,18 +65,23 @@ class DataConfig(SettingsGroup):
     def check(self) -> None:
         """Refuse the same column for two texts, and contexts in packed rows."""
         prompt = self.prompt_column
-        context = self.context_column
         if prompt is not None and prompt == self.completion_column:
             raise ConfigError(
                 f"--prompt_column and --completion_column are both {prompt!r}: name two columns"
             )
-        texts = (self.text_column,) if prompt is None else (prompt, self.completion_column)
-        if context is not None and context in texts:
+        if self.context_column is not None:
+            self._check_context(self.context_column)
+
+    def _check_context(self, context: str) -> None:
+        texts: tuple[str | None, ...] = (self.prompt_column, self.completion_column)
+        if self.prompt_column is None:
+            texts = (self.text_column,)
+        if context in texts:
             raise ConfigError(
                 f"--context_column {context} is the column of another text too: name the context's"
                 " own"
             )
-        if context is not None and self.packing:
+        if self.packing:
             raise ConfigError(
                 f"--packing does not support --context_column {context}: remove one of them"
             )

@@ -6,7 +6,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field, field, fields
 from typing import Any, NamedTuple
 
@@ -137,16 +137,12 @@ class SettingsGroup:
 def _fault(f: Field[Any], value: Any) -> str:
     """Return what is wrong with a value, and what would be right; "" if it is valid."""
     kinds = kinds_of(f)
-    choices = f.metadata["choices"]
     if not _is_one_of(kinds, value):
         names = ["unset" if kind is types.NoneType else kind.__name__ for kind in kinds]
         return f"{value!r}; expected {' or '.join(names)}"
     if value is None:
         return ""
-    for item in value if isinstance(value, tuple) else (value,):
-        if choices and item not in choices:
-            return f"{item!r}; choose from {', '.join(choices)}"
-    return _size_fault(f.metadata["bound"], value)
+    return _choice_fault(f.metadata["choices"], value) or _size_fault(f.metadata["bound"], value)
 
 
 def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
@@ -154,6 +150,14 @@ def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
     if isinstance(value, bool):
         return bool in kinds
     return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
+
+
+def _choice_fault(choices: Sequence[str] | None, value: Any) -> str:
+    items = value if isinstance(value, tuple) else (value,)
+    for item in items:
+        if choices and item not in choices:
+            return f"{item!r}; choose from {', '.join(choices)}"
+    return ""
 
 
 def _size_fault(bound: Bound, value: Any) -> str:

@@ -3,16 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from npt.config.field import (
-    INT_MAX,
-    POSITIVE,
-    Need,
-    SettingsGroup,
-    as_text,
-    at_least,
-    parse_steps,
-    setting,
-)
+from npt.config.field import POSITIVE, Need, SettingsGroup, as_text, at_least, parse_steps, setting
 from npt.errors import ConfigError
 
 STRATEGIES = ["local", "propagated", "end_to_end"]
@@ -21,7 +12,6 @@ LOSSES = ["nmse", "nmse_update", "direction"]
 """`register_loss` adds to this list."""
 LOGIT_LOSSES = ("kl", "reverse_kl", "cross_entropy")
 SCHEDULES = ("cosine", "linear", "constant")
-SEED_MAX = INT_MAX
 MAX_STEPS = 10_000_000
 """A run keeps the learning rates of all its steps."""
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npt.config import SEED_MAX
+from npt.config import INT_MAX
 from npt.errors import ConfigError, kind_of
 from npt.flags import checked_settings, kinds_by_flag, typed, yaml_content
 from npt.stored import shown
@@ -57,11 +57,6 @@ TRIALS = 100_000
 """Trials of a part. More are a slip in a grid, and checking them would take minutes."""
 
 
-def trial_settings(flags: Mapping[str, Any], seed: int) -> RunSettings:
-    """Return the settings that `npt pretrain` would use, or raise ConfigError."""
-    return resolve({**flags, "seed": seed}, of_study=True)
-
-
 class Bisection(NamedTuple):
     """A search for the largest value of a setting that trains. It halves the bracket [`low`,
     `high`] `rounds` times on a log scale.
@@ -79,7 +74,7 @@ class TrialOrigin:
 
     part: str
     arm: str
-    point: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    point: Mapping[str, Any] = field(compare=False)
 
     @property
     def arm_of_part(self) -> str:
@@ -100,7 +95,7 @@ class Trial:
     Attributes:
         key: identifies the trial; equal settings have equal keys.
         settings: the run that `npt pretrain` would make of the flags.
-        flags: settings as written, by flag name.
+        flags: settings as written, and the seed, by flag name.
         bisect: the search, if the trial is one.
         origins: every part, arm and point that gives this trial.
     """
@@ -117,17 +112,13 @@ class Trial:
     def at(self, value: float) -> RunSettings:
         """Return the settings with this value for the setting that `bisect` searches."""
         assert self.bisect is not None
-        flags = {**self.flags, self.bisect.setting: value}
-        return trial_settings(flags, self.settings.training.seed)
+        return resolve({**self.flags, self.bisect.setting: value}, of_study=True)
 
 
 def values_of(settings: RunSettings) -> dict[str, Any]:
     """Return by flag all settings of a trial, except those that every study has alike."""
-    values = {"seed": settings.training.seed}
-    for name, value in settings.by_flag().items():
-        if name not in LEFT_OUT:
-            values[name] = value
-    return values
+    values = settings.by_flag()
+    return {name: values[name] for name in values if name == "seed" or name not in LEFT_OUT}
 
 
 @dataclass(frozen=True)
@@ -202,7 +193,7 @@ def _trials_of(
     for (arm, bundle), point, seed in itertools.product(arms.items(), points, seeds):
         origin = TrialOrigin(part, arm, point)
         try:
-            yield _trial({**settings, **bundle, **point}, seed, bisect, origin)
+            yield _trial({**settings, **bundle, **point, "seed": seed}, bisect, origin)
         except ConfigError as error:
             place = ", ".join([origin.arm_of_part, *origin.settings, f"seed {seed}"])
             raise ConfigError(f"{where}: {place}: {error}") from error
@@ -225,13 +216,11 @@ def _points(where: str, entries: Mapping[str, Any], runs: int) -> list[dict[str,
     return points
 
 
-def _trial(
-    flags: Mapping[str, Any], seed: int, bisect: Bisection | None, origin: TrialOrigin
-) -> Trial:
+def _trial(flags: dict[str, Any], bisect: Bisection | None, origin: TrialOrigin) -> Trial:
     if bisect is not None:
-        trial_settings({**flags, bisect.setting: bisect.high}, seed)  # both ends must work
-        flags = {**flags, bisect.setting: bisect.low}
-    settings = trial_settings(flags, seed)
+        resolve({**flags, bisect.setting: bisect.high}, of_study=True)  # both ends must work
+        flags[bisect.setting] = bisect.low
+    settings = resolve(flags, of_study=True)
     # includes defaults: if a version changes one, its trials are new
     content = [values_of(settings), bisect]
     text = json.dumps(content, sort_keys=True, allow_nan=False)
@@ -351,7 +340,7 @@ def _drawn(source: random.Random, low: Any, high: Any, log: bool) -> Any:
 
 def _seeds(where: str, value: Any) -> list[int]:
     seeds = value if isinstance(value, list) else []
-    if not seeds or not all(_is_whole(seed, 0, SEED_MAX) for seed in seeds):
+    if not seeds or not all(_is_whole(seed, 0, INT_MAX) for seed in seeds):
         raise ConfigError(
             f"{where}: seeds is {shown(value)}; write a list of whole numbers like [0, 1, 2]"
         )

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from npt.cli.sweep import check_design
 from npt.errors import ConfigError, NotSupportedError
 from npt.presets import study_file
-from npt.tools.sweep.spec import LEFT_OUT, design_of, read_design, trial_settings, values_of
+from npt.tools.sweep.spec import LEFT_OUT, design_of, read_design, values_of
+from npt.train.resolve import resolve
 
 ROOT = Path(__file__).parents[3]
 SHORT = {"max_steps": 4, "use_quantization": True}
@@ -204,7 +205,7 @@ def test_a_closed_form_start_without_the_stream_is_refused() -> None:
 
 
 def test_settings_have_their_defaults_and_none_of_a_folder() -> None:
-    values = values_of(trial_settings({**SHORT, "compute_dtype": "bf16"}, seed=3))
+    values = values_of(resolve({**SHORT, "compute_dtype": "bf16", "seed": 3}, of_study=True))
     assert (values["adapter_rank"], values["compute_dtype"], values["seed"]) == (192, "bf16", 3)
     assert not values.keys() & (LEFT_OUT.keys() - {"seed"})
 
