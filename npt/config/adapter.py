@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from npt.config.field import POSITIVE, Bound, Need, SettingsGroup, as_text, at_least, setting, words
+from npt.config.field import POSITIVE, Condition, SettingsGroup, as_text, at_least, setting, words
 from npt.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ MULT_FORMS = ("sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded")
 
 _adapter = partial(setting, group="adapter")
 
-_TOKEN_PART = Need(
+_TOKEN_PART = Condition(
     lambda c: STREAM in c.targets and c.residual == "modulate",
     "the target stream and --residual modulate",
 )
@@ -93,7 +93,7 @@ class NPTConfig(SettingsGroup):
         "comma-separated list of what to modulate: stream, gate, up, down",
         choices=tuple(TARGETS),
         read=words,
-        bound=Bound(
+        bound=Condition(
             lambda targets: targets and len(set(targets)) == len(targets),
             f"name each of {', '.join(TARGETS)} at most once, and at least one",
         ),
@@ -119,14 +119,14 @@ class NPTConfig(SettingsGroup):
         0.5,
         "beta; multipliers lie within (1-beta, 1+beta)",
         # closer to 1, fp32 would round 1 - beta towards 0
-        bound=Bound(lambda value: 0 < value <= 0.999, "it must be above 0 and at most 0.999"),
-        need=Need(lambda c: c.mult_form == "sigmoid", "--mult_form sigmoid"),
+        bound=Condition(lambda value: 0 < value <= 0.999, "it must be above 0 and at most 0.999"),
+        need=Condition(lambda c: c.mult_form == "sigmoid", "--mult_form sigmoid"),
     )
     ranks: tuple[int, ...] | None = _adapter(
         None,
         "one rank per converted layer, lowest layer first, as in 8,16,32; replaces --adapter_rank",
         read=_whole_numbers,
-        bound=Bound(
+        bound=Condition(
             lambda ranks: ranks and all(type(rank) is int and rank >= 1 for rank in ranks),
             "give each converted layer a whole number of at least 1, such as 8,16,32",
         ),
@@ -135,7 +135,7 @@ class NPTConfig(SettingsGroup):
         "sigmoid",
         "formula for the multipliers; all but sigmoid are for comparison only",
         choices=MULT_FORMS,
-        need=Need(lambda c: c.multiplicative, "--modulation both (or multiplicative)"),
+        need=Condition(lambda c: c.multiplicative, "--modulation both (or multiplicative)"),
     )
 
     def check(self) -> None:

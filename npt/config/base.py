@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from npt.config.field import Need, SettingsGroup, setting
+from npt.config.field import Condition, SettingsGroup, setting
 from npt.errors import ConfigError
 
 QUANT_TYPES = ("nf4", "fp4")
@@ -12,7 +12,7 @@ COMPUTE_DTYPES = ("fp32", "bf16")
 ATTENTIONS = ("sdpa", "eager")
 
 _base = partial(setting, group="base")
-_QUANTISED = Need(lambda c: c.use_quantization, "--use_quantization")
+_QUANTISED = Condition(lambda c: c.use_quantization, "--use_quantization")
 
 
 def check_attention(name: str) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from npt.config.field import Bound, Need, SettingsGroup, at_least, setting
+from npt.config.field import Condition, SettingsGroup, at_least, setting
 from npt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 REPLAY_RATIO = 0.2
 _data = partial(setting, group="data")
-_PAIR = Need(lambda c: c.prompt_column is not None, "--prompt_column")
-_REPLAYED = Need(lambda c: c.replay_dataset is not None, "--replay_dataset")
+_PAIR = Condition(lambda c: c.prompt_column is not None, "--prompt_column")
+_REPLAYED = Condition(lambda c: c.replay_dataset is not None, "--replay_dataset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class DataConfig(SettingsGroup):
     replay_ratio: float | None = _data(
         None,
         f"share of samples from --replay_dataset (default: {REPLAY_RATIO})",
-        bound=Bound(lambda value: 0 < value < 1, "it must be above 0 and below 1"),
+        bound=Condition(lambda value: 0 < value < 1, "it must be above 0 and below 1"),
         need=_REPLAYED,
     )
 

@@ -6,7 +6,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import Field, field, fields
 from typing import Any, NamedTuple
 
@@ -28,39 +28,37 @@ FLOAT_MAX = 3e38
 """The largest values: products of a few such counts fit into 64 bits, such numbers into fp32."""
 
 
-class Bound(NamedTuple):
-    """A condition on a value: a test, and the words of the error."""
+class Condition(NamedTuple):
+    """A condition on a value or on all settings: a test, and its words in an error."""
 
     holds: Callable[[Any], Any]
     words: str
 
 
-def at_least(low: float, most: float = math.inf) -> Bound:
+def at_least(low: float, most: float = math.inf) -> Condition:
     """Return the bound of a number from `low` to `most`."""
     words = f"it must be at least {low}"
     if most < math.inf:
         words += f" and at most {most}"
-    return Bound(lambda value: low <= value <= most, words)
+    return Condition(lambda value: low <= value <= most, words)
 
 
-POSITIVE = Bound(lambda value: value > 0, "it must be above 0")
-ANY = Bound(lambda value: True, "")
-
-
-class Need(NamedTuple):
-    """A condition without which a setting has no effect: a test of all settings, and a name."""
-
-    met: Callable[[Any], bool]
-    words: str
-
-
-ALWAYS = Need(lambda settings: True, "")
+POSITIVE = Condition(lambda value: value > 0, "it must be above 0")
+ALWAYS = Condition(lambda _: True, "")
+_SIZES = (
+    Condition(
+        lambda v: not isinstance(v, int) or abs(v) <= INT_MAX, f"it must be at most {INT_MAX}"
+    ),
+    Condition(
+        lambda v: not isinstance(v, float) or abs(v) <= FLOAT_MAX, f"it must be at most {FLOAT_MAX}"
+    ),
+)
 
 _METADATA: dict[str, Any] = {
     "choices": None,
     "flag": None,
     "read": lambda value: value,
-    "bound": ANY,
+    "bound": ALWAYS,
     "need": ALWAYS,
 }
 
@@ -69,8 +67,9 @@ def setting(default: Any, help: str, *, group: str = "", **more: Any) -> Any:
     """Return a dataclass field that is also a command-line flag, in one of the `GROUPS`.
 
     `more` may hold `choices` of the value or of a tuple's items; `flag`, a name other than the
-    field's; `read`, a function that converts what YAML or a caller may write; `bound`, the `Bound`
-    of any value but None; and `need`, the `Need` of any value but the default.
+    field's; `read`, a function that converts what YAML or a caller may write; `bound`, a condition
+    on the value, unless it is None; and `need`, one on all settings without which any value but the
+    default has no effect.
     """
     assert more.keys() <= _METADATA.keys()
     return field(default=default, metadata={**_METADATA, "help": help, "group": group, **more})
@@ -123,7 +122,7 @@ class SettingsGroup:
         for flag, f in flags_of(self).items():
             value = getattr(self, f.name)
             need = f.metadata["need"]
-            check_need(value == f.default or need.met(self), flag, value, need.words)
+            check_need(value == f.default or need.holds(self), flag, value, need.words)
         self.check()
 
     def check(self) -> None:
@@ -137,12 +136,19 @@ class SettingsGroup:
 def _fault(f: Field[Any], value: Any) -> str:
     """Return what is wrong with a value, and what would be right; "" if it is valid."""
     kinds = kinds_of(f)
+    choices = f.metadata["choices"]
     if not _is_one_of(kinds, value):
         names = ["unset" if kind is types.NoneType else kind.__name__ for kind in kinds]
         return f"{value!r}; expected {' or '.join(names)}"
     if value is None:
         return ""
-    return _choice_fault(f.metadata["choices"], value) or _size_fault(f.metadata["bound"], value)
+    for item in value if isinstance(value, tuple) else (value,):
+        if choices and item not in choices:
+            return f"{item!r}; choose from {', '.join(choices)}"
+    for bound in (f.metadata["bound"], *_SIZES):
+        if not bound.holds(value):
+            return f"{value}; {bound.words}"
+    return ""
 
 
 def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
@@ -150,23 +156,6 @@ def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
     if isinstance(value, bool):
         return bool in kinds
     return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
-
-
-def _choice_fault(choices: Sequence[str] | None, value: Any) -> str:
-    items = value if isinstance(value, tuple) else (value,)
-    for item in items:
-        if choices and item not in choices:
-            return f"{item!r}; choose from {', '.join(choices)}"
-    return ""
-
-
-def _size_fault(bound: Bound, value: Any) -> str:
-    most = INT_MAX if isinstance(value, int) else FLOAT_MAX
-    if not bound.holds(value):
-        return f"{value}; {bound.words}"
-    if isinstance(value, int | float) and abs(value) > most:
-        return f"{value}; it must be at most {most}"
-    return ""
 
 
 def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:

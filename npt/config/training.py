@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from functools import partial
 
-from npt.config.field import POSITIVE, Need, SettingsGroup, as_text, at_least, parse_steps, setting
+from npt.config.field import (
+    POSITIVE,
+    Condition,
+    SettingsGroup,
+    as_text,
+    at_least,
+    parse_steps,
+    setting,
+)
 from npt.errors import ConfigError
 
 STRATEGIES = ["local", "propagated", "end_to_end"]
@@ -20,9 +28,9 @@ _optimiser = partial(setting, group="optimiser")
 _guards = partial(setting, group="guards")
 _output = partial(setting, group="output")
 _COUNT = at_least(1)
-_WHOLE = Need(lambda c: c.strategy == "end_to_end", "--strategy end_to_end")
-_HIDDEN = Need(lambda c: c.hidden_weight > 0, "--hidden_weight above 0")
-_LOGITS = Need(lambda c: c.logit_kl_weight > 0, "--logit_kl_weight above 0")
+_WHOLE = Condition(lambda c: c.strategy == "end_to_end", "--strategy end_to_end")
+_HIDDEN = Condition(lambda c: c.hidden_weight > 0, "--hidden_weight above 0")
+_LOGITS = Condition(lambda c: c.logit_kl_weight > 0, "--logit_kl_weight above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
