@@ -294,15 +294,14 @@ def load_adapter(
 
     if stored.folder != Path(stored.name):
         console.say(f"adapter {stored.folder}")
+    attach: Callable[..., Any] = npt.load_adapter
     if shard is not None:
         npt.load_adapter(model, stored, check_base=False)
         shard()
+        attach = read_adapter  # what is attached is only checked
     base = npt.base_identity(model)
     other = base_mismatch(stored, base) if any_base else None
-    if shard is None:
-        npt.load_adapter(model, stored, base=base, check_base=not any_base)
-    else:
-        read_adapter(model, stored, base=base, check_base=not any_base)
+    attach(model, stored, base=base, check_base=not any_base)
     if other is None:
         return base, {}
     console.say(f"warning: --any_base: {stored} was trained on another base: {other}")

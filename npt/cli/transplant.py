@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from itertools import starmap
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,12 +211,12 @@ def _show(
 
     decode = student.tokenizer.decode
     if task.flags["json"]:
-
-        def listed(token: int, p: float) -> dict[str, Any]:
-            return {"id": token, "token": decode([token]), "probability": p}
-
-        words = {name: [*starmap(listed, tokens)] for name, tokens in top.items()}
-        print_json({**about, "top": words, "kl": kl, **student.other})
+        listed: dict[str, Any] = {}
+        for name, tokens in top.items():
+            listed[name] = [
+                {"id": token, "token": decode([token]), "probability": p} for token, p in tokens
+            ]
+        print_json({**about, "top": listed, "kl": kl, **student.other})
         return
     task.console.say(title)
     rows = []

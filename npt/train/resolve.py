@@ -339,14 +339,13 @@ def base_flags(stored: StoredAdapter, flags: Mapping[str, Any]) -> dict[str, Any
     """Return the flags of the base that a saved adapter was trained on, as far as it records them
     and the flags ask for no other precision.
     """
-    recorded: dict[str, Any] = {}
+    recorded = {} if stored.recipe is None else stored.recipe.flags
+    packed = recorded.get("use_quantization")
+    if flags.get("use_quantization", packed) != packed:
+        recorded = {}
     name = stored.record.get("base_model_name_or_path")
     if isinstance(name, str) and name != "unknown":
         recorded["model_name"] = name
-    if stored.recipe is not None:
-        packed = stored.recipe.flags["use_quantization"]
-        if flags.get("use_quantization", packed) == packed:
-            recorded |= stored.recipe.flags
     return recorded
 
 
