@@ -68,13 +68,7 @@ def open_subject(base: BaseConfig, adapter: NPTConfig) -> Subject:
         NPTError: the base cannot be loaded, or the adapter does not fit it.
     """
     check_fit(adapter, read_config(base.model_name))
-    model, tokenizer = load_base(
-        base.model_name,
-        quantization=base.quantization,
-        use_fp16=base.use_fp16,
-        compute_dtype=base.compute_dtype,
-        attn_implementation=base.attn_implementation,
-    )
+    model, tokenizer = load_base(**base.loading)
     set_matmul_precision(base.matmul_precision, model)
     if base.model_name == "tiny":
         torch.set_num_threads(1)  # fastest at its size

@@ -188,23 +188,24 @@ def settings_rows(group: str) -> Iterable[list[str]]:
             if f.metadata["group"] != group:
                 continue
             flag = f"`--{flag_of(f)}`"
-            value = value_words(f.metadata, kinds_of(cls)[f.name][0])
+            value = value_words(f.metadata, kinds_of(f)[0])
             yield [flag, shown_default(f.default), value, f.metadata["help"]]
 
 
 def value_words(metadata: Mapping[str, Any], kind: type) -> str:
     """Return the values that a setting accepts, and the setting that it needs."""
-    bound, need = metadata["bound"], metadata["need"]
+    bound = metadata["bound"].words
+    need = metadata["need"].words
     if metadata["choices"]:
         words = ", ".join(metadata["choices"])
         words = f"list of {words}" if kind is tuple else words
-    elif bound is not None:
-        words = bound.words.removeprefix("it must be ")
+    elif bound and kind is not tuple:
+        words = bound.removeprefix("it must be ")
     else:
         words = {bool: "true, false", str: "text", tuple: "list", int: "whole number"}.get(
             kind, "number"
         )
-    return f"{words}; needs {need.words}" if need is not None else words
+    return f"{words}; needs {need}" if need else words
 
 
 def chosen_defaults() -> list[str]:
@@ -239,7 +240,7 @@ def verb_lines(name: str, parser: argparse.ArgumentParser) -> list[str]:
     rows, taken = [], []
     for group in parser._action_groups:
         shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
-        if group.title in GROUPS.values():
+        if shown and group.title in GROUPS.values():
             taken.append(group_words(str(group.title), [action.dest for action in shown]))
             continue
         for action in shown:

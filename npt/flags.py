@@ -7,13 +7,15 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import Field, fields
+from contextlib import suppress
+from dataclasses import Field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from npt.config import GROUPS, flag_of, kinds_of
+from npt.config import GROUPS, flag_of, flags_of, kinds_of
+from npt.config.field import as_text
 from npt.errors import ConfigError, first_line, kind_of, printable
 from npt.presets import presets, settings_file
 from npt.stored import read_bytes, shown
@@ -40,6 +42,7 @@ ALIASES = {
     "output": "output_dir",
 }
 """Other names of flags, from scripts of transformers and PEFT."""
+_OWN_NAMES = {**ALIASES, **{f"no_{other}": f"no_{name}" for other, name in ALIASES.items()}}
 
 _ELSEWHERE = """
 mixed_precision fp16 bf16: use --use_fp16 (unquantised base) or --compute_dtype (4-bit base)
@@ -49,10 +52,8 @@ log_file: a run writes metrics.jsonl and events.jsonl to --output_dir
 report_to: use --use_wandb, --use_tensorboard or neither
 project wandb_entity wandb_group wandb_tags: set WANDB_PROJECT, WANDB_ENTITY etc.
 save_strategy eval_strategy evaluation_strategy: use --save_steps and --eval_steps
-layer_weights: layers weigh alike; use --logit_kl_weight, whose loss weighs them by their effect
-token_weighting: tokens weigh alike; npt collect finds prompts with disagreement, to train on
 padding_side: remove it; rows are padded on the right, which changes no result
-lm_eval lm_eval_tasks_path lm_eval_limit: pass npt.student_view(model) to lm_eval
+lm_eval: pass npt.student_view(model) to lm_eval
 temperature top_p: npt generate writes the most likely tokens; sample with npt.student_view
 max_memory: use npt doctor --plan; a micro-batch that does not fit is computed in halves
 device_map: use --shard_base to share a base larger than one GPU among processes
@@ -76,17 +77,18 @@ def canonical(name: str, known: Collection[str]) -> str:
     """Return the known flag that a name stands for, with dashes for underscores or a leading `no_`;
     else the name itself.
     """
-    plain = name.replace("-", "_")
-    for prefix in ("", "no_"):
-        flag = prefix + ALIASES.get(plain.removeprefix(prefix), plain.removeprefix(prefix))
-        if plain.startswith(prefix) and flag in known:
-            return flag
-    return name
+    plain = _plain(name)
+    flag = _OWN_NAMES.get(plain, plain)
+    return flag if flag in known else name
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
     """Return what replaced an unknown name, or a similar name, as the end of a message, or ""."""
-    plain = name.replace("-", "_")
+    plain = _plain(name)
     if plain in _INSTEAD:
         return f": {_INSTEAD[plain]}"
     near = difflib.get_close_matches(plain, [*known, *ALIASES], n=1)
@@ -95,41 +97,29 @@ def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
 
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser that knows other names of its flags and prints an error as one line. With
-    `takes_others` it returns unknown flags instead of refusing them.
+    `takes_others` it leaves unknown flags to its caller or to the parsers of its verbs.
     """
 
     def __init__(self, *arguments: Any, takes_others: bool = False, **named: Any):
         super().__init__(*arguments, **named)
         self._takes_others = takes_others
+        self._replaced = {} if takes_others else _INSTEAD
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         for word in words:
             self._check_text(word)
-        end = words.index("--") if "--" in words else len(words)
-        words = [*map(self._spelled, words[:end]), *words[end:]]
-        if self._subparsers is not None or self._takes_others:
-            return super().parse_known_args(words, namespace)
-        # first: what argparse misses, as a required flag, is of no use beside it
-        self._refuse_retired(words[:end])
+        end = [*words, "--"].index("--")
+        words[:end] = map(self._spelled, words[:end])
         parsed, left = super().parse_known_args(words, namespace)
-        if left:
-            flag = left[0].partition("=")[0]
-            if not flag.startswith("-"):
-                self.error(f"{left[0]!r} does not belong to any flag")
-            self._refuse(flag)
+        if left and not self._takes_others:
+            self._refuse(left[0])
         return parsed, left
 
-    def _refuse_retired(self, words: Iterable[str]) -> None:
-        known = self._flags()
-        for word in words:
-            if not word.startswith("--"):
-                continue
-            name = word[2:].partition("=")[0]
-            if name not in known and name.replace("-", "_") in _INSTEAD:
-                self._refuse(f"--{name}")
-
-    def _refuse(self, flag: str) -> NoReturn:
+    def _refuse(self, word: str) -> NoReturn:
+        flag = word.partition("=")[0]
+        if not flag.startswith("-"):
+            self.error(f"{word!r} does not belong to any flag")
         self.error(f"there is no flag {flag}{_hint(flag.lstrip('-'), self._flags())}")
 
     def _check_text(self, word: str) -> None:
@@ -158,11 +148,17 @@ class OneLineParser(argparse.ArgumentParser):
         return [name[2:] for name in self._option_string_actions if name.startswith("--")]
 
     def _spelled(self, argument: str) -> str:
-        """Return an argument, with a flag's other name replaced by its own."""
+        """Return an argument, with a flag's other name replaced by its own. Refuse a flag that was
+        replaced before argparse misses another, as a required one.
+        """
         if not argument.startswith("--"):
             return argument
-        name, equals, value = argument[2:].partition("=")
-        return f"--{canonical(name, self._flags())}{equals}{value}"
+        known = self._flags()
+        written, equals, value = argument[2:].partition("=")
+        name = canonical(written, known)
+        if name not in known and _plain(name) in self._replaced:
+            self._refuse(f"--{name}")
+        return f"--{name}{equals}{value}"
 
     def error(self, message: str) -> NoReturn:
         line = printable(message, one_line=True)
@@ -180,44 +176,35 @@ def add_settings(
     (`--no_smoke_test`). Help texts show the `defaults`, by flag name, in place of the fields' own.
     """
     # argparse would list every flag here
-    usage = ["%(prog)s"]
-    for action in parser._actions:
-        if action.required and action.option_strings:
-            usage.append(f"{action.option_strings[0]} {action.metavar}")
-    parser.usage = " ".join([*usage, "[flags]"])
-    groups: dict[str, Any] = {}
-    for cls in classes:
-        for f in fields(cls):
-            name = flag_of(f)
-            if name in leave_out:
-                continue
-            title = GROUPS[f.metadata["group"]]
-            if title not in groups:
-                groups[title] = parser.add_argument_group(title)
-            kind = kinds_of(cls)[f.name][0]
-            _add_setting(groups[title], f, kind, (defaults or {}).get(name, f.default))
+    required = [f"{a.option_strings[0]} {a.metavar}" for a in parser._actions if a.required]
+    parser.usage = " ".join(["%(prog)s", *required, "[flags]"])
+    # argparse shows no group without flags
+    groups = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
+    shown = defaults or {}
+    for name, f in flags_of(*classes).items():
+        if name not in leave_out:
+            _add_setting(groups[f.metadata["group"]], f, shown.get(name, f.default))
 
 
-def _add_setting(group: Any, f: Field[Any], kind: type, default: Any) -> None:
+def _add_setting(group: Any, f: Field[Any], default: Any) -> None:
     name = flag_of(f)
+    kind = kinds_of(f)[0]
     unset: Any = argparse.SUPPRESS
-    how: dict[str, Any] = {"type": _reader(kind), "metavar": kind.__name__.upper()}
+    how: dict[str, Any] = {"metavar": "LIST" if kind is tuple else kind.__name__.upper()}
     if kind is bool:
-        how |= {"nargs": "?", "const": True, "metavar": "BOOL"}
+        how |= {"nargs": "?", "const": True}
         group.add_argument(
             f"--no_{name}", dest=name, action="store_false", help=unset, default=unset
         )
-    elif kind is tuple:
-        how["metavar"] = "LIST"
-    elif f.metadata["choices"]:
-        how |= {"choices": f.metadata["choices"], "metavar": None}
+    elif kind is str and f.metadata["choices"]:
+        how = {"choices": f.metadata["choices"]}
     text = f.metadata["help"]
-    need = f.metadata["need"]
-    if need is not None:
-        text += f"; needs {need.words}"
+    need = f.metadata["need"].words
+    if need:
+        text += f"; needs {need}"
     if default is not None:
         text += f" (default: {shown_default(default)})"
-    group.add_argument(f"--{name}", help=text, default=unset, **how)
+    group.add_argument(f"--{name}", type=_READERS.get(kind, kind), help=text, default=unset, **how)
 
 
 def read_yaml(
@@ -233,11 +220,13 @@ def read_yaml(
             f"{where} is neither a file nor a preset: name a file or one of {', '.join(presets())}"
         )
     content = yaml_content(str(file), where)
-    if content is not None and not isinstance(content, dict):
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
         raise ConfigError(
             f"{where} holds {kind_of(content)}: write one 'flag_name: value' per line"
         )
-    return checked_settings(where, content or {}, classes, extra)
+    return checked_settings(where, content, {**kinds_by_flag(classes), **(extra or {})})
 
 
 def yaml_content(path: str, where: str) -> Any:
@@ -247,17 +236,21 @@ def yaml_content(path: str, where: str) -> Any:
     try:
         # PyYAML decodes the bytes: PowerShell writes UTF-16
         return yaml.load(read_bytes(Path(path), YAML_BYTES), _StrictLoader)
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
     # PyYAML raises errors of Python's for huge numbers and deep nesting
-    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-        problem = getattr(error, "problem", None) or getattr(error, "strerror", None)
-        problem = problem or first_line(error)
-        if isinstance(error, yaml.reader.ReaderError):
-            problem += "; save it as UTF-8"
-        mark = getattr(error, "problem_mark", None)
-        if mark is not None:
-            problem = f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
-        fault = "cannot be read" if isinstance(error, OSError) else "is not valid YAML"
-        raise ConfigError(f"{where} {fault}: {problem}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not valid YAML: {_problem(error)}") from error
+
+
+def _problem(error: Exception) -> str:
+    problem: str = getattr(error, "problem", None) or first_line(error)
+    mark = getattr(error, "problem_mark", None)
+    if isinstance(error, yaml.reader.ReaderError):
+        problem += "; save it as UTF-8"
+    if mark is not None:
+        problem = f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+    return problem
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -299,18 +292,46 @@ def _fault(at: Any, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
+def typed(where: str, name: str, value: Any, kind: type) -> Any:
+    """Return a YAML value as its flag would parse it from text."""
+    if value is None:
+        return None
+    with suppress(ValueError, argparse.ArgumentTypeError):
+        return _READERS.get(kind, kind)(_as_typed(value, kind))
+    expected = "a list" if kind is tuple else kind.__name__
+    if kind is str and isinstance(value, bool):
+        expected += ": leave the line out, or put text in quotes"
+    raise ConfigError(f"{where}: {name} is {shown(value)}; expected {expected}")
+
+
+def _as_typed(value: Any, kind: type) -> str:
+    """Return a YAML value as text on a command line; ValueError if its flag takes no such value."""
+    parts = value if isinstance(value, list) and kind in (str, tuple) else [value]
+    # a bare `no` is not text in YAML
+    if not all(type(part) in (str, int, float, kind) for part in parts):
+        raise ValueError
+    text = ",".join(map(str, parts))
+    # an escape of YAML's can write half a character
+    text.encode()
+    # 1e5 is a float in YAML
+    return text.removesuffix(".0") if kind is int else text
+
+
 def checked_settings(
     where: str,
     content: Mapping[Any, Any],
-    classes: Iterable[type],
-    extra: Mapping[str, type] | None = None,
+    kinds: Mapping[str, type],
+    read: Callable[..., Any] = typed,
 ) -> dict[str, Any]:
-    """Return the settings in `content` by flag name, converted to their types (see `read_yaml`).
-    ConfigError, by the name `where`, for an unknown name or a value of another type.
+    """Return the entries of `content` by flag name, each read by `read`.
+
+    Args:
+        where: the file, and the place in it, for messages.
+        kinds: the types of the known flags.
+
+    Raises:
+        ConfigError: a name is unknown or given twice, or a value is of another type.
     """
-    kinds: dict[str, type] = dict(extra or {})
-    for cls in classes:
-        kinds |= {flag_of(f): kinds_of(cls)[f.name][0] for f in fields(cls)}
     settings: dict[str, Any] = {}
     for written, value in content.items():
         name = canonical(str(written), kinds)
@@ -322,71 +343,50 @@ def checked_settings(
             raise ConfigError(
                 f"{where}: {name} is given twice, once as {written}: remove one of them"
             )
-        settings[name] = _typed(where, name, value, kinds[name])
+        settings[name] = read(where, name, value, kinds[name])
     return settings
+
+
+def kinds_by_flag(classes: Iterable[type]) -> dict[str, type]:
+    """Return the types of settings by flag."""
+    return {name: kinds_of(f)[0] for name, f in flags_of(*classes).items()}
 
 
 def build(cls: type, given: Mapping[str, Any]) -> Any:
     """Return a settings object from values by flag name, with defaults for the rest."""
-    return cls(**{f.name: given[flag_of(f)] for f in fields(cls) if flag_of(f) in given})
+    return cls(**{f.name: given[name] for name, f in flags_of(cls).items() if name in given})
 
 
-def _typed(where: str, name: str, value: Any, kind: type) -> Any:
-    """Return a YAML value as its flag would parse it from text."""
-    if value is None:
-        return None
-    parts = value if isinstance(value, list) and kind in (str, tuple) else [value]
-    # a bare `no` is not text in YAML
-    odd = (list, dict) if kind is bool else (list, dict, bool)
-    if not any(isinstance(part, odd) for part in parts):
-        text = ",".join(map(str, parts))
-        # 1e5 is a float in YAML
-        if kind is int and isinstance(value, float) and value.is_integer():
-            text = str(int(value))
-        try:
-            text.encode()  # an escape of YAML's can write half a character
-            return _reader(kind)(text)
-        except (ValueError, argparse.ArgumentTypeError):
-            pass
-    expected = "a list" if kind is tuple else kind.__name__
-    if kind is str and isinstance(value, bool):
-        expected += ": leave the line out, or put text in quotes"
-    raise ConfigError(f"{where}: {name} is {shown(value)}; expected {expected}")
-
-
-def _reader(kind: type) -> Callable[[str], Any]:
-    """Return the function that parses a flag's value. A list stays text; its setting parses it."""
-    if kind is bool:
-        return _boolean
-    return str if kind is tuple else kind
+_BOOLEANS = {**yaml.SafeLoader.bool_values, "1": True, "0": False}
 
 
 def _boolean(text: str) -> bool:
-    lowered = text.lower()
-    if lowered in ("true", "yes", "on", "1"):
-        return True
-    if lowered in ("false", "no", "off", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    value = _BOOLEANS.get(text.lower())
+    if value is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return value
+
+
+_READERS: dict[type, Any] = {bool: _boolean, tuple: str}
+"""How to parse a flag's value, where not by its type. A list stays text; its setting parses it."""
 
 
 def shown_default(value: Any) -> str:
     """Return a default as help texts show it."""
-    if isinstance(value, tuple):
-        return ",".join(value)
     if isinstance(value, bool):
         return str(value).lower()
-    return "unset" if value is None else str(value)
+    return "unset" if value is None else str(as_text(value))
 
 
 def with_safe_mode(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by flag name, with `safe_mode` replaced by `modulation: additive`."""
-    plain = {name: value for name, value in given.items() if name != "safe_mode"}
-    if not given.get("safe_mode", False):
+    plain = dict(given)
+    if not plain.pop("safe_mode", False):
         return plain
-    if given.get("modulation", "additive") != "additive":
+    modulation = plain.setdefault("modulation", "additive")
+    if modulation != "additive":
         raise ConfigError(
-            f"--safe_mode means --modulation additive, but --modulation is {given['modulation']}:"
-            " remove one of them"
+            f"--safe_mode means --modulation additive, but --modulation is {modulation}: remove one"
+            " of them"
         )
-    return {**plain, "modulation": "additive"}
+    return plain

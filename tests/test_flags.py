@@ -231,7 +231,7 @@ def test_a_missing_yaml_file_is_refused(tmp_path: Path) -> None:
 def test_no_safe_mode_overrides_the_safe_mode_of_a_file(given: str) -> None:
     def modulation(line: str) -> object:
         flags = vars(make_parser().parse_args(["pretrain", "--config", "seed", *line.split()]))
-        return with_safe_mode(_with_config(flags, ())).get("modulation")
+        return with_safe_mode(_with_config(flags)).get("modulation")
 
     assert modulation("") == "additive"
     assert modulation(given) is None

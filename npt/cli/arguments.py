@@ -7,14 +7,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npt.config import INITS, INT_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.config import INITS, INT_MAX, BaseConfig, DataConfig, check_need
 from npt.console import make_console, put
-from npt.errors import ConfigError, DataError
+from npt.errors import DataError
 from npt.files import to_json
 from npt.flags import add_settings
 from npt.presets import presets
 from npt.stored import read_bytes
-from npt.train.resolve import AUTO, EMBEDDED, SETTINGS, Look, resolve_look, with_defaults
+from npt.train.resolve import (
+    AUTO,
+    EMBEDDED,
+    SETTINGS,
+    Look,
+    RunSettings,
+    resolve_look,
+    with_defaults,
+)
 
 _OF_TRAINING = {"num_samples", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"}
 """Settings of base and data that have no effect without training."""
@@ -68,22 +76,16 @@ def add_adapter(parser: Any, help: str = "saved adapter", **how: Any) -> None:
 
 
 def add_student(
-    parser: Any,
-    *,
-    data: bool = False,
-    contexts: bool = False,
-    leave_out: Iterable[str] = (),
-    **adapter: Any,
+    parser: Any, *, data: bool = False, leave_out: Iterable[str] = (), **adapter: Any
 ) -> None:
     """Add the flags of an adapter (`adapter` goes to `add_adapter`), its base and, with `data`, a
-    dataset, whose `contexts` the verb may give to the teacher.
+    dataset.
     """
     add_adapter(parser, **adapter)
     text = "accept a base other than the adapter's if the shapes match, with a warning"
     add_switch(parser, "any_base", text)
     classes = (BaseConfig, DataConfig) if data else (BaseConfig,)
-    unread = set() if contexts else {"context_column"}
-    add_settings(parser, *classes, leave_out={*_OF_TRAINING, *unread, *leave_out})
+    add_settings(parser, *classes, leave_out={*_OF_TRAINING, *leave_out})
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -112,11 +114,8 @@ def check_partners(flags: Mapping[str, Any], partners: Mapping[str, str]) -> Non
     """Refuse flags without the partner that they need."""
     for name, partner in partners.items():
         value = flags.get(name)
-        if value not in (None, False) and flags.get(partner) in (None, False, 0):
-            shown = f"--{name}" if value is True else f"--{name} {value}"
-            raise ConfigError(
-                f"{shown} has no effect without --{partner}: add --{partner} or remove --{name}"
-            )
+        if value not in (None, False):
+            check_need(flags.get(partner), name, value, f"--{partner}")
 
 
 class Heldout(NamedTuple):
@@ -196,10 +195,7 @@ def begin(flags: Mapping[str, Any], *, stderr: bool = False, reads_data: bool = 
     return Task({**flags, "adapter": look.stored}, look, console)
 
 
-def check_run(
-    base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig,
-    *, starts: bool = True,
-) -> None:  # fmt: skip
+def check_run(run: RunSettings, *, starts: bool = True) -> None:
     """Check everything that can be checked before weights are read; with `starts`, the closed-form
     start too.
     """
@@ -210,15 +206,17 @@ def check_run(
     from npt.train.data import check_sources
     from npt.train.setup import check_trainable
 
-    config = read_config(base.model_name)
-    if base.teacher_precision is not None:
-        check_teacher(base.model_name, config)
-    check_fit(adapter, config, data.max_length)
+    name = run.base.model_name
+    own_teacher = run.base.teacher_precision is not None
+    config = read_config(name)
+    if own_teacher:
+        check_teacher(name, config)
+    check_fit(run.adapter, config, run.data.max_length)
     if starts:
-        check_calibration(adapter)
-    check_sources(data)
-    check_trackers(training)
-    check_trainable(adapter, data, base.teacher_precision is not None)
+        check_calibration(run.adapter)
+    check_sources(run.data)
+    check_trackers(run.training)
+    check_trainable(run.adapter, run.data, own_teacher)
 
 
 def load(
@@ -241,14 +239,7 @@ def load(
     if recipe is not None and (recipe.quantization, recipe.use_fp16) == form:
         storage = recipe.storage
     model, tokenizer = npt.load_base(
-        base.model_name,
-        quantization=base.quantization,
-        use_fp16=base.use_fp16,
-        compute_dtype=base.compute_dtype,
-        attn_implementation=base.attn_implementation,
-        device=device,
-        layers_later=layers_later,
-        **storage,
+        **base.loading, device=device, layers_later=layers_later, **storage
     )
     # as found on the model, which may differ from what the flags ask for
     packed = quantization_of(model)
@@ -303,15 +294,14 @@ def load_adapter(
 
     if stored.folder != Path(stored.name):
         console.say(f"adapter {stored.folder}")
+    attach: Callable[..., Any] = npt.load_adapter
     if shard is not None:
         npt.load_adapter(model, stored, check_base=False)
         shard()
+        attach = read_adapter  # what is attached is only checked
     base = npt.base_identity(model)
     other = base_mismatch(stored, base) if any_base else None
-    if shard is None:
-        npt.load_adapter(model, stored, base=base, check_base=not any_base)
-    else:
-        read_adapter(model, stored, base=base, check_base=not any_base)
+    attach(model, stored, base=base, check_base=not any_base)
     if other is None:
         return base, {}
     console.say(f"warning: --any_base: {stored} was trained on another base: {other}")

@@ -104,4 +104,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "num_prompts", "prompts to compare", 256)
     add_number(parser, "batch_size", "prompts per batch", 8)
     add_number(parser, "seed", "seed of the order of prompts", 0, natural)
-    add_student(parser, data=True, leave_out=("packing", "completion_column"))
+    add_student(parser, data=True, leave_out=("packing", "completion_column", "context_column"))

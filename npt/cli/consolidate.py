@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from npt.cli.arguments import (
     read_text,
     tell,
 )
-from npt.config import BaseConfig, DataConfig
-from npt.config.field import flag_of
+from npt.config import BaseConfig, DataConfig, flags_of
 from npt.errors import ConfigError, DataError, first_line
 from npt.files import check_folder
 
@@ -58,9 +57,9 @@ def _check(flags: Mapping[str, Any]) -> None:
         raise ConfigError("--text and --facts exclude each other: add the texts to the file")
     if not writes:
         task = "list" if flags["list"] else "undo"
-        unread = {"probes", "max_kl", "eval_samples", *map(flag_of, fields(DataConfig))}
+        unread = {"probes", "max_kl", "eval_samples", *flags_of(DataConfig)}
         if flags["list"]:
-            unread |= {"output", "any_base", *map(flag_of, fields(BaseConfig))}
+            unread |= {"output", "any_base", *flags_of(BaseConfig)}
         for name in sorted(unread & flags.keys()):
             if flags[name] not in (None, False):
                 raise ConfigError(f"--{name} has no effect with --{task}: remove it")
@@ -285,4 +284,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "folder to write the adapter and its updates to"
     add("--output", metavar="FOLDER", help=text)
     add_number(parser, "eval_samples", "held-out samples (default: as many as the run)")
-    add_student(parser, data=True)
+    add_student(parser, data=True, leave_out=("context_column",))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from npt.cli.arguments import (
@@ -18,7 +17,7 @@ from npt.cli.arguments import (
     print_json,
     print_table,
 )
-from npt.config import DataConfig, flag_of
+from npt.config import BaseConfig, DataConfig, flags_of
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
 from npt.flags import add_settings
@@ -40,8 +39,8 @@ def doctor(flags: dict[str, Any]) -> int:
     if flags["data"] is None and not flags["plan"]:
         raise ConfigError("add --data [NAME] to check a dataset, or --plan to predict memory")
     # a dataset is checked without a run: settings of one would have no effect
-    names = (flag_of(f) for cls in SETTINGS if cls is not DataConfig for f in fields(cls))
-    needing = {*names, "safe_mode", "shape", "device", "measure", "processes"} - {"model_name"}
+    own = {"safe_mode", "shape", "device", "measure", "processes"}
+    needing = own | flags_of(*SETTINGS).keys() - flags_of(DataConfig).keys() - {"model_name"}
     check_partners(flags, dict.fromkeys(sorted(needing), "plan"))
     check_partners(flags, {"processes": "shard_base"})
     shape = flags["shape"]
@@ -71,15 +70,16 @@ def doctor(flags: dict[str, Any]) -> int:
 def _run(flags: Mapping[str, Any]) -> RunSettings:
     """Return the run that `npt pretrain` would make of the same flags; --data names its data."""
     name = flags["data"]
+    shape = flags["shape"]
     asked = {n: value for n, value in flags.items() if n not in _OWN_FLAGS}
-    if name not in (None, True):
-        if asked.get("dataset_name", name) != name:
-            other = asked["dataset_name"]
-            raise ConfigError(f"--data {name} and --dataset_name {other} differ: remove one")
-        asked["dataset_name"] = name
-    elif name is True and "dataset_name" not in asked:
-        asked["dataset_name"] = DataConfig.dataset_name
-    return resolve(asked, shape=flags["shape"])
+    if name is not None:
+        given = DataConfig.dataset_name if name is True else name
+        dataset = asked.setdefault("dataset_name", given)
+        if name not in (True, dataset):
+            raise ConfigError(f"--data {name} and --dataset_name {dataset} differ: remove one")
+    if shape is not None:
+        asked["model_name"] = BaseConfig.model_name  # instead of that of --config
+    return resolve(asked, shape=shape)
 
 
 def _examine(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str, Any]:

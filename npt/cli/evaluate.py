@@ -38,4 +38,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "continue this many samples greedily and report where student and teacher diverge"
     add_number(parser, "divergence_prompts", text, 0, natural)
     add_number(parser, "max_new_tokens", "tokens per continuation (default: 64)")
-    add_student(parser, data=True, contexts=True)
+    add_student(parser, data=True)

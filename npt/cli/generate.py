@@ -43,7 +43,7 @@ def generate(flags: dict[str, Any]) -> int:
     student = task.load()
     tokenizer = student.tokenizer
     ids = prompt_ids(tokenizer, prompt, chat=not flags["raw"])
-    modes: Any = MODES[:2] if compare else (flags["mode"] or "student",)
+    modes: Any = MODES[:2] if compare else (flags["mode"],)
     texts: dict[str, Written] = {}
     for mode in modes:
         with adapter_mode(student.model, mode):
@@ -171,7 +171,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "text to continue, or the user's message to a chat model"
     parser.add_argument("--prompt", required=True, metavar="TEXT", help=text)
     who = parser.add_mutually_exclusive_group()
-    who.add_argument("--mode", choices=MODES, help="model that writes (default: student)")
+    who.add_argument(
+        "--mode", choices=MODES, default="student", help="model that writes (default: student)"
+    )
     add_switch(who, "compare", "show the teacher's and the student's text, and where they differ")
     add_number(parser, "max_new_tokens", "maximum number of tokens to write", 64)
     page = "also write a page that colours each token by each layer's modulation"

@@ -75,35 +75,40 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         complain(f"{speaker}: {stop}")
         return stop.exit_status
     except (NPTError, OSError, RuntimeError, MemoryError, UnicodeDecodeError) as error:
-        message = str(error)
-        status = getattr(error, "exit_status", None)
-        if status is None:  # not an error of npt's: a disk, permissions or memory
-            status = 2
-            if isinstance(error, OSError) and error.strerror is not None:
-                message = ": ".join(filter(None, (str(error.filename or ""), error.strerror)))
-                if error.errno in FULL and error.filename != STDOUT:
-                    message += "; free disk space or choose another place"
-            elif isinstance(error, UnicodeDecodeError) and _locale().lower() != "utf-8":
-                message = (
-                    f"Python reads files as {_locale()} in this locale, and a library's own file is"
-                    " not: set PYTHONUTF8=1"
-                )
-            elif is_out_of_memory(error):
-                reason = next(iter(message.split(". ")[0].splitlines()), "") or "MemoryError"
-                message = f"out of memory: {reason}; lower --batch_size or --max_length"
-            else:
-                # a bug, of which the traceback is needed
-                raise
-        if debug:
+        message = str(error) if isinstance(error, NPTError) else _described(error)
+        # without a message it is a bug, of which the traceback is needed
+        if debug or message is None:
             raise
         complain(f"{speaker}: error: {printable(message, one_line=True)}")
-        return int(status)
+        return getattr(error, "exit_status", 2)
+
+
+def _described(error: Exception) -> str | None:
+    """Return what to say of an error of the disk, of permissions or of memory; None of others."""
+    if is_out_of_memory(error):
+        reason = next(iter(str(error).split(". ")[0].splitlines()), "") or "MemoryError"
+        return f"out of memory: {reason}; lower --batch_size or --max_length"
+    if isinstance(error, UnicodeDecodeError) and _locale().lower() != "utf-8":
+        return (
+            f"Python reads files as {_locale()} in this locale, and a library's own file is not:"
+            " set PYTHONUTF8=1"
+        )
+    if not isinstance(error, OSError) or error.strerror is None:
+        return None
+    message = ": ".join(filter(None, (str(error.filename or ""), error.strerror)))
+    if error.errno in FULL and error.filename != STDOUT:
+        message += "; free disk space or choose another place"
+    return message
 
 
 def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
     """Return the parser of all verbs; `prog` is the name in messages."""
     parser = OneLineParser(
-        prog=prog, usage="%(prog)s VERB [flags]", description=ABOUT, formatter_class=_GroupedHelp
+        prog=prog,
+        usage="%(prog)s VERB [flags]",
+        description=ABOUT,
+        formatter_class=_GroupedHelp,
+        takes_others=True,
     )
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
     # the verbs have headings of their own

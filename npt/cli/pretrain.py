@@ -65,7 +65,7 @@ def pretrain(flags: dict[str, Any]) -> int:
             resumes, ranks = processes.first(lambda: _check_folder(run))
             if resumes:
                 run = replace(run, adapter=replace(run.adapter, ranks=ranks))
-            check_run(*run.parts, starts=not resumes and run.start is None)
+            check_run(run, starts=not resumes and run.start is None)
             return _train(processes, console, run, resumes)
     finally:
         processes.close()

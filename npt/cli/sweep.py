@@ -95,13 +95,10 @@ def sweep(flags: dict[str, Any]) -> int:
 def check_design(design: Any) -> None:
     """Raise the error of the first invalid trial, with its part. No weights are read."""
     for trial in design.trials:
-        s = trial.settings
         try:
-            check_run(s.base, s.adapter, s.data, s.training)
+            check_run(trial.settings)
         except NPTError as error:
-            origin = trial.origins[0]
-            arm = f", arm {origin.arm}" if origin.arm else ""
-            raise type(error)(f"part {origin.part}{arm}: {error}") from error
+            raise type(error)(f"{trial.origins[0].arm_of_part}: {error}") from error
 
 
 def _work(flags: dict[str, Any], console: Any) -> None:

@@ -105,4 +105,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="compare with the same weights on cpu or cuda, or with a file (written if new)",
     )
     help = "trace a training step of a saved adapter (default: the base's forward pass)"
-    add_student(parser, data=True, contexts=True, required=False, help=help)
+    add_student(parser, data=True, required=False, help=help)

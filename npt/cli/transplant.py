@@ -211,12 +211,11 @@ def _show(
 
     decode = student.tokenizer.decode
     if task.flags["json"]:
-        listed: dict[str, list[dict[str, Any]]] = {}
+        listed: dict[str, Any] = {}
         for name, tokens in top.items():
-            listed[name] = []
-            for token, p in tokens:
-                about_token = {"id": token, "token": decode([token]), "probability": p}
-                listed[name].append(about_token)
+            listed[name] = [
+                {"id": token, "token": decode([token]), "probability": p} for token, p in tokens
+            ]
         print_json({**about, "top": listed, "kl": kl, **student.other})
         return
     task.console.say(title)

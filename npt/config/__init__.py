@@ -16,13 +16,14 @@ from npt.config.adapter import (
 )
 from npt.config.base import ATTENTIONS, COMPUTE_DTYPES, QUANT_TYPES, BaseConfig, check_attention
 from npt.config.data import DataConfig
-from npt.config.field import GROUPS, INT_MAX, flag_of, kinds_of, parse_steps
-from npt.config.training import (
-    LOGIT_LOSSES,
-    LOSSES,
-    MAX_STEPS,
-    SCHEDULES,
-    SEED_MAX,
-    STRATEGIES,
-    TrainConfig,
+from npt.config.field import (
+    GROUPS,
+    INT_MAX,
+    check_need,
+    flag_of,
+    flags_of,
+    kinds_of,
+    parse_steps,
+    written,
 )
+from npt.config.training import LOGIT_LOSSES, LOSSES, MAX_STEPS, SCHEDULES, STRATEGIES, TrainConfig

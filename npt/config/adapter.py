@@ -1,13 +1,11 @@
 """Settings of the adapters, and the table of targets."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from npt.config.field import POSITIVE, Bound, Need, SettingsGroup, as_text, at_least, setting, words
+from npt.config.field import POSITIVE, Condition, SettingsGroup, as_text, at_least, setting, words
 from npt.errors import ConfigError
 
 
@@ -48,7 +46,7 @@ MULT_FORMS = ("sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded")
 
 _adapter = partial(setting, group="adapter")
 
-_TOKEN_PART = Need(
+_TOKEN_PART = Condition(
     lambda c: STREAM in c.targets and c.residual == "modulate",
     "the target stream and --residual modulate",
 )
@@ -95,6 +93,10 @@ class NPTConfig(SettingsGroup):
         "comma-separated list of what to modulate: stream, gate, up, down",
         choices=tuple(TARGETS),
         read=words,
+        bound=Condition(
+            lambda targets: targets and len(set(targets)) == len(targets),
+            f"name each of {', '.join(TARGETS)} at most once, and at least one",
+        ),
     )
     modulation: str = _adapter(
         "both",
@@ -117,34 +119,27 @@ class NPTConfig(SettingsGroup):
         0.5,
         "beta; multipliers lie within (1-beta, 1+beta)",
         # closer to 1, fp32 would round 1 - beta towards 0
-        bound=Bound(lambda value: 0 < value <= 0.999, "it must be above 0 and at most 0.999"),
-        need=Need(lambda c: c.mult_form == "sigmoid", "--mult_form sigmoid"),
+        bound=Condition(lambda value: 0 < value <= 0.999, "it must be above 0 and at most 0.999"),
+        need=Condition(lambda c: c.mult_form == "sigmoid", "--mult_form sigmoid"),
     )
     ranks: tuple[int, ...] | None = _adapter(
         None,
         "one rank per converted layer, lowest layer first, as in 8,16,32; replaces --adapter_rank",
         read=_whole_numbers,
+        bound=Condition(
+            lambda ranks: ranks and all(type(rank) is int and rank >= 1 for rank in ranks),
+            "give each converted layer a whole number of at least 1, such as 8,16,32",
+        ),
     )
     mult_form: str = _adapter(
         "sigmoid",
         "formula for the multipliers; all but sigmoid are for comparison only",
         choices=MULT_FORMS,
-        need=Need(lambda c: c.multiplicative, "--modulation both (or multiplicative)"),
+        need=Condition(lambda c: c.multiplicative, "--modulation both (or multiplicative)"),
     )
 
     def check(self) -> None:
-        """Refuse invalid lists, and a form whose start is not the base."""
-        if not self.targets or len(set(self.targets)) != len(self.targets):
-            raise ConfigError(
-                f"--targets is {self.targets}; name each of {', '.join(TARGETS)} at most once, and"
-                " at least one"
-            )
-        counts = all(type(rank) is int and rank >= 1 for rank in self.ranks or ())
-        if self.ranks == () or not counts:
-            raise ConfigError(
-                f"--ranks is {self.ranks}; give each converted layer a whole number of at least 1,"
-                " such as 8,16,32"
-            )
+        """Refuse a form whose start is not the base."""
         if self.residual == "keep" and self.mult_form == "half_sigmoid":
             raise ConfigError(
                 "--residual keep needs multipliers that start at 1, but those of --mult_form"
@@ -157,14 +152,13 @@ class NPTConfig(SettingsGroup):
         Raises:
             ConfigError: the number of `ranks` is not `count`.
         """
-        if self.ranks is None:
-            return (self.rank,) * count
-        if len(self.ranks) != count:
+        ranks = self.ranks or (self.rank,) * count
+        if len(ranks) != count:
             raise ConfigError(
-                f"--ranks has {len(self.ranks)} ranks ({','.join(map(str, self.ranks))}), but"
-                f" {count} layers are converted: give {count}"
+                f"--ranks has {len(ranks)} ranks ({as_text(ranks)}), but {count} layers are"
+                f" converted: give {count}"
             )
-        return self.ranks
+        return ranks
 
     @property
     def spends_ranks(self) -> bool:

@@ -1,11 +1,10 @@
 """Settings of the base."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from npt.config.field import Need, SettingsGroup, setting
+from npt.config.field import Condition, SettingsGroup, setting
 from npt.errors import ConfigError
 
 QUANT_TYPES = ("nf4", "fp4")
@@ -13,7 +12,7 @@ COMPUTE_DTYPES = ("fp32", "bf16")
 ATTENTIONS = ("sdpa", "eager")
 
 _base = partial(setting, group="base")
-_QUANTISED = Need(lambda c: c.use_quantization, "--use_quantization")
+_QUANTISED = Condition(lambda c: c.use_quantization, "--use_quantization")
 
 
 def check_attention(name: str) -> None:
@@ -58,6 +57,17 @@ class BaseConfig(SettingsGroup):
     def check(self) -> None:
         """Refuse an attention implementation that training does not support."""
         check_attention(self.attn_implementation)
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The arguments of `npt.load_base`."""
+        return {
+            "name": self.model_name,
+            "quantization": self.quantization,
+            "use_fp16": self.use_fp16,
+            "compute_dtype": self.compute_dtype,
+            "attn_implementation": self.attn_implementation,
+        }
 
     @property
     def quantization(self) -> str | None:

@@ -1,12 +1,10 @@
 """Settings of the data and of the samples made from them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from npt.config.field import Bound, Need, SettingsGroup, at_least, setting
+from npt.config.field import Condition, SettingsGroup, at_least, setting
 from npt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,8 +12,8 @@ if TYPE_CHECKING:
 
 REPLAY_RATIO = 0.2
 _data = partial(setting, group="data")
-_PAIR = Need(lambda c: c.prompt_column is not None, "--prompt_column")
-_REPLAYED = Need(lambda c: c.replay_dataset is not None, "--replay_dataset")
+_PAIR = Condition(lambda c: c.prompt_column is not None, "--prompt_column")
+_REPLAYED = Condition(lambda c: c.replay_dataset is not None, "--replay_dataset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +58,24 @@ class DataConfig(SettingsGroup):
     replay_ratio: float | None = _data(
         None,
         f"share of samples from --replay_dataset (default: {REPLAY_RATIO})",
-        bound=Bound(lambda value: 0 < value < 1, "it must be above 0 and below 1"),
+        bound=Condition(lambda value: 0 < value < 1, "it must be above 0 and below 1"),
         need=_REPLAYED,
     )
 
     def check(self) -> None:
         """Refuse the same column for two texts, and contexts in packed rows."""
-        if self.prompt_column is not None and self.prompt_column == self.completion_column:
+        prompt = self.prompt_column
+        if prompt is not None and prompt == self.completion_column:
             raise ConfigError(
-                f"--prompt_column and --completion_column are both {self.prompt_column!r}: name two"
-                " columns"
+                f"--prompt_column and --completion_column are both {prompt!r}: name two columns"
             )
-        context = self.context_column
-        if context is None:
-            return
-        texts: list[str | None] = [self.text_column]
-        if self.prompt_column is not None:
-            texts = [self.prompt_column, self.completion_column]
+        if self.context_column is not None:
+            self._check_context(self.context_column)
+
+    def _check_context(self, context: str) -> None:
+        texts: tuple[str | None, ...] = (self.prompt_column, self.completion_column)
+        if self.prompt_column is None:
+            texts = (self.text_column,)
         if context in texts:
             raise ConfigError(
                 f"--context_column {context} is the column of another text too: name the context's"
@@ -87,7 +86,7 @@ class DataConfig(SettingsGroup):
                 f"--packing does not support --context_column {context}: remove one of them"
             )
 
-    def check_objective(self, training: TrainConfig) -> None:
+    def check_objective(self, training: "TrainConfig") -> None:
         """Refuse contexts if the loss needs more of the teacher than its logits."""
         if self.context_column is not None and not training.reads_logits_alone:
             raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import types
@@ -29,40 +28,48 @@ FLOAT_MAX = 3e38
 """The largest values: products of a few such counts fit into 64 bits, such numbers into fp32."""
 
 
-class Bound(NamedTuple):
-    """A condition on a number: a test, and the words of the error."""
+class Condition(NamedTuple):
+    """A condition on a value or on all settings: a test, and its words in an error."""
 
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], Any]
     words: str
 
 
-def at_least(low: float, most: float = math.inf) -> Bound:
+def at_least(low: float, most: float = math.inf) -> Condition:
     """Return the bound of a number from `low` to `most`."""
     words = f"it must be at least {low}"
     if most < math.inf:
         words += f" and at most {most}"
-    return Bound(lambda value: low <= value <= most, words)
+    return Condition(lambda value: low <= value <= most, words)
 
 
-POSITIVE = Bound(lambda value: value > 0, "it must be above 0")
+POSITIVE = Condition(lambda value: value > 0, "it must be above 0")
+ALWAYS = Condition(lambda _: True, "")
+_SIZES = (
+    Condition(
+        lambda v: not isinstance(v, int) or abs(v) <= INT_MAX, f"it must be at most {INT_MAX}"
+    ),
+    Condition(
+        lambda v: not isinstance(v, float) or abs(v) <= FLOAT_MAX, f"it must be at most {FLOAT_MAX}"
+    ),
+)
 
-
-class Need(NamedTuple):
-    """A condition without which a setting has no effect: a test of all settings, and a name."""
-
-    met: Callable[[Any], bool]
-    words: str
-
-
-_METADATA = dict.fromkeys(("choices", "flag", "read", "bound", "need"))
+_METADATA: dict[str, Any] = {
+    "choices": None,
+    "flag": None,
+    "read": lambda value: value,
+    "bound": ALWAYS,
+    "need": ALWAYS,
+}
 
 
 def setting(default: Any, help: str, *, group: str = "", **more: Any) -> Any:
     """Return a dataclass field that is also a command-line flag, in one of the `GROUPS`.
 
     `more` may hold `choices` of the value or of a tuple's items; `flag`, a name other than the
-    field's; `read`, a function that converts what YAML or a caller may write; `bound`, the `Bound`
-    of a number; and `need`, the `Need` of any value but the default.
+    field's; `read`, a function that converts what YAML or a caller may write; `bound`, a condition
+    on the value, unless it is None; and `need`, one on all settings without which any value but the
+    default has no effect.
     """
     assert more.keys() <= _METADATA.keys()
     return field(default=default, metadata={**_METADATA, "help": help, "group": group, **more})
@@ -73,71 +80,82 @@ def flag_of(f: Field[Any]) -> str:
     return f.metadata["flag"] or f.name
 
 
-@functools.cache
-def kinds_of(cls: type) -> dict[str, tuple[type, ...]]:
-    """Return the types of each field, its flag's first. Cached: annotations must be evaluated."""
-    kinds = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        kinds[name] = tuple(typing.get_origin(part) or part for part in parts)
-    return kinds
+def flags_of(*classes: Any) -> dict[str, Field[Any]]:
+    """Return the fields of settings, or of their classes, by flag."""
+    return {flag_of(f): f for cls in classes for f in fields(cls)}
+
+
+def kinds_of(f: Field[Any]) -> tuple[type, ...]:
+    """Return the types of a field, its flag's first."""
+    hint: Any = f.type
+    parts = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
+    return tuple(typing.get_origin(part) or part for part in parts)
+
+
+def written(flag: str, value: Any) -> str:
+    """Return a flag with its value, as on a command line."""
+    return f"--{flag}" if value is True else f"--{flag} {as_text(value)}"
+
+
+def check_need(met: Any, flag: str, value: Any, words: str) -> None:
+    """Raise ConfigError for a flag that has no effect because what it needs is not `met`."""
+    if not met:
+        raise ConfigError(
+            f"{written(flag, value)} has no effect without {words}: add {words} or remove --{flag}"
+        )
 
 
 class SettingsGroup:
-    """Settings that are checked when they are made: first each one, then all together."""
+    """Settings that are checked when they are made: first each one, then all together.
+
+    Their annotations must be types: a module of theirs imports no `annotations` of `__future__`.
+    """
 
     def __post_init__(self) -> None:
-        cls: Any = type(self)
-        for f in fields(cls):
-            value = getattr(self, f.name)
-            read = f.metadata["read"]
-            if read is not None:
-                value = read(value)
-                object.__setattr__(self, f.name, value)  # frozen
-            fault = _fault(f, value, kinds_of(cls)[f.name])
-            if fault is not None:
+        for f in flags_of(self).values():
+            value = f.metadata["read"](getattr(self, f.name))
+            object.__setattr__(self, f.name, value)  # frozen
+            fault = _fault(f, value)
+            if fault:
                 raise ConfigError(f"--{flag_of(f)} is {fault}")
         # only now: a need may look at any of them
-        for f in fields(cls):
+        for flag, f in flags_of(self).items():
             value = getattr(self, f.name)
             need = f.metadata["need"]
-            if need is None or value == f.default or need.met(self):
-                continue
-            shown = "" if value is True else f" {as_text(value)}"
-            raise ConfigError(
-                f"--{flag_of(f)}{shown} has no effect without {need.words}: add {need.words}"
-                f" or remove --{flag_of(f)}"
-            )
+            check_need(value == f.default or need.holds(self), flag, value, need.words)
         self.check()
 
     def check(self) -> None:
         """Refuse combinations that cannot work."""
 
+    def by_flag(self) -> dict[str, Any]:
+        """Return the values by flag."""
+        return {flag: getattr(self, f.name) for flag, f in flags_of(self).items()}
 
-def _fault(f: Field[Any], value: Any, kinds: tuple[type, ...]) -> str | None:
-    """Return what is wrong with a value, and what would be right; None if it is valid."""
+
+def _fault(f: Field[Any], value: Any) -> str:
+    """Return what is wrong with a value, and what would be right; "" if it is valid."""
+    kinds = kinds_of(f)
     choices = f.metadata["choices"]
-    bound = f.metadata["bound"]
-    # a bool is an int, but no number here
-    if isinstance(value, bool):
-        fits = bool in kinds
-    else:
-        fits = isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
-    if not fits:
-        names = " or ".join("unset" if kind is type(None) else kind.__name__ for kind in kinds)
-        return f"{value!r}; expected {names}"
+    if not _is_one_of(kinds, value):
+        names = ["unset" if kind is types.NoneType else kind.__name__ for kind in kinds]
+        return f"{value!r}; expected {' or '.join(names)}"
     if value is None:
-        return None
-    items = value if isinstance(value, tuple) else (value,)
-    for item in items:
+        return ""
+    for item in value if isinstance(value, tuple) else (value,):
         if choices and item not in choices:
             return f"{item!r}; choose from {', '.join(choices)}"
-    if bound is not None and not bound.holds(value):
-        return f"{value}; {bound.words}"
-    most = INT_MAX if isinstance(value, int) else FLOAT_MAX
-    if isinstance(value, int | float) and abs(value) > most:
-        return f"{value}; it must be at most {most}"
-    return None
+    for bound in (f.metadata["bound"], *_SIZES):
+        if not bound.holds(value):
+            return f"{value}; {bound.words}"
+    return ""
+
+
+def _is_one_of(kinds: tuple[type, ...], value: Any) -> bool:
+    # a bool is an int, but no number here
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
 
 
 def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:

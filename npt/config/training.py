@@ -1,14 +1,11 @@
 """Settings of a run: objective, optimiser, memory, guards and output."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 
 from npt.config.field import (
-    INT_MAX,
     POSITIVE,
-    Need,
+    Condition,
     SettingsGroup,
     as_text,
     at_least,
@@ -23,7 +20,6 @@ LOSSES = ["nmse", "nmse_update", "direction"]
 """`register_loss` adds to this list."""
 LOGIT_LOSSES = ("kl", "reverse_kl", "cross_entropy")
 SCHEDULES = ("cosine", "linear", "constant")
-SEED_MAX = INT_MAX
 MAX_STEPS = 10_000_000
 """A run keeps the learning rates of all its steps."""
 
@@ -32,9 +28,9 @@ _optimiser = partial(setting, group="optimiser")
 _guards = partial(setting, group="guards")
 _output = partial(setting, group="output")
 _COUNT = at_least(1)
-_WHOLE = Need(lambda c: c.strategy == "end_to_end", "--strategy end_to_end")
-_HIDDEN = Need(lambda c: c.hidden_weight > 0, "--hidden_weight above 0")
-_LOGITS = Need(lambda c: c.logit_kl_weight > 0, "--logit_kl_weight above 0")
+_WHOLE = Condition(lambda c: c.strategy == "end_to_end", "--strategy end_to_end")
+_HIDDEN = Condition(lambda c: c.hidden_weight > 0, "--hidden_weight above 0")
+_LOGITS = Condition(lambda c: c.logit_kl_weight > 0, "--logit_kl_weight above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

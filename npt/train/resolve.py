@@ -10,11 +10,20 @@ A setting that cannot have an effect in the run is refused, or named in a note i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from npt.config import PRODUCTS, STREAM, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
+from npt.config import (
+    PRODUCTS,
+    STREAM,
+    BaseConfig,
+    DataConfig,
+    NPTConfig,
+    TrainConfig,
+    flags_of,
+    written,
+)
 from npt.config.field import words
 from npt.errors import CheckpointError, ConfigError
 from npt.flags import build, read_yaml, with_safe_mode
@@ -32,12 +41,9 @@ EMBEDDED = BaseConfig.model_name
 BUILTIN = DataConfig.dataset_name
 WEB_TEXT = "cerebras/SlimPajama-627B"
 
-NEAR_DEFAULTS: dict[str, Any] = {
-    "targets": STREAM,
-    "additive_scale": 1.0,
-    "learning_rate": 5e-5,
-    "warmup_steps": 10,
-}
+FORM_DEFAULTS: dict[str, Any] = {"targets": STREAM, "additive_scale": 1.0}
+"""Defaults for the form of a closed-form start."""
+NEAR_DEFAULTS: dict[str, Any] = {"learning_rate": 5e-5, "warmup_steps": 10}
 """Defaults for a student that starts close to its teacher. Higher rates make it worse."""
 OF_MODULATION = ("targets", "modulation", "mult_bound", "mult_form", "regularization_lambda")
 """Settings that ask for the modulation of gate, up and down; a 0 asks for nothing."""
@@ -53,6 +59,11 @@ EMBEDDED_ACTIVE = 48
 """Default numbers of a token's code; for the embedded model and text."""
 ROWS = 4
 """Default rows of A for each active number (docs/results/choosing-settings.md)."""
+_RANDOM = (
+    ("residual", "keep", "whose random start already equals its base"),
+    ("mult_form", "half_sigmoid", "whose multipliers do not start at 1"),
+)
+"""Settings that rule out a closed-form start, and why."""
 OTHER_WAYS = {"max_steps": ("num_epochs", "num_samples")}
 """For some defaults, the flags that replace them."""
 
@@ -65,8 +76,15 @@ RIVALS: dict[str, tuple[str, ...]] = {
     "safe_mode": ("modulation",),
 }
 """A flag makes these settings of --config, or of the run that is resumed, void."""
-RIVALS_OF_CONFIG = dict.fromkeys(("adapter_rank", "ranks"), ("active", "token_rank"))
-"""The same for --config alone: a rank that is given has a code of its own."""
+RIVALS_OF_CONFIG: dict[str, tuple[str, ...]] = {
+    **RIVALS,
+    # a rank that is given has a code of its own
+    "adapter_rank": ("ranks", "active", "token_rank"),
+    "ranks": ("active", "token_rank"),
+    # so has an adapter its form
+    "adapter": (*flags_of(NPTConfig), "calibration_tokens"),
+}
+"""The same for --config alone."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +113,27 @@ class RunSettings:
     def parts(self) -> tuple[BaseConfig, NPTConfig, DataConfig, TrainConfig]:
         return self.base, self.adapter, self.data, self.training
 
+    def by_flag(self) -> dict[str, Any]:
+        """Return all settings by flag."""
+        values: dict[str, Any] = {}
+        for part in self.parts:
+            values |= part.by_flag()
+        return values
+
+
+class _Origin(NamedTuple):
+    """What a run goes on from: another run, by its record, or a saved adapter, or nothing.
+
+    Attributes:
+        flags: the settings that it brings.
+        recipe: how its base is stored.
+    """
+
+    flags: Mapping[str, Any]
+    recipe: Recipe | None = None
+    record: Mapping[str, Any] = {}
+    start: StoredAdapter | None = None
+
 
 def resolve(
     flags: Mapping[str, Any], *, shape: str | None = None, of_study: bool = False
@@ -109,26 +148,15 @@ def resolve(
     Raises:
         ConfigError: settings do not work together, or one of them cannot have an effect.
     """
-    given = with_safe_mode(_with_config(flags, ignored=() if shape is None else ("model_name",)))
-    record = resumed_record(given)
-    start = None
-    recipe = None
-    values = given
-    if record:  # its adapters are in its checkpoints
-        recipe = _recipe_of_run(given)
-        values = {**without_rivals(recorded_flags(record), given), **given}
-    elif given.get("adapter") is not None:
-        from npt.adapters.files.adapter_files import find_adapter
-
-        start = find_adapter(given["adapter"])
-        recipe = start.recipe
-        values = {**base_flags(start, given), **given}
-    model_name = shape or values.get("model_name", EMBEDDED)
+    given = with_safe_mode(_with_config(flags))
+    if given.get("init") == AUTO:
+        del given["init"]
+    origin = _origin(given)
+    values = {**origin.flags, **given}
     notes: list[str] = []
-    if not record:
-        values, notes = with_defaults(values, model_name)
-    elif values.get("init") == AUTO:
-        values["init"] = record["settings"]["init"]
+    if not origin.record:
+        values, notes = with_defaults(values, shape or values.get("model_name", EMBEDDED))
+    start = origin.start
     run = RunSettings(
         base=build(BaseConfig, values),
         adapter=build(NPTConfig, values) if start is None else _form_of(start, values),
@@ -136,14 +164,28 @@ def resolve(
         training=build(TrainConfig, values),
         start=start,
         any_base=given.get("any_base", False),
-        started_from=given.get("adapter") or record.get("settings", {}).get("adapter"),
-        recipe=recipe,
+        started_from=given.get("adapter") or origin.record.get("settings", {}).get("adapter"),
+        recipe=origin.recipe,
     )
     run.data.check_objective(run.training)
-    # with_safe_mode has put one for the other
-    asked = {"modulation" if name == "safe_mode" else name for name in flags if not of_study}
+    asked = set() if of_study else {*with_safe_mode(flags)}
     notes += _without_effect(given, asked, run)
     return replace(run, notes=tuple(notes))
+
+
+def _origin(given: Mapping[str, Any]) -> _Origin:
+    """Return what the flags name to go on from."""
+    folder = _resumed_folder(given)
+    record = {} if folder is None else run_record(folder)
+    if folder is not None and record:  # its adapters are in its checkpoints
+        settings = without_rivals(recorded_flags(record), given)
+        return _Origin(settings, _recipe_of_run(folder), record)
+    if given.get("adapter") is None:
+        return _Origin({})
+    from npt.adapters.files.adapter_files import find_adapter
+
+    start = find_adapter(given["adapter"])
+    return _Origin(base_flags(start, given), start.recipe, start=start)
 
 
 @dataclass(frozen=True)
@@ -180,6 +222,9 @@ def resolve_look(flags: Mapping[str, Any]) -> Look:
     if record.get("base_hash") != stored.record.get("base_hash"):
         record = {}  # of another run, into whose folder the adapter was copied
     data, notes = _data_to_look_at(stored, record, flags)
+    # a path may have been relative to another folder: its last part must differ
+    name = Path(data.dataset_name).name
+    read = [source.get("dataset") for source in _sources(record)]
     return Look(
         stored=stored,
         base=build(BaseConfig, {**base_flags(stored, flags), **flags}),
@@ -187,29 +232,22 @@ def resolve_look(flags: Mapping[str, Any]) -> Look:
         training=_objective_of(record, flags),
         date=record.get("date"),
         notes=notes,
-        unread=_unread(record, data),
+        unread=all(other is not None and Path(other).name != name for other in read),
     )
 
 
 def _objective_of(record: Mapping[str, Any], flags: Mapping[str, Any]) -> TrainConfig:
     """Return the settings of an adapter's run, or the defaults of another strategy."""
-    recorded = recorded_flags(record, TrainConfig)
-    whole = END_TO_END_DEFAULTS["strategy"]
-    strategy = flags.get("strategy") or recorded.get("strategy") or whole
-    if strategy != recorded.get("strategy"):
-        recorded = END_TO_END_DEFAULTS if strategy == whole else {"strategy": strategy}
-    return build(TrainConfig, recorded)
+    recorded = {**END_TO_END_DEFAULTS, **recorded_flags(record, TrainConfig)}
+    strategy = flags.get("strategy") or recorded["strategy"]
+    if strategy == recorded["strategy"]:
+        return build(TrainConfig, recorded)
+    whole = strategy == END_TO_END_DEFAULTS["strategy"]
+    return build(TrainConfig, END_TO_END_DEFAULTS if whole else {"strategy": strategy})
 
 
-def _unread(record: Mapping[str, Any], data: DataConfig) -> bool:
-    """Return whether the run is known to have read other data than these."""
-    # a path may have been relative to another folder: its last part must differ
-    name = Path(data.dataset_name).name
-    for source in record.get("sources") or [{}]:
-        read = source.get("dataset")
-        if read is None or Path(read).name == name:
-            return False
-    return True
+def _sources(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return record.get("sources") or [{}]
 
 
 def _data_to_look_at(
@@ -217,35 +255,28 @@ def _data_to_look_at(
 ) -> tuple[DataConfig, tuple[str, ...]]:
     """Return the data that flags name, else those of the adapter's run, and lines about them."""
     recorded = recorded_flags(record, DataConfig)
-    notes: tuple[str, ...] = ()
-    first = (record.get("sources") or [{}])[0]
     if "dataset_name" in flags:
         # columns and splits are those of the run's own data
         recorded = {name: value for name, value in recorded.items() if name == "max_length"}
-    elif recorded and first.get("dataset", "") is None:
-        note = (
+        return build(DataConfig, {**recorded, **flags}), ()
+    notes = []
+    if recorded and _sources(record)[0].get("dataset", "") is None:
+        recorded["dataset_name"] = BUILTIN
+        notes.append(
             f"{stored} was trained on records passed in Python; measuring on {BUILTIN}: pass"
             " --dataset_name for other text"
         )
-        notes = (note,)
-        recorded["dataset_name"] = BUILTIN
-    return build(DataConfig, {**recorded, **flags}), notes
+    return build(DataConfig, {**recorded, **flags}), tuple(notes)
 
 
-def _with_config(flags: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
-    """Return the flags and the settings of --config, except `ignored` ones."""
+def _with_config(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags, and the settings of --config that none of them makes void."""
     flags = dict(flags)
     path = flags.pop("config", None)
     if path is None:
         return flags
     extra = {"safe_mode": bool, "any_base": bool, "adapter": str}
-    settings = without_rivals(read_yaml(path, SETTINGS, extra), flags)
-    settings = without_rivals(settings, flags, RIVALS_OF_CONFIG)
-    if "adapter" in flags:  # it has a form of its own
-        form = [flag_of(f) for f in fields(NPTConfig)]
-        ignored = {*ignored, *form, "calibration_tokens"}
-    kept = {name: value for name, value in settings.items() if name not in ignored}
-    return kept | flags
+    return without_rivals(read_yaml(path, SETTINGS, extra), flags, RIVALS_OF_CONFIG) | flags
 
 
 def without_rivals(
@@ -260,7 +291,7 @@ def without_rivals(
 
 def run_record(folder: Path) -> dict[str, Any]:
     """Return the record of the run that a run folder, a checkpoint or an adapter's folder belongs
-    to: the checkpoint's own, else `run.json`; {} if there is neither.
+    to: the checkpoint's own, else `run.json`; {} if there is neither, or no settings in it.
 
     Raises:
         CheckpointError: the record is damaged.
@@ -270,72 +301,59 @@ def run_record(folder: Path) -> dict[str, Any]:
     from npt.stored import read_json
 
     places = [place / RUN for place in (folder, *folder.resolve().parents[:3])]
-    for path in (folder / RECORD, *places):
-        if path.exists():
-            return read_json(path, CheckpointError)
-    return {}
-
-
-def resumed_record(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of the run that --resume names; {} if it has no checkpoint, and so begins
-    anew. Whether the run can be resumed is checked later.
-    """
-    folder = _resumed_folder(flags)
-    if folder is None:
-        return {}
-    from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
-    from npt.runs.checkpoint import RECORD
-
-    if not (folder / RECORD).exists() and not checkpoints(folder / CHECKPOINTS):
-        return {}
-    record = run_record(folder)
+    path = next(filter(Path.exists, (folder / RECORD, *places)), None)
+    record = {} if path is None else read_json(path, CheckpointError)
     return record if isinstance(record.get("settings"), dict) else {}
 
 
 def _resumed_folder(flags: Mapping[str, Any]) -> Path | None:
+    """Return the folder that --resume names; None if it has no checkpoint, and the run so begins
+    anew. Whether the run can be resumed is checked later.
+    """
     resume = flags.get("resume")
+    if resume == AUTO:
+        resume = flags.get("output_dir")
     if resume is None:
         return None
-    if resume != AUTO:
-        return Path(resume).expanduser()
-    return None if flags.get("output_dir") is None else Path(flags["output_dir"])
+    from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
+    from npt.runs.checkpoint import RECORD
+
+    folder = Path(resume).expanduser()
+    begun = (folder / RECORD).exists() or checkpoints(folder / CHECKPOINTS)
+    return folder if begun else None
 
 
 def recorded_flags(record: Mapping[str, Any], *classes: type) -> dict[str, Any]:
     """Return the settings of a run's record by flag name, of all classes or of these. The folder of
     the run is not among them.
     """
-    settings = record.get("settings")
-    if not isinstance(settings, dict):
-        return {}
-    names = {f.name: flag_of(f) for cls in classes or SETTINGS for f in fields(cls)}
-    for of_folder in ("resume", "output_dir"):
-        names.pop(of_folder, None)
-    return {names[name]: value for name, value in settings.items() if name in names}
+    settings = record.get("settings", {})
+    found = {}
+    for flag, f in flags_of(*(classes or SETTINGS)).items():
+        if f.name in settings and flag not in ("resume", "output_dir"):
+            found[flag] = settings[f.name]
+    return found
 
 
 def base_flags(stored: StoredAdapter, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of the base that a saved adapter was trained on, as far as it records them
     and the flags ask for no other precision.
     """
-    recorded: dict[str, Any] = {}
+    recorded = {} if stored.recipe is None else stored.recipe.flags
+    packed = recorded.get("use_quantization")
+    if flags.get("use_quantization", packed) != packed:
+        recorded = {}
     name = stored.record.get("base_model_name_or_path")
     if isinstance(name, str) and name != "unknown":
         recorded["model_name"] = name
-    if stored.recipe is not None:
-        packed = stored.recipe.flags["use_quantization"]
-        if flags.get("use_quantization", packed) == packed:
-            recorded |= stored.recipe.flags
     return recorded
 
 
-def _recipe_of_run(flags: Mapping[str, Any]) -> Recipe | None:
+def _recipe_of_run(folder: Path) -> Recipe | None:
     """Return how the base of the run to resume is stored, by any of its adapters."""
     from npt.adapters.files.adapter_files import find_adapter
     from npt.errors import AdapterFileError
 
-    folder = _resumed_folder(flags)
-    assert folder is not None
     try:
         return find_adapter(folder).recipe
     except AdapterFileError:  # a checkpoint's own fault is reported when it is read
@@ -349,17 +367,16 @@ def _form_of(start: StoredAdapter, values: Mapping[str, Any]) -> NPTConfig:
         ConfigError: a flag asks for another form.
     """
     form = start.config
-    recorded = {flag_of(f): getattr(form, f.name) for f in fields(form)}
+    recorded = form.by_flag()
     asked: NPTConfig = build(NPTConfig, {**recorded, **values})
     grown = replace(form, modulation="both")
     if asked == grown and form.modulation == "additive":
         return grown
-    for f in fields(form):
-        was = getattr(form, f.name)
-        wanted = getattr(asked, f.name)
-        if wanted != was:
+    for flag, wanted in asked.by_flag().items():
+        if wanted != recorded[flag]:
             raise ConfigError(
-                f"--{flag_of(f)} is {wanted}, but --adapter {start} has {was}: remove one of them"
+                f"--{flag} is {wanted}, but --adapter {start} has {recorded[flag]}: remove one of"
+                " them"
             )
     return form
 
@@ -399,37 +416,38 @@ def _start(
     against = _why_random(flags)
     init = asked
     if asked == AUTO:
-        init = "calibrated" if against is None else "random"
+        init = "random" if against else "calibrated"
     embedded = model_name == EMBEDDED and flags.get("dataset_name", BUILTIN) == BUILTIN
     defaults: dict[str, Any] = {}
     if init == "calibrated":
-        defaults |= _near(flags)
-        if against is None:
+        defaults = {**_form(flags), **_near(flags)}
+        # else the start will be refused
+        if not against:
             defaults |= _code(flags, EMBEDDED_ACTIVE if embedded else ACTIVE)
     if embedded:
         defaults |= _missing(EMBEDDED_DEFAULTS[init], flags)
-    chosen = {"init": init, **defaults}
-    if asked != AUTO:
-        return chosen, []
-    if against is not None:
-        return chosen, [f"--init auto: random start, because of {against}"]
-    note = (
-        f"--init auto: closed-form start (--init calibrated), with {_as_flags(defaults)}; use"
-        " --init random for a random start"
-    )
-    return chosen, [note]
+    note = f"--init auto: random start, because of {against}"
+    if not against:
+        note = (
+            f"--init auto: closed-form start (--init calibrated), with {_as_flags(defaults)}; use"
+            " --init random for a random start"
+        )
+    return {"init": init, **defaults}, [note] if asked == AUTO else []
+
+
+def _form(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return defaults for the form of a closed-form start."""
+    form = dict(FORM_DEFAULTS)
+    if any(flags.get(name) for name in OF_MODULATION):
+        form["targets"] = ",".join(NPTConfig.targets)
+    return _missing(form, flags)
 
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return defaults for a student that starts close to its teacher."""
-    form = dict(NEAR_DEFAULTS)
-    if flags.get("adapter") is not None:
-        del form["additive_scale"], form["targets"]
-    elif any(flags.get(name) for name in OF_MODULATION):
-        form["targets"] = ",".join(NPTConfig.targets)
     steps = int(flags.get("max_steps") or 100)
-    form["warmup_steps"] = min(form["warmup_steps"], steps // 10)
-    near = _missing(form, flags)
+    warmup = min(NEAR_DEFAULTS["warmup_steps"], steps // 10)
+    near = _missing({**NEAR_DEFAULTS, "warmup_steps": warmup}, flags)
     # the objective is one choice: who makes a part of it makes it all
     if flags.keys().isdisjoint({"loss", *END_TO_END_DEFAULTS}):
         near |= END_TO_END_DEFAULTS
@@ -442,14 +460,11 @@ def _code(flags: Mapping[str, Any], usual: int) -> dict[str, Any]:
     """
     if "ranks" in flags:
         return {}
-    chosen = {}
     if "adapter_rank" in flags:
-        rank = flags["adapter_rank"]
-    else:
-        active = flags.get("active", usual)
-        rank = ROWS * (active or usual)
-        chosen = {"adapter_rank": rank, "active": active}
-    return _missing({**chosen, "token_rank": rank}, flags)
+        return _missing({"token_rank": flags["adapter_rank"]}, flags)
+    active = flags.get("active", usual)
+    rank = ROWS * (active or usual)
+    return _missing({"adapter_rank": rank, "active": active, "token_rank": rank}, flags)
 
 
 def _as_flags(settings: Mapping[str, Any]) -> str:
@@ -465,16 +480,13 @@ def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str,
     return missing
 
 
-def _why_random(flags: Mapping[str, Any]) -> str | None:
-    """Return the flag that rules out a closed-form start, with the reason, or None."""
-    if flags.get("residual") == "keep":
-        return "--residual keep, whose random start already equals its base"
-    if flags.get("mult_form") == "half_sigmoid":
-        return "--mult_form half_sigmoid, whose multipliers do not start at 1"
+def _why_random(flags: Mapping[str, Any]) -> str:
+    """Return the flag that rules out a closed-form start, with the reason, or ""."""
+    for name, value, why in _RANDOM:
+        if flags.get(name) == value:
+            return f"--{name} {value}, {why}"
     targets = words(flags.get("targets", STREAM))
-    if STREAM not in targets:
-        return f"--targets {','.join(targets)}, without stream"
-    return None
+    return "" if STREAM in targets else f"--targets {','.join(targets)}, without stream"
 
 
 def _products(run: RunSettings) -> bool:
@@ -482,30 +494,29 @@ def _products(run: RunSettings) -> bool:
 
 
 _ALONE = "stream is the only target: add gate, up or down to --targets, or remove it"
-_REFUSED: dict[str, tuple[Callable[[RunSettings], Any], str]] = {
+_EFFECTS: dict[str, tuple[Callable[[RunSettings], Any], str]] = {
     "modulation": (_products, _ALONE),
     "regularization_lambda": (_products, _ALONE),
     "mult_bound": (lambda r: r.adapter.multiplied, "nothing is multiplied: add --modulation both"),
     "mult_form": (lambda r: r.adapter.multiplied, _ALONE),
     "additive_scale": (lambda r: r.adapter.shifted, "nothing is added: add --modulation both"),
     "calibration_tokens": (
-        lambda r: r.started_from is None and r.adapter.init == "calibrated",
+        lambda r: not r.started_from and r.adapter.init == "calibrated",
         "there is no closed-form start: remove it, or use --init calibrated without --adapter",
     ),
-    "init": (lambda r: r.started_from is None, "--adapter is the start: remove one of them"),
-    "any_base": (lambda r: r.started_from is not None, "add --adapter or remove it"),
-}
-"""Settings by flag: when they have an effect, and what to do if not. One that was not asked for, or
-that is 0, asks for nothing.
-"""
-_HARMLESS: dict[str, tuple[Callable[[RunSettings], Any], str]] = {
+    "init": (lambda r: not r.started_from, "--adapter is the start: remove one of them"),
+    "any_base": (lambda r: r.started_from, "add --adapter or remove it"),
     "use_fp16": (lambda r: not r.base.use_quantization, "a 4-bit base computes in fp32"),
     "share_embeddings": (lambda r: False, "teacher and student share the whole base"),
     "num_epochs": (lambda r: r.training.max_steps is None, "--max_steps sets the length"),
     "adapter_rank": (lambda r: r.adapter.ranks is None, "--ranks sets the ranks"),
     "run_name": (lambda r: r.training.use_wandb, "it names a run in W&B: add --use_wandb"),
 }
-"""The same for settings that may stand in a command that is used for many runs."""
+"""Settings by flag: when they have an effect, and what to do if not. One that was not asked for, or
+that is 0, asks for nothing.
+"""
+_HARMLESS = {"use_fp16", "share_embeddings", "num_epochs", "adapter_rank", "run_name"}
+"""Settings among them that may stand in a command that is used for many runs."""
 
 
 def _without_effect(
@@ -515,14 +526,12 @@ def _without_effect(
     if a flag asked for it; a file of settings may serve many runs.
     """
     lines = []
-    for table in (_REFUSED, _HARMLESS):
-        for name, (has_effect, why) in table.items():
-            value = given.get(name)
-            if not value or value == AUTO or has_effect(run):
-                continue
-            shown = "" if value is True else f" {value}"
-            line = f"--{name}{shown} has no effect: {why}"
-            if table is _REFUSED and name in asked:
-                raise ConfigError(line)
-            lines.append(line)
+    for name, (has_effect, why) in _EFFECTS.items():
+        value = given.get(name)
+        if not value or has_effect(run):
+            continue
+        line = f"{written(name, value)} has no effect: {why}"
+        if name in asked and name not in _HARMLESS:
+            raise ConfigError(line)
+        lines.append(line)
     return lines

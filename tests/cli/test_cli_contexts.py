@@ -8,7 +8,7 @@ import pytest
 
 from npt.cli.main import main
 from npt.tools.sweep.run import Bases, run
-from npt.tools.sweep.spec import TrialSettings
+from npt.train.resolve import resolve
 
 SHORT = {"init": "random", "adapter_rank": 2, "max_steps": 2, "max_length": 48, "eval_samples": 2}
 
@@ -72,5 +72,5 @@ def test_a_training_step_with_contexts_is_traced(trained, capsys) -> None:
 
 def test_a_trial_of_a_study_has_no_nmse(data) -> None:
     settings = {**SHORT, "dataset_name": str(data), "context_column": "context", "layers": "7"}
-    row = run(Bases("cpu"), TrialSettings.of({"model_name": "tiny", **settings}, seed=0))
+    row = run(Bases("cpu"), resolve({"model_name": "tiny", **settings}, of_study=True))
     assert row["nmse"] is None and row["kl"] > 0 and row["outcome"] == "stable"

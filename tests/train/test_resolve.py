@@ -12,7 +12,7 @@ from npt.cli import doctor
 from npt.cli.main import main, make_parser
 from npt.config import NPTConfig
 from npt.errors import ConfigError
-from npt.tools.sweep.spec import TrialSettings
+from npt.tools.sweep.spec import design_of
 from npt.train.resolve import EMBEDDED, WEB_TEXT, resolve, with_defaults
 
 SHORT = flags(
@@ -138,8 +138,9 @@ def test_the_recommended_command_and_its_preset_are_one_run_of_npt_layers_in_saf
 def test_every_verb_makes_the_same_run_of_the_same_flags():
     words = flags("--use_quantization --max_steps 40 --safe_mode")
     run = resolve(parsed("pretrain", words))
-    trial = TrialSettings.of({"use_quantization": True, "max_steps": 40, "safe_mode": True}, 0)
-    assert (trial.base, trial.adapter, trial.data, trial.training) == run.parts
+    part = {"settings": {"use_quantization": True, "max_steps": 40, "safe_mode": True}}
+    (trial,) = design_of({"parts": {"a": part}}, "study.yaml").trials
+    assert trial.settings.parts == run.parts
     planned = doctor._run(parsed("doctor", ["--plan", *words]))
     assert planned.parts == run.parts
 

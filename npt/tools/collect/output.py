@@ -184,14 +184,11 @@ def check_output(path: Path) -> None:
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"--output {path} exists and is not a file; choose another file")
-    begun = progress_of(path).exists()
-    if path.exists() and path.stat().st_size and not begun:
+    written = path.exists() and path.stat().st_size
+    if written and not progress_of(path).exists():
         raise ConfigError(f"--output {path} exists; choose another file or remove it")
-    folder = path.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    writable = os.access(folder, os.W_OK | os.X_OK)
-    if not folder.is_dir() or not writable:
+    folder = next(filter(Path.exists, path.absolute().parents))
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigError(
             f"--output {path}: {folder} is not a folder that can be written to; choose another file"
         )

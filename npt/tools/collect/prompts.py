@@ -53,13 +53,12 @@ def prompt_record(
     number: int, record: Any, tokenizer: Any, config: DataConfig, length: int
 ) -> dict[str, Any]:
     """Return the prompt of a record as {"id", "input_ids"}."""
-    record = filled(record) if isinstance(record, Mapping) else record
     column = None
-    if isinstance(record, Mapping) and "input_ids" not in record:
-        # fill in a completion, since the encoder needs one
-        answers = {COMPLETION: _ANY_ANSWER, OUTPUT: _ANY_ANSWER}
-        column = prompt_column({**answers, **record}, config)
+    if isinstance(record, Mapping):
+        record = filled(record)
+        column = _column_of(record, config)
     if column is not None:
+        # fill in a completion, since the encoder needs one
         as_json = answer_column(column, config) is None
         record = _with_any_answer(number, record, column, as_json)
         config = replace(config, prompt_column=column, completion_column=COMPLETION)
@@ -68,17 +67,20 @@ def prompt_record(
     if sample is None:
         return {"id": str(number), "input_ids": []}
     ids = list(sample.input_ids)
-    masked = 0
+    labels = sample.labels or ()
     # where the first label is; without one nothing is masked
-    for place, label in enumerate(sample.labels or ()):
-        if label != IGNORE_INDEX:
-            masked = place
-            break
+    masked = next((at for at, label in enumerate(labels) if label != IGNORE_INDEX), 0)
     if masked or column is not None:
         ids = ids[:masked][-length:]
     elif ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return {"id": sample.id.removesuffix("@0"), "input_ids": ids}
+
+
+def _column_of(record: Mapping[str, Any], config: DataConfig) -> str | None:
+    if "input_ids" in record:
+        return None
+    return prompt_column({COMPLETION: _ANY_ANSWER, OUTPUT: _ANY_ANSWER, **record}, config)
 
 
 def _with_any_answer(

@@ -22,8 +22,9 @@ from npt.config import BaseConfig
 from npt.console import silent_console
 from npt.errors import NumericalError, StoppedError, TooManyRefusalsError
 from npt.runs.run_folder import METRICS
-from npt.tools.sweep.spec import Trial, TrialSettings
+from npt.tools.sweep.spec import Trial
 from npt.tools.sweep.table import Row
+from npt.train.resolve import RunSettings
 from npt.train.trainer import Trainer
 
 GROWN = 1.01
@@ -47,21 +48,23 @@ class Bases:
         """Return the base, and set the matmul precision of these settings."""
         if self._last is None or self._last[0] != base:
             self._last = None  # free its memory
-            how = {"device": self._device, "attn_implementation": base.attn_implementation}
-            model, tokenizer = load_base(
-                base.model_name,
-                quantization=base.quantization,
-                use_fp16=base.use_fp16,
-                compute_dtype=base.compute_dtype,
-                **how,
-            )
+            model, tokenizer = load_base(**base.loading, device=self._device)
             teacher = None
             if base.teacher_precision is not None:
-                teacher = load_teacher(base.model_name, base.teacher_precision, **how)
+                teacher = load_teacher(
+                    base.model_name,
+                    base.teacher_precision,
+                    device=self._device,
+                    attn_implementation=base.attn_implementation,
+                )
             self._last = base, (model, tokenizer, teacher)
         _, loaded = self._last
         set_matmul_precision(base.matmul_precision, loaded[0])
         return loaded
+
+
+def is_stable(row: Row) -> bool:
+    return bool(row["outcome"] == "stable")
 
 
 def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: None) -> Row:
@@ -72,18 +75,12 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
     if trial.bisect is None:
         return {**run(bases, trial.settings), "runs": 1}
     started = time.perf_counter()
-    runs = 0
-    best: Row = {}  # of the largest value that trained, or of the first run
+    rows: list[Row] = []
 
     def trains(value: float) -> bool:
-        nonlocal best, runs
         between()
-        row = run(bases, trial.at(value))
-        runs += 1
-        stable: bool = row["outcome"] == "stable"
-        if stable or not best:
-            best = row
-        return stable
+        rows.append(run(bases, trial.at(value)))
+        return is_stable(rows[-1])
 
     low = trial.bisect.low
     high = trial.bisect.high
@@ -101,11 +98,14 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
             else:
                 high = middle
         bracket = (low, high)
-    limits = {"limit_low": bracket[0], "limit_high": bracket[1], "runs": runs}
+    limits = {"limit_low": bracket[0], "limit_high": bracket[1], "runs": len(rows)}
+    # each value that trains is larger than those before
+    trained = list(filter(is_stable, rows))
+    best = trained[-1] if trained else rows[0]
     return {**best, **limits, "seconds": time.perf_counter() - started}
 
 
-def run(bases: Bases, settings: TrialSettings) -> Row:
+def run(bases: Bases, settings: RunSettings) -> Row:
     """Train once with these settings and restore the base; StoppedError if a signal came."""
     started = time.perf_counter()
     model, tokenizer, teacher = bases.get(settings.base)
@@ -186,22 +186,22 @@ def _trained(trainer: Trainer) -> Row:
 
 
 def _course(metrics: Path) -> Row:
-    steps: list[dict[str, Any]] = []
-    if metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-        steps = [json.loads(line) for line in lines]
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    steps = [json.loads(line) for line in lines]
+    last = steps[-1] if steps else {}
 
     def finite(name: str) -> list[float]:
         values = [step.get(name) for step in steps]
         return [value for value in values if value is not None]
 
     losses = finite("loss")
-    last = steps[-1] if steps else {}
+    ends = {}
+    if losses:
+        ends = {"loss_first": losses[0], "loss_last": statistics.fmean(losses[-AT_THE_END:])}
     return {
         "steps": last.get("step", 0),
         "refused": last.get("refused_total", 0),
-        "loss_first": losses[0] if losses else None,
-        "loss_last": statistics.fmean(losses[-AT_THE_END:]) if losses else None,
+        **ends,
         "loss_max": max(losses, default=None),
         "grad_norm_max": max(finite("grad_norm"), default=None),
     }

@@ -25,16 +25,17 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
+from npt.config import INT_MAX
 from npt.errors import ConfigError, kind_of
-from npt.flags import canonical, checked_settings, yaml_content
+from npt.flags import checked_settings, kinds_by_flag, typed, yaml_content
 from npt.stored import shown
-from npt.train.resolve import SETTINGS, resolve
+from npt.train.resolve import SETTINGS, RunSettings, resolve
 
 _OF_FOLDER = (
     "output_dir", "run_name", "resume", "save_steps", "save_total_limit", "log_steps", "eval_steps",
@@ -49,43 +50,14 @@ LEFT_OUT = {
 
 _TOP = ("name", "settings", "seeds", "parts")
 _PART = ("note", "settings", "seeds", "arms", "grid", "random", "bisect")
-_FLAGS = [flag_of(f) for cls in SETTINGS for f in fields(cls)]
-_EXTRA = {"safe_mode": bool}
+_KINDS = {**kinds_by_flag(SETTINGS), "safe_mode": bool}
 
 NAME = 200  # longest name of a study, since it names a folder too
 TRIALS = 100_000
 """Trials of a part. More are a slip in a grid, and checking them would take minutes."""
 
 
-@dataclass(frozen=True)
-class TrialSettings:
-    """Everything except the machine that decides the result of a trial."""
-
-    base: BaseConfig
-    adapter: NPTConfig
-    data: DataConfig
-    training: TrainConfig
-
-    @classmethod
-    def of(cls, flags: Mapping[str, Any], seed: int) -> TrialSettings:
-        """Return the settings that `npt pretrain` would use, or raise ConfigError."""
-        return cls(*resolve({**flags, "seed": seed}, of_study=True).parts)
-
-    def values(self) -> dict[str, Any]:
-        """Return every setting by flag name, for JSON."""
-        values: dict[str, Any] = {}
-        for part in (self.base, self.adapter, self.data, self.training):
-            plain = asdict(part)
-            values |= {flag_of(f): plain[f.name] for f in fields(part)}
-        kept = {}
-        for name, value in values.items():
-            if name not in LEFT_OUT:
-                kept[name] = list(value) if isinstance(value, tuple) else value
-        return {**kept, "seed": self.training.seed}
-
-
-@dataclass(frozen=True)
-class Bisection:
+class Bisection(NamedTuple):
     """A search for the largest value of a setting that trains. It halves the bracket [`low`,
     `high`] `rounds` times on a log scale.
     """
@@ -102,11 +74,18 @@ class TrialOrigin:
 
     part: str
     arm: str
-    point: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    point: Mapping[str, Any] = field(compare=False)
+
+    @property
+    def arm_of_part(self) -> str:
+        return f"part {self.part}, arm {self.arm}" if self.arm else f"part {self.part}"
 
     def __str__(self) -> str:
-        words = [self.part, self.arm] if self.arm else [self.part]
-        return ", ".join([*words, *(f"{name} {value}" for name, value in self.point.items())])
+        return ", ".join(filter(None, [self.part, self.arm, *self.settings]))
+
+    @property
+    def settings(self) -> list[str]:
+        return [f"{name} {value}" for name, value in self.point.items()]
 
 
 @dataclass(frozen=True)
@@ -115,14 +94,14 @@ class Trial:
 
     Attributes:
         key: identifies the trial; equal settings have equal keys.
-        settings: checked settings with defaults filled in.
-        flags: settings as written, by flag name.
+        settings: the run that `npt pretrain` would make of the flags.
+        flags: settings as written, and the seed, by flag name.
         bisect: the search, if the trial is one.
         origins: every part, arm and point that gives this trial.
     """
 
     key: str
-    settings: TrialSettings
+    settings: RunSettings
     flags: Mapping[str, Any]
     bisect: Bisection | None = None
     origins: tuple[TrialOrigin, ...] = ()
@@ -130,11 +109,16 @@ class Trial:
     def __str__(self) -> str:
         return f"{self.origins[0]}, seed {self.settings.training.seed}"
 
-    def at(self, value: float) -> TrialSettings:
+    def at(self, value: float) -> RunSettings:
         """Return the settings with this value for the setting that `bisect` searches."""
         assert self.bisect is not None
-        flags = {**self.flags, self.bisect.setting: value}
-        return TrialSettings.of(flags, self.settings.training.seed)
+        return resolve({**self.flags, self.bisect.setting: value}, of_study=True)
+
+
+def values_of(settings: RunSettings) -> dict[str, Any]:
+    """Return by flag all settings of a trial, except those that every study has alike."""
+    values = settings.by_flag()
+    return {name: values[name] for name in values if name == "seed" or name not in LEFT_OUT}
 
 
 @dataclass(frozen=True)
@@ -160,97 +144,100 @@ def design_of(content: Any, where: str) -> Design:
     """Return the design of a study with all settings checked. `where` is its file, whose stem is
     the default name. Raise ConfigError for an unknown name, or for settings that cannot work.
     """
-    top = _mapping(where, content, _TOP)
+    top = _entries(where, content, _TOP)
     written = _mapping(f"{where}: parts", top.get("parts"))
     if not written:
         raise ConfigError(
             f"{where} has no parts; write at least one, like parts: {{first: {{grid:"
             " {learning_rate: [1.0e-4, 1.0e-3]}}}"
         )
-    name = str(top.get("name", Path(where).stem) or "")
-    # it names a folder, on any system
-    odd = "/" in name or "\\" in name or name in (".", "..")
-    shown_well = name.strip() and name.isprintable() and len(name) <= NAME
-    if odd or not shown_well:
-        raise ConfigError(
-            f"{where}: name {name[:NAME]!r} cannot be a folder name; use up to {NAME} letters,"
-            " digits and spaces"
-        )
+    name = _study_name(where, top.get("name", Path(where).stem))
     shared = _settings(f"{where}: settings", top.get("settings"))
     seeds = _seeds(where, top.get("seeds", [0]))
-    parts: list[str] = []
+    parts = []
     trials: dict[str, Trial] = {}
     for part, entries in written.items():
-        part_name = _name(f"{where}: part {part}", part)
-        entries = _mapping(f"{where}: part {part}", entries, _PART)
-        parts.append(part_name)
-        for trial in _trials_of(where, part_name, entries, shared, seeds):
+        at = f"{where}: part {part}"
+        parts.append(_name(at, part))
+        for trial in _trials_of(where, parts[-1], _entries(at, entries, _PART), shared, seeds):
             # equal settings run once, and count for every part that has them
             first = trials.get(trial.key, trial)
             origins = tuple(dict.fromkeys(first.origins + trial.origins))
             trials[trial.key] = replace(first, origins=origins)
-    values = [trial.settings.values() for trial in trials.values()]
+    return Design(name, tuple(parts), tuple(trials.values()), _varied(trials.values()))
+
+
+def _varied(trials: Iterable[Trial]) -> tuple[str, ...]:
+    values = [values_of(trial.settings) for trial in trials]
     varied = []
-    for setting in values[0]:
-        # by their text, since lists have no hash
-        found = {repr(each[setting]) for each in values}
-        if setting != "seed" and len(found) > 1:
-            varied.append(setting)
-    return Design(name, tuple(parts), tuple(trials.values()), tuple(varied))
+    for name in values[0]:
+        found = {each[name] for each in values}
+        if name != "seed" and len(found) > 1:
+            varied.append(name)
+    return tuple(varied)
 
 
 def _trials_of(
     where: str, part: str, entries: Mapping[str, Any], shared: Mapping[str, Any], seeds: list[int]
 ) -> Iterator[Trial]:
-    where = f"{where}: part {part}"
-    settings = {**shared, **_settings(f"{where}: settings", entries.get("settings"))}
-    if "seeds" in entries:
-        seeds = _seeds(where, entries["seeds"])
+    at = f"{where}: part {part}"
+    settings = {**shared, **_settings(f"{at}: settings", entries.get("settings"))}
     arms: dict[str, dict[str, Any]] = {}
-    for arm, bundle in _mapping(f"{where}: arms", entries.get("arms")).items():
-        at = f"{where}, arm {arm}"
-        name = _name(at, arm)
-        arms[name] = _settings(at, bundle)
+    for arm, bundle in _mapping(f"{at}: arms", entries.get("arms")).items():
+        of_arm = f"{at}, arm {arm}"
+        arms[_name(of_arm, arm)] = _settings(of_arm, bundle)
     arms = arms or {"": {}}
-    grid = {}
-    for setting, values in _by_flag(f"{where}: grid", entries.get("grid")).items():
-        grid[setting] = _values(f"{where}: grid", setting, values)
-    draws: list[dict[str, Any]] = [{}]
-    if entries.get("random"):
-        draws = _draws(f"{where}: random", entries["random"])
-    bisect = None
-    if entries.get("bisect"):
-        bisect = _bisection(f"{where}: bisect", entries["bisect"])
+    seeds = _seeds(at, entries.get("seeds", seeds))
+    bisect = _bisection(f"{at}: bisect", entries.get("bisect"))
+    points = _points(at, entries, len(arms) * len(seeds))
+    for (arm, bundle), point, seed in itertools.product(arms.items(), points, seeds):
+        origin = TrialOrigin(part, arm, point)
+        try:
+            yield _trial({**settings, **bundle, **point, "seed": seed}, bisect, origin)
+        except ConfigError as error:
+            place = ", ".join([origin.arm_of_part, *origin.settings, f"seed {seed}"])
+            raise ConfigError(f"{where}: {place}: {error}") from error
+
+
+def _points(where: str, entries: Mapping[str, Any], runs: int) -> list[dict[str, Any]]:
+    """Return the settings of each point of the grid with each draw; a point has so many runs."""
+    grid = _settings(f"{where}: grid", entries.get("grid"), _values)
+    draws = _draws(f"{where}: random", entries.get("random"))
     # counted first: making them takes time
-    count = len(arms) * math.prod(map(len, grid.values())) * len(draws) * len(seeds)
+    count = runs * math.prod(map(len, grid.values())) * len(draws)
     if count > TRIALS:
         raise ConfigError(
             f"{where} has {count:,} trials, more than {TRIALS:,}: shorten its lists or draw some at"
             " random"
         )
-    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    for (arm, bundle), point, draw, seed in itertools.product(arms.items(), points, draws, seeds):
-        origin = TrialOrigin(part, arm, {**point, **draw})
-        try:
-            yield _trial({**settings, **bundle, **origin.point}, seed, bisect, origin)
-        except ConfigError as error:
-            words = [f"{where}, arm {arm}" if arm else where]
-            words += [f"{name} {value}" for name, value in origin.point.items()]
-            raise ConfigError(f"{', '.join(words)}, seed {seed}: {error}") from error
+    points = []
+    for *values, draw in itertools.product(*grid.values(), draws):
+        points.append({**dict(zip(grid, values, strict=True)), **draw})
+    return points
 
 
-def _trial(
-    flags: dict[str, Any], seed: int, bisect: Bisection | None, origin: TrialOrigin
-) -> Trial:
+def _trial(flags: dict[str, Any], bisect: Bisection | None, origin: TrialOrigin) -> Trial:
     if bisect is not None:
-        TrialSettings.of({**flags, bisect.setting: bisect.high}, seed)  # both ends must work
+        resolve({**flags, bisect.setting: bisect.high}, of_study=True)  # both ends must work
         flags[bisect.setting] = bisect.low
-    settings = TrialSettings.of(flags, seed)
+    settings = resolve(flags, of_study=True)
     # includes defaults: if a version changes one, its trials are new
-    content = [settings.values(), bisect and astuple(bisect)]
+    content = [values_of(settings), bisect]
     text = json.dumps(content, sort_keys=True, allow_nan=False)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return Trial(digest[:16], settings, flags, bisect, (origin,))
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Trial(key, settings, flags, bisect, (origin,))
+
+
+def _study_name(where: str, written: Any) -> str:
+    name = str(written or "")
+    # it names a folder, on any system
+    fits = re.fullmatch(rf"[^/\\]{{1,{NAME}}}", name) and name.strip(" .")
+    if not fits or not name.isprintable():
+        raise ConfigError(
+            f"{where}: name {name[:NAME]!r} cannot be a folder name; use up to {NAME} letters,"
+            " digits and spaces"
+        )
+    return name
 
 
 def _name(where: str, written: Any) -> str:
@@ -263,109 +250,112 @@ def _name(where: str, written: Any) -> str:
     return name
 
 
-def _mapping(where: str, value: Any, names: tuple[str, ...] = ()) -> dict[Any, Any]:
+def _mapping(where: str, value: Any) -> dict[Any, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise ConfigError(f"{where} is {kind_of(value)}; write a mapping of names to values")
-    for name in value:
-        if names and name not in names:
-            raise ConfigError(f"{where} has the unknown entry {name!r}; use {', '.join(names)}")
     return value
 
 
-def _settings(where: str, value: Any) -> dict[str, Any]:
-    """Return settings by flag name, checked for type and for use in a study."""
-    flags = checked_settings(where, _mapping(where, value), SETTINGS, _EXTRA)
+def _entries(where: str, value: Any, names: Sequence[str]) -> dict[Any, Any]:
+    """Return a mapping of no other than these names."""
+    entries = _mapping(where, value)
+    for name in entries:
+        if name not in names:
+            raise ConfigError(f"{where} has the unknown entry {name!r}; use {', '.join(names)}")
+    return entries
+
+
+def _settings(where: str, value: Any, read: Callable[..., Any] = typed) -> dict[str, Any]:
+    """Return what `read` makes of each setting, by flag name, checked for use in a study."""
+    flags = checked_settings(where, _mapping(where, value), _KINDS, read)
     for name in flags:
         if name in LEFT_OUT:
             raise ConfigError(f"{where}: a study does not accept {name}: {LEFT_OUT[name]}")
     return flags
 
 
-def _by_flag(where: str, value: Any) -> dict[str, Any]:
-    """Return the entries by full flag name; short names such as `lr` are expanded."""
-    entries: dict[str, Any] = {}
-    for written, entry in _mapping(where, value).items():
-        name = canonical(str(written), [*_EXTRA, *_FLAGS])
-        if name in entries:
-            raise ConfigError(f"{where}: {name} is given twice; remove one")
-        entries[name] = entry
-    return entries
-
-
-def _values(where: str, name: str, value: Any) -> list[Any]:
+def _values(where: str, name: str, value: Any, kind: type) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where}: {name} is {shown(value)}; write a list of values")
-    values = [_settings(where, {name: entry})[name] for entry in value]
-    if len({repr(entry) for entry in values}) < len(values):
+    values = [typed(where, name, entry, kind) for entry in value]
+    if len(set(values)) < len(values):
         raise ConfigError(f"{where}: {name} lists a value twice; remove one")
     return values
 
 
+def _ends(where: str, name: str, value: Mapping[str, Any], kind: type) -> list[Any]:
+    return [typed(where, name, value.get(end), kind) for end in ("low", "high")]
+
+
+def _is_whole(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    return type(value) is int and least <= value <= most
+
+
 def _draws(where: str, value: Any) -> list[dict[str, Any]]:
-    written = _mapping(where, value, ("count", "seed", "over"))
-    count = written.get("count")
+    if not value:
+        return [{}]
+    written = _entries(where, value, ("count", "seed", "over"))
+    count: Any = written.get("count")
     seed = written.get("seed", 0)
-    over = _by_flag(f"{where}: over", written.get("over"))
-    if type(count) is not int or type(seed) is not int or not 1 <= count <= TRIALS or not over:
+    over = _settings(f"{where}: over", written.get("over"), _range)
+    if not (_is_whole(count, 1, TRIALS) and _is_whole(seed) and over):
         raise ConfigError(
             f"{where} needs count (1 to {TRIALS:,}), seed (a whole number) and over (settings to"
             " draw)"
         )
     source = random.Random(seed)
-    ranges = {name: _range(where, name, entry) for name, entry in over.items()}
     draws = []
     for _ in range(count):
-        draws.append({name: _drawn(source, *within) for name, within in ranges.items()})
+        draws.append({name: draw(source) for name, draw in over.items()})
     return draws
 
 
-def _range(where: str, name: str, value: Any) -> tuple[Any, ...]:
-    """Return a list of values, or both ends of a range and whether to draw on a log scale."""
+def _range(where: str, name: str, value: Any, kind: type) -> Callable[[random.Random], Any]:
+    """Return how to draw a value: from a list, or between two ends."""
     if isinstance(value, list):
-        return (_values(where, name, value),)
-    written = _mapping(f"{where}: {name}", value, ("low", "high", "log"))
-    low, high = (_settings(where, {name: written.get(end)})[name] for end in ("low", "high"))
+        values = _values(where, name, value, kind)
+        return lambda source: source.choice(values)
+    written = _entries(f"{where}: {name}", value, ("low", "high", "log"))
+    low, high = _ends(where, name, written, kind)
     log = written.get("log", False)
-    numbers = all(type(end) in (int, float) for end in (low, high))  # True is none
-    if not numbers or not low < high or (log and low <= 0):
+    numbers = kind in (int, float) and None not in (low, high)
+    if not (numbers and low < high and (low > 0 or not log)):
         raise ConfigError(
             f"{where}: {name} is {shown(value)}; write a list of values, or low and high (both"
             " above 0 with log: true)"
         )
-    return low, high, log
+    return lambda source: _drawn(source, low, high, log)
 
 
-def _drawn(source: random.Random, low: Any, high: Any = None, log: bool = False) -> Any:
-    if isinstance(low, list):
-        return low[source.randrange(len(low))]
+def _drawn(source: random.Random, low: Any, high: Any, log: bool) -> Any:
     if log:
         exponent = source.uniform(math.log(low), math.log(high))
         value = math.exp(exponent)
     else:
         value = source.uniform(low, high)
-    if isinstance(low, int) and isinstance(high, int):
-        return round(value)
-    return float(f"{value:.6g}")
+    return round(value) if isinstance(low, int) else float(f"{value:.6g}")
 
 
 def _seeds(where: str, value: Any) -> list[int]:
     seeds = value if isinstance(value, list) else []
-    if not seeds or not all(type(seed) is int and 0 <= seed <= SEED_MAX for seed in seeds):
+    if not seeds or not all(_is_whole(seed, 0, INT_MAX) for seed in seeds):
         raise ConfigError(
             f"{where}: seeds is {shown(value)}; write a list of whole numbers like [0, 1, 2]"
         )
     return list(dict.fromkeys(seeds))
 
 
-def _bisection(where: str, value: Any) -> Bisection:
-    written = _mapping(where, value, ("setting", "low", "high", "rounds"))
-    name = canonical(str(written.get("setting", "learning_rate")), _FLAGS)
-    low, high = (_settings(where, {name: written.get(end)})[name] for end in ("low", "high"))
+def _bisection(where: str, value: Any) -> Bisection | None:
+    if not value:
+        return None
+    written = _entries(where, value, Bisection._fields)
+    setting = str(written.get("setting", "learning_rate"))
     rounds = written.get("rounds", 4)
-    numbers = isinstance(low, float) and isinstance(high, float) and 0 < low < high
-    if not numbers or type(rounds) is not int or not 1 <= rounds <= 20:
+    ((name, (low, high)),) = _settings(where, {setting: written}, _ends).items()
+    numbers = isinstance(low, float) and isinstance(high, float)
+    if not (numbers and 0 < low < high and _is_whole(rounds, 1, 20)):
         raise ConfigError(
             f"{where} is {shown(value)}; write a setting that is a number, 0 < low < high, and 1"
             " to 20 rounds"

@@ -312,5 +312,4 @@ class Storage:
         return attempts
 
     def _wait(self, trial: Trial) -> None:
-        settings = {**trial.flags, "seed": trial.settings.training.seed}
-        self._study.enqueue_trial(settings, user_attrs={"key": trial.key})
+        self._study.enqueue_trial(dict(trial.flags), user_attrs={"key": trial.key})

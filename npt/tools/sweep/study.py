@@ -49,9 +49,9 @@ def storage_url(folder: Path, storage: str | None) -> str:
 def check_folder(folder: Path, spec: Path, design: Design) -> None:
     """Raise ConfigError if the folder holds another study or anything else."""
     if not (folder / STUDY).is_file():
-        names = [path.name for path in folder.iterdir()] if folder.exists() else []
         # a study killed before it wrote `study.json` may leave these
-        if not all(name.startswith((DATABASE, f".{STUDY}.", f".{SPEC}.")) for name in names):
+        own = (DATABASE, f".{STUDY}.", f".{SPEC}.")
+        if not all(path.name.startswith(own) for path in folder.glob("*")):
             raise ConfigError(
                 f"--study {folder} holds something other than a study; choose another folder"
             )
@@ -101,8 +101,7 @@ def run_workers(command: Sequence[str], count: int, threads: int, look: Callable
                 look()
     except BaseException:  # let every worker give its trial back
         for process in processes:
-            if process.poll() is None:
-                process.terminate()
+            process.terminate()
         for process in processes:
             process.wait()
         raise

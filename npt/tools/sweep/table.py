@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from npt.config.field import as_text
 from npt.files import write_text
-from npt.tools.sweep.spec import Design
+from npt.tools.sweep.spec import Design, values_of
 
 CSV = "trials.csv"
 
@@ -31,7 +32,7 @@ def rows_of(design: Design, figures: Mapping[str, Row]) -> list[Row]:
     """Return a row for every trial, finished or not; `figures` are the outcomes by key."""
     rows = []
     for trial in design.trials:
-        values = trial.settings.values()
+        values = values_of(trial.settings)
         outcome = figures.get(trial.key, {})
         row: Row = {
             "key": trial.key,
@@ -39,11 +40,9 @@ def rows_of(design: Design, figures: Mapping[str, Row]) -> list[Row]:
             "arms": ";".join(origin.arm for origin in trial.origins),
         }
         for name in dict.fromkeys([*SETTINGS, *design.varied]):
-            row[name] = values[name]
-            if isinstance(row[name], list):
-                row[name] = ",".join(map(str, row[name]))
-        for name in MEASURES:
-            row[name] = outcome.get(name)
+            value = values[name]
+            row[name] = as_text(value) if isinstance(value, tuple) else value
+        row |= {name: outcome.get(name) for name in MEASURES}
         # the value that was searched for stands in the column of its setting
         if trial.bisect is not None:
             row[trial.bisect.setting] = row["limit_low"]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from npt.cli.sweep import check_design
 from npt.errors import ConfigError, NotSupportedError
 from npt.presets import study_file
-from npt.tools.sweep.spec import LEFT_OUT, TrialSettings, design_of, read_design
+from npt.tools.sweep.spec import LEFT_OUT, design_of, read_design, values_of
+from npt.train.resolve import resolve
 
 ROOT = Path(__file__).parents[3]
 SHORT = {"max_steps": 4, "use_quantization": True}
@@ -48,7 +49,9 @@ def test_settings_may_be_given_by_their_other_names() -> None:
         )
 
     assert named("lr") == named("learning_rate")
-    with pytest.raises(ConfigError, match="grid: learning_rate is given twice; remove one"):
+    with pytest.raises(
+        ConfigError, match="grid: learning_rate is given twice, once as learning_rate: rem"
+    ):
         design(a={"grid": {"lr": [1e-3], "learning_rate": [1e-2]}})
 
 
@@ -202,7 +205,7 @@ def test_a_closed_form_start_without_the_stream_is_refused() -> None:
 
 
 def test_settings_have_their_defaults_and_none_of_a_folder() -> None:
-    values = TrialSettings.of({**SHORT, "compute_dtype": "bf16"}, seed=3).values()
+    values = values_of(resolve({**SHORT, "compute_dtype": "bf16", "seed": 3}, of_study=True))
     assert (values["adapter_rank"], values["compute_dtype"], values["seed"]) == (192, "bf16", 3)
     assert not values.keys() & (LEFT_OUT.keys() - {"seed"})
 
