@@ -34,7 +34,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +57,7 @@ from npt.tools.editing.context_code import ContextCode
 from npt.tools.editing.layerwise import Rows, opened, second_moments, solve, wanted_outputs
 from npt.tools.editing.probes import Probe
 from npt.tools.editing.write import layers_to_patch
-from real import QUANTIZATION, named
+from real import QUANTIZATION, named, rows_in
 from real_text import read_text
 from tables import moved as markdown
 from this_machine import code_hash, machine
@@ -420,26 +420,6 @@ class Bench:
         return {**sizes, "start_tokens": report.tokens}
 
 
-def rows_in(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of an existing file.
-
-    Raises:
-        ConfigError: the file is not of this benchmark or has other settings.
-    """
-    if not path.exists():
-        return []
-    try:
-        figures = dict(json.loads(path.read_text("utf-8")))
-        rows = list(figures["rows"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"--out {path} is not a file of move.py: name another file") from error
-    if any(figures.get(name) != about[name] for name in ("model", "queries", "seed", "data")):
-        raise ConfigError(
-            f"--out {path} has rows of other settings: remove it or name another file"
-        )
-    return rows
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with a file for each task")
@@ -499,7 +479,9 @@ def main(argv: list[str] | None = None) -> int:
             "machine": machine(next(model.parameters()).device),
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        rows = {(row["student"], row["task"]): row for row in rows_in(args.out, about)}
+        same = {name: about[name] for name in ("model", "queries", "seed", "data")}
+        earlier = rows_in(args.out, same, "move.py")
+        rows = {(row["student"], row["task"]): row for row in earlier}
         chosen = [
             MoveTask(task, pairs, tokenizer, args.queries, args.seed)
             for task, pairs in tasks.items()
