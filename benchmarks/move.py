@@ -54,7 +54,7 @@ from npt.errors import ConfigError, DataError, NPTError
 from npt.files import to_json, write_json
 from npt.stored import read_bytes
 from npt.tools.editing.context_code import ContextCode
-from npt.tools.editing.layerwise import Rows, opened, second_moments, solve, wanted_outputs
+from npt.tools.editing.layerwise import Rows, moment_factors, opened, solve, wanted_outputs
 from npt.tools.editing.probes import Probe
 from npt.tools.editing.write import layers_to_patch
 from real import QUANTIZATION, named, rows_in
@@ -291,20 +291,20 @@ def base_row(model: Any, task: MoveTask, measured: Batch, choosing: Batch) -> di
     return {"figures": figures, "layers": chosen}
 
 
-def written(model: Any, task: MoveTask, measured: Batch, moments: dict[int, Tensor]) -> float:
+def written(model: Any, task: MoveTask, measured: Batch, factors: dict[int, Tensor]) -> float:
     """Return the accuracy if what the examples change is written into the weights.
 
-    moments: C by layer, [F, F].
+    factors: `moment_factors`, [F, F] by layer.
     """
     probes = []
     for pair in task.moved_from:
         read, (first, *tail) = task.in_context(pair).ids, task.alone(pair).ids
         probes.append(Probe(tuple(read[: -len(tail)]), (first,), tuple(tail)))
     rows = Rows(probes, [], [])
-    layers = tuple(moments)
+    layers = tuple(factors)
     streams = list(opened(model, rows.alone(), min(layers)))
     wanted = wanted_outputs(model, rows, streams, layers, common=0)
-    update = Consolidation(solve(model, streams, wanted, moments, PENALTY))
+    update = Consolidation(solve(model, streams, wanted, factors, PENALTY))
     with applied(model, update):
         return measured.accuracy(model)
 
@@ -383,7 +383,7 @@ class Bench:
             made["start_minutes"] = (time.perf_counter() - started) / 60
         try:
             count = max(1, self.args.tokens // self.text.length)
-            moments = second_moments(model, self.text.fitted[:count], layers_to_patch(model, None))
+            factors = moment_factors(model, self.text.fitted[:count], layers_to_patch(model, None))
             for task in self.tasks:
                 complain(f"{student}: {task.name}")
                 measure = base_row if student == "base" else student_row
@@ -393,7 +393,7 @@ class Bench:
                     for pairs in (task.measured, task.choosing)
                 )
                 found = measure(model, task, measured, choosing)
-                found["figures"]["written"] = written(model, task, measured, moments)
+                found["figures"]["written"] = written(model, task, measured, factors)
                 ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
                 yield {**made, "task": task.name, **found, "code": self.code, "ended": ended}
         finally:

@@ -112,6 +112,11 @@ def final_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     return states[:, :-1][predicting(batch).to(states.device)]
 
 
+def rows_at_once(vocab_size: int) -> int:
+    """Return the number of tokens whose logits an evaluation computes at a time."""
+    return max(1, LOGIT_CHUNK // vocab_size)
+
+
 _Predicted = tuple[Tensor, Tensor]
 """Log-probabilities at N positions, [N, V] fp32, and the most likely tokens, [N]."""
 
@@ -140,7 +145,7 @@ def compare_pairs(
         pairs: (model, model that it is compared with).
     """
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
-    rows = max(1, LOGIT_CHUNK // vocab_size)
+    rows = rows_at_once(vocab_size)
     by_model: dict[str, list[str]] = {}
     for model, reference in pairs:
         by_model.setdefault(model, []).append(reference)
@@ -202,8 +207,21 @@ def compare_tokens(
 def most_likely(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
     """Return the most likely token after each state: [N, D] -> [N]."""
     with cast_once(head):
-        parts = hidden.split(max(1, LOGIT_CHUNK // vocab_size))
+        parts = hidden.split(rows_at_once(vocab_size))
         return torch.cat([head(part).argmax(dim=-1).to(hidden.device) for part in parts])
+
+
+def log_likelihoods(
+    hidden: Tensor, targets: Tensor, head: torch.nn.Module, vocab_size: int
+) -> Tensor:
+    """Return the log-probability of each target after its state: [N, D] and [N] -> [N] fp32."""
+    found = []
+    at_once = rows_at_once(vocab_size)
+    with cast_once(head):
+        for states, wanted in zip(hidden.split(at_once), targets.split(at_once), strict=True):
+            log_p, _ = _predict(head, states)
+            found.append(log_p.gather(-1, wanted.to(log_p.device).unsqueeze(-1))[:, 0])
+    return torch.cat(found)
 
 
 def per_sample_sums(per_token: Tensor, rows: Tensor, count: int) -> Tensor:
