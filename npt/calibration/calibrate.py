@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -38,12 +37,12 @@ from npt.batch import Batch, Sample, batches
 from npt.calibration.cut import SOLVED, Cut, spend
 from npt.calibration.refit import refit
 from npt.calibration.report import Calibration, LayerCalibration
-from npt.calibration.samples import read_samples
+from npt.calibration.samples import read_samples, tokens_of
 from npt.calibration.sensitivity import Sensitivity, measure
 from npt.calibration.threshold import set_apart, set_threshold
 from npt.calibration.together import on_device_or_host, together
 from npt.config import STREAM, NPTConfig
-from npt.console import say, silent_console
+from npt.console import progress, say, silent_console
 from npt.data.source import Given
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, NotSupportedError
@@ -144,9 +143,7 @@ def calibrate(
     parts = share(list(batches(fitted, batch_size)), processes, is_sharded(model))
 
     def measured(matrices_on: torch.device) -> dict[int, Sensitivity]:
-        shown = track(
-            parts, "calibrating", console=console, transient=True, disable=not console.is_terminal
-        )
+        shown = progress(console, parts, "calibrating")
         width = model.config.hidden_size
 
         def zeros() -> dict[int, Sensitivity]:
@@ -224,16 +221,11 @@ def share(
     """Return this process's batches with their numbers among all. With `in_step` all processes have
     equally many: an extra batch, number None, is computed and discarded.
     """
-    mine: list[tuple[int | None, Batch]] = [
-        (number, parts[number]) for number in range(processes.index, len(parts), processes.size)
-    ]
+    numbered: list[tuple[int | None, Batch]] = list(enumerate(parts))
+    mine = numbered[processes.index :: processes.size]
     if in_step and len(mine) * processes.size < len(parts):
         mine.append((None, parts[0]))
     return mine
-
-
-def tokens_of(samples: Iterable[Sample]) -> int:
-    return sum(len(sample.input_ids) for sample in samples)
 
 
 def of_all(processes: ProcessGroup, own: Mapping[int, T]) -> dict[int, T]:

@@ -29,7 +29,7 @@ from npt.adapters.converted import decoder_layers, is_attached, is_sharded, npt_
 from npt.adapters.fit import resolve_layers
 from npt.base.families import check_family
 from npt.batch import Sample
-from npt.calibration.samples import draw_samples
+from npt.calibration.samples import draw_samples, first_tokens
 from npt.data.continuation import bare_tokens
 from npt.data.source import Given
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
@@ -216,18 +216,7 @@ def general_text(
         bound = samples[-set_apart:]
         samples = samples[:-set_apart]
     factors = moment_factors(model, samples, layers)
-    return General(factors, _first_tokens(bound, BOUND_TOKENS))
-
-
-def _first_tokens(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Return the first samples, with `count` tokens or a few more in all."""
-    first = []
-    for sample in samples:
-        if count <= 0:
-            break
-        first.append(sample)
-        count -= len(sample.input_ids)
-    return first
+    return General(factors, first_tokens(bound, BOUND_TOKENS))
 
 
 def find_update(
