@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, adapters_disabled, attached_config, evaluating
+from npt.adapters.converted import adapters_disabled, attached_config, evaluating, npt_layers
 from npt.adapters.layer import Mode
 from npt.batch import Batch, Sample, batches
 from npt.calibration.samples import samples_of
@@ -226,15 +226,15 @@ def evaluate(
         pairs += [pair for pair in comparisons.values() if pair not in pairs]
         aimed_at = comparisons["unquantized_to_npt"]
     sums = _Sums(pairs)
-    # layers that read different rows cannot be compared
-    layer_errors = None
-    if all(sample.taught is None for sample in samples):
-        layer_errors = LayerErrors(model)
-    elif divergence_prompts:
-        raise ConfigError(
-            f"--divergence_prompts {divergence_prompts} does not support data with contexts: remove"
-            " it, or --context_column"
-        )
+    layers = npt_layers(model)
+    if any(sample.taught is not None for sample in samples):
+        layers = []  # those that read different rows cannot be compared
+        if divergence_prompts:
+            raise ConfigError(
+                f"--divergence_prompts {divergence_prompts} does not support data with contexts:"
+                " remove it, or --context_column"
+            )
+    layer_errors = LayerErrors(model, layers)
     divergence = None
     done = 0
     with torch.no_grad(), evaluating(model):
@@ -265,7 +265,7 @@ def evaluate(
         floor=measured["floor", "teacher"],
         student=measured["student", "teacher"],
         samples=sums.of(aimed_at).tolist(),
-        layers={} if layer_errors is None else layer_errors.figures(),
+        layers=layer_errors.figures(),
         divergence=divergence,
         attribution={name: measured[pair] for name, pair in comparisons.items()},
         positions=sums.by_position(),
@@ -318,17 +318,13 @@ class _Sums:
 
 
 def _states_by_mode(
-    model: PreTrainedModel, batch: Batch, layer_errors: LayerErrors | None
+    model: PreTrainedModel, batch: Batch, layer_errors: LayerErrors
 ) -> dict[str, Tensor]:
     """Return the final states of the P predicting tokens, [P, D], of teacher, floor and student."""
     hidden: dict[str, Tensor] = {}
     for mode in MODES:
         read = batch.taught if mode == "teacher" else batch
-        watching = adapter_mode(model, mode)
-        if layer_errors is not None:
-            watching = layer_errors.watching(read, mode)
-        with watching:
+        with layer_errors.watching(read, mode):
             hidden[mode] = final_states(model, read)
-    if layer_errors is not None:
-        layer_errors.add(batch)
+    layer_errors.add(batch)
     return hidden

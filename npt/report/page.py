@@ -42,13 +42,13 @@ def page(record: RunRecord, output: Path) -> str:
     built = {
         "fidelity": _part(record, "fidelity.json", fidelity),
         "training": _part(record, "metrics.jsonl", training),
-        "refusals": _part(record, "events.jsonl", refusals) or [],
+        "refusals": _part(record, "events.jsonl", refusals),
         "layers": _part(record, "fidelity.json", layers),
         "causes": _part(record, "postmortem", _causes) or {},
         "worst_layers": _part(record, "metrics.jsonl", layers_by_step),
         "modulation": _part(record, "metrics.jsonl", modulation),
-        "events": _part(record, "events.jsonl", _events) or [],
-        "configuration": _part(record, "run.json", _configuration) or [],
+        "events": _part(record, "events.jsonl", _events),
+        "configuration": _part(record, "run.json", _configuration),
     }
     kind, words = status(record)
     changed = None

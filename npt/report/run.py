@@ -133,18 +133,19 @@ class RunRecord:
         """Count refusals by kind."""
         return Counter(str(event.get("kind", "unknown")) for event in self.of("refusal"))
 
+    def finite(self, key: str) -> list[tuple[int, float]]:
+        """Return step and value of a column's finite entries."""
+        cells = zip(self.steps, self.columns.get(key, ()), strict=False)
+        return [cell for cell in cells if math.isfinite(cell[1])]
+
     def first_and_last(self, key: str) -> tuple[float, float] | None:
         """Return a column's first and last finite entries."""
-        finite = [value for value in self.columns.get(key, ()) if math.isfinite(value)]
-        return (finite[0], finite[-1]) if finite else None
+        values = [value for _, value in self.finite(key)]
+        return (values[0], values[-1]) if values else None
 
     def last(self, key: str) -> tuple[int, float] | None:
         """Return step and value of a column's last finite entry."""
-        cells = zip(reversed(self.steps), reversed(self.columns.get(key, ())), strict=False)
-        for step, value in cells:
-            if math.isfinite(value):
-                return step, value
-        return None
+        return next(reversed(self.finite(key)), None)
 
     def _object(self, path: Path) -> Mapping[str, Any]:
         name = path.relative_to(self.folder).as_posix()

@@ -59,12 +59,12 @@ class Seen(NamedTuple):
 
     Attributes:
         product: p, the MLP's inner product, [B, T, F].
-        scale: m of the target down, [B, T, D]; None if the layer has none.
+        scale: m of the target down, [B, T, D]; 1 if the layer has none.
         output: o, [B, T, D].
     """
 
     product: Tensor
-    scale: Tensor | None
+    scale: Tensor
     output: Tensor
 
 
@@ -138,7 +138,8 @@ def seen_by(layer: Any, stream: Stream) -> Seen:
             output = stream.after(layer, stream.hidden)
     finally:
         hook.remove()
-    return Seen(kept["product"], kept.get("scale"), output)
+    none = output.new_ones(()).expand_as(output)
+    return Seen(kept["product"], kept.get("scale", none), output)
 
 
 def moment_factors(
@@ -271,22 +272,18 @@ def _patch(
 ) -> Patch:
     """Return the patch of one layer. tails: the rows' own tokens in each batch, [B, T] bool."""
     pairs = list(zip(seen, tails, strict=True))
-    p = torch.cat([each.product[tail].to(torch.float32) for each, tail in pairs])
-    now = torch.cat([each.output[tail].to(torch.float32) for each, tail in pairs])
+    p = torch.cat([each.product[tail] for each, tail in pairs]).to(torch.float32)
+    m = torch.cat([each.scale[tail] for each, tail in pairs]).to(torch.float32)
+    now = torch.cat([each.output[tail] for each, tail in pairs]).to(torch.float32)
     missing = wanted.to(now.device) - now
-    scales = [each.scale[tail] for each, tail in pairs if each.scale is not None]
-    if scales:
-        # m multiplies the patch too; some forms of m reach 0, where nothing can be made up for
-        m = torch.cat(scales).to(torch.float32)
-        missing = missing * m / m.square().clamp_min(LEAST_SCALE**2)
+    # m multiplies the patch too; some forms of m reach 0, where nothing can be made up for
+    missing = missing * m / m.square().clamp_min(LEAST_SCALE**2)
     return least_squares(p, missing, factor, penalty)
 
 
 def _patched(seen: Seen, patch: Patch) -> Tensor:
     """Return o [B, T, D] with a patch added."""
-    added = patch_term(patch, seen.product)
-    if seen.scale is not None:
-        added = added * seen.scale
+    added = patch_term(patch, seen.product) * seen.scale
     return seen.output + added.to(seen.output.dtype)
 
 
