@@ -6,14 +6,12 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.segment import Segment
 
 from npt.errors import printable
-
-T = TypeVar("T")
 
 STDOUT = "standard output"
 """The name of the file in an error of `put`."""
@@ -111,13 +109,6 @@ def say(console: Console, *lines: str) -> None:
     for line in lines:
         line = printable(line, one_line=True)
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def progress(console: Console, items: Iterable[T], what: str) -> Iterable[T]:
-    """Return the items, with a bar on a terminal that vanishes after the last one."""
-    from rich.progress import track
-
-    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 def silent_console() -> QuietConsole:

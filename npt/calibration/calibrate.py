@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -42,7 +43,7 @@ from npt.calibration.sensitivity import Sensitivity, measure
 from npt.calibration.threshold import set_apart, set_threshold
 from npt.calibration.together import on_device_or_host, together
 from npt.config import STREAM, NPTConfig
-from npt.console import progress, say, silent_console
+from npt.console import say, silent_console
 from npt.data.source import Given
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, NotSupportedError
@@ -143,7 +144,9 @@ def calibrate(
     parts = share(list(batches(fitted, batch_size)), processes, is_sharded(model))
 
     def measured(matrices_on: torch.device) -> dict[int, Sensitivity]:
-        shown = progress(console, parts, "calibrating")
+        shown = track(
+            parts, "calibrating", console=console, transient=True, disable=not console.is_terminal
+        )
         width = model.config.hidden_size
 
         def zeros() -> dict[int, Sensitivity]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -39,7 +40,6 @@ from npt.calibration.cut import SOLVED, Cut
 from npt.calibration.sensitivity import bounded, product
 from npt.calibration.together import on_device_or_host, together
 from npt.calibration.token_part import TokenPart, read_by, read_width
-from npt.console import progress
 from npt.distributed.processes import ProcessGroup
 from npt.errors import NumericalError
 from npt.hooks import within
@@ -85,7 +85,14 @@ def refit(
     device = next(model.parameters()).device
     with evaluating(model), adapters_disabled(model):
         walks = together(processes, partial(_opened, model, numbered, layers[:first]), model)
-        for index in progress(console, range(first, max(converted) + 1), "fitting again"):
+        shown = track(
+            range(first, max(converted) + 1),
+            "fitting again",
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        for index in shown:
             layer: Any = layers[index]
             if index not in converted:
                 together(processes, partial(_through, layer, walks), model)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from npt.adapters.stream import model_inputs
 from npt.base.linear import cast_once
 from npt.batch import IGNORE_INDEX, Batch, find_fault
-from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs
+from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs, token_cross_entropy
 from npt.errors import DataError
 from npt.figures import Change, nan_for_null, unpaired
 
@@ -214,13 +214,10 @@ def log_likelihoods(
     hidden: Tensor, targets: Tensor, head: torch.nn.Module, vocab_size: int
 ) -> Tensor:
     """Return the log-probability of each target after its state: [N, D] and [N] -> [N] fp32."""
-    found = []
-    at_once = rows_at_once(vocab_size)
+    rows = rows_at_once(vocab_size)
+    parts = zip(hidden.split(rows), targets.to(hidden.device).split(rows), strict=True)
     with cast_once(head):
-        for states, wanted in zip(hidden.split(at_once), targets.split(at_once), strict=True):
-            log_p, _ = _predict(head, states)
-            found.append(log_p.gather(-1, wanted.to(log_p.device).unsqueeze(-1))[:, 0])
-    return torch.cat(found)
+        return -torch.cat([token_cross_entropy(head(states), ids) for states, ids in parts])
 
 
 def per_sample_sums(per_token: Tensor, rows: Tensor, count: int) -> Tensor:

@@ -71,16 +71,12 @@ class RunRecord:
         self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
         end, _ = self.end
         if self.events and end != "done":
-            self._note_figures(end)
-
-    def _note_figures(self, end: str) -> None:
-        """Note why a run that is not done has no figures, or those of something else."""
-        file = "fidelity.json"
-        if self.fidelity:
-            self.notes[file] = "from an earlier end of this run"
-        elif self.notes.get(file) == "missing":
-            why = {"open": "is written at the end"}
-            self.notes[file] = why.get(end, "missing: the run did not finish")
+            # figures of an earlier end are not those of what runs now
+            if self.fidelity:
+                self.notes["fidelity.json"] = "from an earlier end of this run"
+            elif self.notes.get("fidelity.json") == "missing":
+                why = {"open": "is written at the end"}
+                self.notes["fidelity.json"] = why.get(end, "missing: the run did not finish")
 
     @property
     def name(self) -> str:

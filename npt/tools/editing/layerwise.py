@@ -252,12 +252,12 @@ def solve(
         penalty: tokens of general text that weigh as much as one token of a row.
     """
     patches: dict[int, Patch] = {}
+    tails = [stream.batch.labels != IGNORE_INDEX for stream in streams]
     for index, layer in _span(model, wanted):
         with reading(model):
             seen = [seen_by(layer, stream) for stream in streams]
         states = [each.output for each in seen]
         if index in wanted:
-            tails = [stream.batch.labels != IGNORE_INDEX for stream in streams]
             outer, inner = _patch(seen, tails, wanted[index], factors[index], penalty)
             states = [_patched(each, (outer, inner)) for each in seen]
             patches[index] = outer.cpu(), inner.cpu()

@@ -319,14 +319,11 @@ def gathered(
         prompts = [fact.prompt or fact.answer.strip().rsplit(" ", 1)[0] for fact in facts]
         found = subjects(model, tokenizer, prompts)
         for fact, (first, _) in zip(facts, found, strict=True):
-            read = context or fact.text
-            probes += wordings(tokenizer, fact, read, first)
-            if not context:
-                probes += continuations(model, tokenizer, read, count, seed)
-        if context:
-            if not facts:
-                probes += pieces(tokenizer, context)
-            probes += continuations(model, tokenizer, context, count, seed)
+            probes += wordings(tokenizer, fact, context or fact.text, first)
+        if not facts:
+            probes += pieces(tokenizer, context)
+        for read in [context] if context else [fact.text for fact in facts]:
+            probes += continuations(model, tokenizer, read, count, seed)
         apart = contrasts(model, tokenizer, prompts, found, seed)
     earlier = []
     for update in consolidated(model):
