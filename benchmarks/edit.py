@@ -366,8 +366,8 @@ def memit(bench: Bench) -> dict[str, Any]:
             start = outputs
         done = outputs - start
         missing = (deltas - done) / (len(layers) - number)
-        moments = bench.general.moments[index]
-        patches[index] = least_squares(keys, missing, moments, 3e3)
+        factor = bench.general.factors[index]
+        patches[index] = least_squares(keys, missing, factor, 3e3)
     seconds = (time.perf_counter() - began) / len(bench.facts)
     return measured(bench, patches, seconds=seconds)
 

@@ -34,7 +34,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -54,10 +54,10 @@ from npt.errors import ConfigError, DataError, NPTError
 from npt.files import to_json, write_json
 from npt.stored import read_bytes
 from npt.tools.editing.context_code import ContextCode
-from npt.tools.editing.layerwise import Rows, opened, second_moments, solve, wanted_outputs
+from npt.tools.editing.layerwise import Rows, moment_factors, opened, solve, wanted_outputs
 from npt.tools.editing.probes import Probe
 from npt.tools.editing.write import layers_to_patch
-from real import QUANTIZATION, named
+from real import QUANTIZATION, named, rows_in
 from real_text import read_text
 from tables import moved as markdown
 from this_machine import code_hash, machine
@@ -291,20 +291,20 @@ def base_row(model: Any, task: MoveTask, measured: Batch, choosing: Batch) -> di
     return {"figures": figures, "layers": chosen}
 
 
-def written(model: Any, task: MoveTask, measured: Batch, moments: dict[int, Tensor]) -> float:
+def written(model: Any, task: MoveTask, measured: Batch, factors: dict[int, Tensor]) -> float:
     """Return the accuracy if what the examples change is written into the weights.
 
-    moments: C by layer, [F, F].
+    factors: `moment_factors`, [F, F] by layer.
     """
     probes = []
     for pair in task.moved_from:
         read, (first, *tail) = task.in_context(pair).ids, task.alone(pair).ids
         probes.append(Probe(tuple(read[: -len(tail)]), (first,), tuple(tail)))
     rows = Rows(probes, [], [])
-    layers = tuple(moments)
+    layers = tuple(factors)
     streams = list(opened(model, rows.alone(), min(layers)))
     wanted = wanted_outputs(model, rows, streams, layers, common=0)
-    update = Consolidation(solve(model, streams, wanted, moments, PENALTY))
+    update = Consolidation(solve(model, streams, wanted, factors, PENALTY))
     with applied(model, update):
         return measured.accuracy(model)
 
@@ -383,7 +383,7 @@ class Bench:
             made["start_minutes"] = (time.perf_counter() - started) / 60
         try:
             count = max(1, self.args.tokens // self.text.length)
-            moments = second_moments(model, self.text.fitted[:count], layers_to_patch(model, None))
+            factors = moment_factors(model, self.text.fitted[:count], layers_to_patch(model, None))
             for task in self.tasks:
                 complain(f"{student}: {task.name}")
                 measure = base_row if student == "base" else student_row
@@ -393,7 +393,7 @@ class Bench:
                     for pairs in (task.measured, task.choosing)
                 )
                 found = measure(model, task, measured, choosing)
-                found["figures"]["written"] = written(model, task, measured, moments)
+                found["figures"]["written"] = written(model, task, measured, factors)
                 ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
                 yield {**made, "task": task.name, **found, "code": self.code, "ended": ended}
         finally:
@@ -418,26 +418,6 @@ class Bench:
         )
         sizes = {"rank": config.rank, "active": config.active, "token_rank": config.token_rank}
         return {**sizes, "start_tokens": report.tokens}
-
-
-def rows_in(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of an existing file.
-
-    Raises:
-        ConfigError: the file is not of this benchmark or has other settings.
-    """
-    if not path.exists():
-        return []
-    try:
-        figures = dict(json.loads(path.read_text("utf-8")))
-        rows = list(figures["rows"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"--out {path} is not a file of move.py: name another file") from error
-    if any(figures.get(name) != about[name] for name in ("model", "queries", "seed", "data")):
-        raise ConfigError(
-            f"--out {path} has rows of other settings: remove it or name another file"
-        )
-    return rows
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -499,7 +479,9 @@ def main(argv: list[str] | None = None) -> int:
             "machine": machine(next(model.parameters()).device),
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        rows = {(row["student"], row["task"]): row for row in rows_in(args.out, about)}
+        same = {name: about[name] for name in ("model", "queries", "seed", "data")}
+        earlier = rows_in(args.out, same, "move.py")
+        rows = {(row["student"], row["task"]): row for row in earlier}
         chosen = [
             MoveTask(task, pairs, tokenizer, args.queries, args.seed)
             for task, pairs in tasks.items()

@@ -352,23 +352,24 @@ def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
     return Bench(name, model, tokenizer, text, args.tokens, console, args.seed), about
 
 
-def rows_in(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of an existing file.
+def rows_in(path: Path, about: Mapping[str, Any], script: str) -> list[dict[str, Any]]:
+    """Return the rows that a benchmark wrote to a file, none if there is no file.
 
     Raises:
-        ConfigError: the file is not of this benchmark or has other settings.
+        ConfigError: the file is not of this script or has other settings.
     """
     if not path.exists():
         return []
     try:
         figures = dict(json.loads(path.read_text("utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"--out {path} is not a file of real.py: name another file") from error
+        rows = list(figures["rows"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"--out {path} is not a file of {script}: name another file") from error
     if any(figures.get(name) != value for name, value in about.items()):
         raise ConfigError(
             f"--out {path} has rows of other settings: remove it or name another file"
         )
-    return figures["rows"]
+    return rows
 
 
 def write(path: Path, about: Mapping[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
@@ -431,7 +432,7 @@ def main(argv: list[str] | None = None) -> int:
         bench, about = open_bench(args)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         same = {key: about[key] for key in ("model", "products", "sizes", "text")}
-        rows = {row["name"]: row for row in rows_in(args.out, same)}
+        rows = {row["name"]: row for row in rows_in(args.out, same, "real.py")}
         for name, row in chosen.items():
             if args.steps is not None and row.training is not None:
                 row = Row(**{**vars(row), "training": {**row.training, "max_steps": args.steps}})

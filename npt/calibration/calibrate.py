@@ -38,7 +38,7 @@ from npt.batch import Batch, Sample, batches
 from npt.calibration.cut import SOLVED, Cut, spend
 from npt.calibration.refit import refit
 from npt.calibration.report import Calibration, LayerCalibration
-from npt.calibration.samples import read_samples
+from npt.calibration.samples import read_samples, tokens_of
 from npt.calibration.sensitivity import Sensitivity, measure
 from npt.calibration.threshold import set_apart, set_threshold
 from npt.calibration.together import on_device_or_host, together
@@ -224,16 +224,11 @@ def share(
     """Return this process's batches with their numbers among all. With `in_step` all processes have
     equally many: an extra batch, number None, is computed and discarded.
     """
-    mine: list[tuple[int | None, Batch]] = [
-        (number, parts[number]) for number in range(processes.index, len(parts), processes.size)
-    ]
+    numbered: list[tuple[int | None, Batch]] = list(enumerate(parts))
+    mine = numbered[processes.index :: processes.size]
     if in_step and len(mine) * processes.size < len(parts):
         mine.append((None, parts[0]))
     return mine
-
-
-def tokens_of(samples: Iterable[Sample]) -> int:
-    return sum(len(sample.input_ids) for sample in samples)
 
 
 def of_all(processes: ProcessGroup, own: Mapping[int, T]) -> dict[int, T]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from npt.calibration.token_part import TokenPart
+from npt.calibration.token_part import TokenPart, roots
 from npt.config import STREAM, NPTConfig
 from npt.errors import NumericalError
 
@@ -61,10 +61,7 @@ class Cut:
 
         wanted: E y a' / r^2, to give y from a; default C, to give a.
         """
-        values, vectors = torch.linalg.eigh(covariance)
-        values = values.clamp_min(SMALLEST * float(values[-1]))
-        root = (vectors * values.sqrt()) @ vectors.T
-        inverse = (vectors * values.rsqrt()) @ vectors.T
+        root, inverse = roots(covariance, SMALLEST)
         across = root
         left = root
         if wanted is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -46,21 +46,8 @@ def draw_samples(
     """Draw samples with `tokens` tokens in total from the beginning of the data; cut the last one.
     Samples with ids outside the vocabulary are left out.
     """
-    config = DataConfig(max_length=max_length)
-    items = iter(records_from(data, config, "data"))
-    first = next(items, None)
-    rest: Iterable[Any] = []
-    if first is not None:
-        rest = itertools.chain([first], items)
-    if not isinstance(first, Sample):
-        rest = cut(rest, tokenizer, config)
-    read = []
-    left = READ_AHEAD * tokens
-    for sample in within(rest, vocab_size):
-        read.append(sample)
-        left -= len(sample.input_ids)
-        if left <= 0:
-            break
+    every = samples_of(data, tokenizer, DataConfig(max_length=max_length))
+    read = first_tokens(within(every, vocab_size), READ_AHEAD * tokens)
     chosen = []
     left = tokens
     for number in permutation(len(read), f"calibration/{seed}"):
@@ -70,6 +57,33 @@ def draw_samples(
         if left < 2:  # one token predicts nothing
             break
     return chosen
+
+
+def samples_of(
+    data: Given | Iterable[Sample], tokenizer: Any, config: DataConfig
+) -> Iterator[Sample]:
+    """Return the samples of a caller's data: cut from records, unless they are samples already."""
+    items = iter(records_from(data, config, "data"))
+    first = list(itertools.islice(items, 1))
+    every = itertools.chain(first, items)
+    if first and isinstance(first[0], Sample):
+        return every
+    return cut(every, tokenizer, config)
+
+
+def first_tokens(samples: Iterable[Sample], count: int) -> list[Sample]:
+    """Return the first samples, with `count` tokens or a few more in all."""
+    first = []
+    for sample in samples:
+        first.append(sample)
+        count -= len(sample.input_ids)
+        if count <= 0:
+            break
+    return first
+
+
+def tokens_of(samples: Iterable[Sample]) -> int:
+    return sum(len(sample.input_ids) for sample in samples)
 
 
 def _shortened(sample: Sample, length: int) -> Sample:

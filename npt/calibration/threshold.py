@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,6 +14,7 @@ from npt.adapters.converted import adapter_mode, decoder_layers, evaluating, npt
 from npt.adapters.stream import open_stream
 from npt.adapters.token_modulation import observed
 from npt.batch import Sample, batches
+from npt.calibration.samples import tokens_of
 from npt.hooks import within
 
 TOKENS = 4096
@@ -29,14 +31,9 @@ the pass before it, since the student's own errors make its codes larger."""
 
 def set_apart(samples: Sequence[Sample]) -> int:
     """Return how many of the last samples the threshold is taken from, at least one."""
-    left = min(TOKENS, sum(len(sample.input_ids) for sample in samples) // 8)
-    count = 0
-    for sample in reversed(samples):
-        left -= len(sample.input_ids)
-        if left < 0:
-            break
-        count += 1
-    return max(1, count)
+    most = min(TOKENS, tokens_of(samples) // 8)
+    totals = itertools.accumulate(len(sample.input_ids) for sample in reversed(samples))
+    return max(1, sum(total <= most for total in totals))
 
 
 @torch.no_grad()

@@ -38,26 +38,33 @@ def together(
     if processes.size == 1:
         return act()
     failure: Exception | None = None
+    lack: str | None = None  # of memory
     try:
         with processes.exchanging():
             result = act()
     except Exception as error:
-        sharded = model is not None and is_sharded(model)
-        if sharded and is_out_of_memory(error):
-            raise NoMemoryError(
-                f"calibration: out of memory with a sharded base ({first_line(error)[:200]}):"
-                " lower --batch_size or --max_length, or convert fewer --layers"
-            ) from error
-        if sharded and not isinstance(error, NumericalError):
-            raise
+        if model is not None and is_sharded(model):
+            _leave_at_once(error)
+        if is_out_of_memory(error):
+            lack = first_line(error)
         failure = error
-    lack = None if failure is None or not is_out_of_memory(failure) else first_line(failure)
     processes.raise_together(failure if lack is None else None)
     for process, line in enumerate(processes.gather(lack)):
         if line is not None:
             other = torch.OutOfMemoryError(f"process {process}: {line}")
             raise processes.everywhere(failure or other)
     return result
+
+
+def _leave_at_once(error: Exception) -> None:
+    """Raise an error with a sharded base, unless its raiser has kept up with the others."""
+    if is_out_of_memory(error):
+        raise NoMemoryError(
+            f"calibration: out of memory with a sharded base ({first_line(error)[:200]}):"
+            " lower --batch_size or --max_length, or convert fewer --layers"
+        ) from error
+    if not isinstance(error, NumericalError):
+        raise error
 
 
 def on_device_or_host(

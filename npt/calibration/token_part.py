@@ -104,10 +104,12 @@ def read_width(width: int, rank: int) -> int:
     return width + 1 if rank else 1
 
 
-def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the square root of a covariance [n, n], and its inverse."""
+def roots(matrix: Tensor, smallest: float = SMALLEST) -> tuple[Tensor, Tensor]:
+    """Return the square root of a covariance [n, n], and its inverse, with eigenvalues raised to
+    `smallest` times the largest.
+    """
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
-    values = values.clamp_min(SMALLEST * float(values[-1]))
+    values = values.clamp_min(smallest * float(values[-1]))
     root = (vectors * values.sqrt()) @ vectors.T
     inverse = (vectors * values.rsqrt()) @ vectors.T
     return root, inverse

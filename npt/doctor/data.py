@@ -273,23 +273,23 @@ def show(sample: Sample, tokenizer: Any, vocab_size: int) -> str:
 def print_report(report: DataReport, console: Console) -> None:
     """Print the report on a console of any encoding."""
     some = "" if report.complete else f", first {report.counts.records:,} records"
-    lines = [report.name + some]
-    for name, value in _rows(report).items():
-        if value:
-            lines.append(f"  {name:<18} {value}")
-    if report.passed_over is not None:
-        lines += ["", report.passed_over]
-    if report.broken:
-        lines += ["", *report.broken]
-    listed = sum(fault.count for fault in report.faults.values())
-    if report.broken_total > listed:
-        lines.append(f"and {report.broken_total - listed:,} more")
+    head = [report.name + some]
+    head += [f"  {name:<18} {value}" for name, value in _rows(report).items() if value]
+    broken = report.broken
+    more = report.broken_total - sum(fault.count for fault in report.faults.values())
+    if more:
+        broken.append(f"and {more:,} more")
+    shown: list[str] = []
     if report.shown:
-        lines += ["", f"samples; {OPEN}masked{CLOSE} tokens (label -100) are not trained on:"]
-        lines += report.shown
+        shown = [f"samples; {OPEN}masked{CLOSE} tokens (label -100) are not trained on:"]
+        shown += report.shown
     found = [f"error: {each}" for each in report.problems]
     found += [f"warning: {each}" for each in report.warnings]
-    lines += ["", *(found or ["no problem found"])]
+    passed_over = [] if report.passed_over is None else [report.passed_over]
+    lines = head
+    for part in (passed_over, broken, shown, found or ["no problem found"]):
+        if part:
+            lines += ["", *part]
     # escape characters that the console cannot encode
     code = console.encoding
     say(console, *(line.encode(code, "backslashreplace").decode(code) for line in lines))

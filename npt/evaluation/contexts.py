@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -55,7 +54,7 @@ def passages_of(
         DataError: token ids lie outside the vocabulary.
         ModelError: no adapters are attached.
     """
-    # smallest first, so that the least of them is replaced
+    # largest first; the sample's index decides between equal sizes
     best: dict[Number, list[tuple[float, int, Passage]]] = {number: [] for number in numbers}
     codes: dict[int, Tensor] = {}
 
@@ -73,21 +72,17 @@ def passages_of(
                 values = codes[number.layer][..., number.row]  # [B, T]
                 tops = (number.sign * values.masked_fill(padding, 0)).max(dim=1)
                 # read at once, so that the loop does not wait for the device at each sample
-                sizes = tops.values.tolist()
                 places = tops.indices.tolist()
-                for sample, size in enumerate(sizes):
-                    if size <= 0:  # of the other sign, or not active
-                        continue
-                    read = slice(places[sample] + 1)
-                    ids = batch.input_ids[sample, read][~padding[sample, read]].tolist()
-                    passage = Passage(number.sign * size, tuple(ids))
-                    # the sample's index decides between equal sizes
-                    heapq.heappush(found, (size, done + sample, passage))
-                    if len(found) > PASSAGES:
-                        heapq.heappop(found)
+                for sample, size in enumerate(tops.values.tolist()):
+                    if size > 0:  # not of the other sign, and active
+                        read = slice(places[sample] + 1)
+                        ids = batch.input_ids[sample, read][~padding[sample, read]].tolist()
+                        passage = Passage(number.sign * size, tuple(ids))
+                        found.append((size, done + sample, passage))
+                found.sort(reverse=True)
+                del found[PASSAGES:]
             done += len(batch.input_ids)
     largest = {}
     for number, found in best.items():
-        found.sort(reverse=True)
         largest[number] = [passage for *_, passage in found]
     return largest

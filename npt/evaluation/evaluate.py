@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, adapters_disabled, attached_config, evaluating
+from npt.adapters.converted import adapters_disabled, attached_config, evaluating, npt_layers
 from npt.adapters.layer import Mode
 from npt.batch import Batch, Sample, batches
+from npt.calibration.samples import samples_of
 from npt.config import DataConfig
-from npt.data.samples import cut
-from npt.data.source import Given, records_from
+from npt.data.source import Given
 from npt.errors import ConfigError, DataError
+from npt.evaluation.greedy import Divergence, end_ids, measure_divergence, parting_prompts
 from npt.evaluation.layers import LayerErrors
 from npt.evaluation.metrics import (
     Figures,
@@ -32,9 +34,6 @@ from npt.evaluation.metrics import (
 )
 from npt.figures import Change, nan_for_null
 from npt.random_state import kept_random_state
-
-if TYPE_CHECKING:
-    from npt.evaluation.greedy import Divergence
 
 MODES: tuple[Mode, ...] = ("teacher", "floor", "student")
 
@@ -91,27 +90,19 @@ class Fidelity:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fidelity:
-        """Return figures from an `as_dict` of this or an earlier version; null becomes NaN."""
-        # a run without training has no `initial`
-        models = {
-            name: Figures.from_dict(values[name])
-            for name in (*MODES, "initial")
-            if values.get(name) or name in MODES
-        }
-        divergence = None
-        if values.get("divergence"):
-            from npt.evaluation.greedy import Divergence
-
-            divergence = Divergence.from_dict(values["divergence"])
-        layers = {int(index): nan_for_null(layer) for index, layer in values["layers"].items()}
-        change = values.get("change")
+        """Return figures from an `as_dict`, with `samples` if they were added; null becomes NaN."""
+        read: dict[str, Any] = {name: Figures.from_dict(values[name]) for name in MODES}
+        if "initial" in values:  # not in a run without training
+            read["initial"] = Figures.from_dict(values["initial"])
+        if "divergence" in values:
+            read["divergence"] = Divergence.from_dict(values["divergence"])
+        if "change" in values:
+            read["change"] = Change(**nan_for_null(values["change"]))
         return cls(
-            **models,
-            layers=layers,
-            divergence=divergence,
+            **read,
+            layers={int(index): nan_for_null(layer) for index, layer in values["layers"].items()},
             attribution=_by_name(values.get("attribution", {})),
             positions=_by_name(values.get("positions", {})),
-            change=Change(**nan_for_null(change)) if change else None,
             samples=values.get("samples", []),
         )
 
@@ -121,12 +112,11 @@ class Fidelity:
         """
         layers = {}
         for index, values in self.layers.items():
-            layers[index] = {**values}
-            earlier = initial.layers.get(index, {})
-            for key, value in earlier.items():
+            layers[index] = dict(values)
+            for key, value in initial.layers.get(index, {}).items():
                 if "_student" in key:
                     layers[index][key.replace("_student", "_initial")] = value
-        # a resumed run may evaluate on other samples, and earlier versions kept no sums
+        # a resumed run may evaluate on other samples
         change = change_of(judged_by, initial.aim, self.aim, initial.samples, self.samples)
         return replace(self, initial=initial.student, layers=layers, change=change)
 
@@ -216,7 +206,10 @@ def evaluate(
         ModelError: no adapters are attached.
     """
     attached_config(model)
-    samples = _samples(data, tokenizer, data_config or DataConfig(), max_samples)
+    every = samples_of(data, tokenizer, data_config or DataConfig())
+    samples = list(itertools.islice(every, max_samples))
+    if not samples:
+        raise DataError("no text of two tokens or more to evaluate on; check the data")
     reference = unquantized
     if isinstance(unquantized, PreTrainedModel):
         reference = reference_outputs(unquantized, samples, batch_size=batch_size)
@@ -230,104 +223,108 @@ def evaluate(
     comparisons = {}
     if reference is not None:
         comparisons = COMPARISONS
-        pairs += comparisons.values()
+        pairs += [pair for pair in comparisons.values() if pair not in pairs]
         aimed_at = comparisons["unquantized_to_npt"]
-    sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
-    octaves: dict[int, list[Tensor]] = {}
-    # layers that read different rows cannot be compared
-    layer_errors = None
-    if all(sample.taught is None for sample in samples):
-        layer_errors = LayerErrors(model)
-    elif divergence_prompts:
-        raise ConfigError(
-            f"--divergence_prompts {divergence_prompts} does not support data with contexts: remove"
-            " it, or --context_column"
-        )
+    sums = _Sums(pairs)
+    layers = npt_layers(model)
+    if any(sample.taught is not None for sample in samples):
+        layers = []  # those that read different rows cannot be compared
+        if divergence_prompts:
+            raise ConfigError(
+                f"--divergence_prompts {divergence_prompts} does not support data with contexts:"
+                " remove it, or --context_column"
+            )
+    layer_errors = LayerErrors(model, layers)
     divergence = None
     done = 0
     with torch.no_grad(), evaluating(model):
         if divergence_prompts:
-            from npt.evaluation.greedy import end_ids, measure_divergence, parting_prompts
-
             limit = getattr(model.config, "max_position_embeddings", None)
             prompts = parting_prompts(samples[:divergence_prompts], max_new_tokens, limit)
             ends = end_ids(model, tokenizer)
             divergence = measure_divergence(
                 model, prompts, ends, max_new_tokens, batch_size, between
             )
-        every = batches(samples, batch_size)
-        for batch in checked_batches(model, every, "evaluation data", between):
+        parts = batches(samples, batch_size)
+        for batch in checked_batches(model, parts, "evaluation data", between):
             hidden = _states_by_mode(model, batch, layer_errors)
             heads = dict.fromkeys(hidden, model.lm_head)
-            size = len(batch.input_ids)
+            end = done + len(batch.input_ids)
             if reference is not None:
-                states = torch.cat(reference.states[done : done + size])
+                states = torch.cat(reference.states[done:end])
                 hidden["unquantized"] = states.to(batch.input_ids.device)
                 heads["unquantized"] = reference.head
-            predicted = predicting(batch)  # [B, T - 1], P of them True
-            rows = predicted.nonzero()[:, 0]
-            targets = batch.labels[:, 1:][predicted]
-            per_token = compare_pairs(hidden, heads, targets, model.config.vocab_size, list(sums))
+            done = end
+            targets = batch.labels[:, 1:][predicting(batch)]
+            per_token = compare_pairs(hidden, heads, targets, model.config.vocab_size, pairs)
             del hidden  # before the next batch's forward passes
-            for pair, columns in per_token.items():
-                sums[pair].append(per_sample_sums(columns, rows, size))
-            # the binary exponent: 1 for the positions 0 and 1, 2 for 2 and 3, 3 for 4 to 7
-            position = batch.position_ids[:, :-1][predicted].clamp(min=1)
-            octave = position.float().frexp().exponent
-            for index in octave.unique().tolist():
-                inside = octave == index
-                columns = per_token["student", "teacher"][inside]
-                octave_sums = per_sample_sums(columns, rows[inside], size)
-                octaves.setdefault(index, []).append(octave_sums)
-            done += size
-    per_sample = {pair: torch.cat(parts) for pair, parts in sums.items()}
-    if not len(per_sample["student", "teacher"]):
-        raise DataError("no token to predict in the evaluation data; check labels and prompts")
-    measured = {pair: figures(parts) for pair, parts in per_sample.items()}
-    positions = {}
-    for index, parts in sorted(octaves.items()):
-        inside = torch.cat(parts)
-        if len(inside) > 1:  # one sample has no standard error
-            first = 2 ** (index - 1) if index > 1 else 0
-            positions[f"{first}-{2**index - 1}"] = figures(inside)
+            sums.add(batch, per_token)
+    measured = sums.figures()
     return Fidelity(
         teacher=measured["teacher", "teacher"],
         floor=measured["floor", "teacher"],
         student=measured["student", "teacher"],
-        samples=per_sample[aimed_at].tolist(),
-        layers={} if layer_errors is None else layer_errors.figures(),
+        samples=sums.of(aimed_at).tolist(),
+        layers=layer_errors.figures(),
         divergence=divergence,
         attribution={name: measured[pair] for name, pair in comparisons.items()},
-        positions=positions,
+        positions=sums.by_position(),
     )
 
 
+class _Sums:
+    """Sums over each sample's tokens of what a comparison measures: of every pair of models, and of
+    student and teacher by octave of the predicting token's position in its text.
+    """
+
+    def __init__(self, pairs: Iterable[Pair]):
+        self._of_pairs: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
+        self._of_octaves: dict[int, list[Tensor]] = defaultdict(list)
+
+    def add(self, batch: Batch, per_token: Mapping[Pair, Tensor]) -> None:
+        """Add the P predicted tokens of a batch: by pair, [P, len(COLUMNS)]."""
+        predicted = predicting(batch)  # [B, T - 1], P of them True
+        rows = predicted.nonzero()[:, 0]
+        size = len(predicted)
+        for pair, columns in per_token.items():
+            self._of_pairs[pair].append(per_sample_sums(columns, rows, size))
+        position = batch.position_ids[:, :-1][predicted].clamp(min=1)
+        # the binary exponent: 1 for the positions 0 and 1, 2 for 2 and 3, 3 for 4 to 7
+        octave = position.float().frexp().exponent
+        columns = per_token["student", "teacher"]
+        for index in octave.unique().tolist():
+            inside = octave == index
+            sums = per_sample_sums(columns[inside], rows[inside], size)
+            self._of_octaves[index].append(sums)
+
+    def of(self, pair: Pair) -> Tensor:
+        """Return the sums of a pair, [C, len(COLUMNS)]; DataError if there are none."""
+        sums = torch.cat(self._of_pairs[pair])
+        if not len(sums):
+            raise DataError("no token to predict in the evaluation data; check labels and prompts")
+        return sums
+
+    def figures(self) -> dict[Pair, Figures]:
+        return {pair: figures(self.of(pair)) for pair in self._of_pairs}
+
+    def by_position(self) -> dict[str, Figures]:
+        found = {}
+        for index, parts in sorted(self._of_octaves.items()):
+            sums = torch.cat(parts)
+            if len(sums) > 1:  # one sample has no standard error
+                first = 2 ** (index - 1) if index > 1 else 0
+                found[f"{first}-{2**index - 1}"] = figures(sums)
+        return found
+
+
 def _states_by_mode(
-    model: PreTrainedModel, batch: Batch, layer_errors: LayerErrors | None
+    model: PreTrainedModel, batch: Batch, layer_errors: LayerErrors
 ) -> dict[str, Tensor]:
     """Return the final states of the P predicting tokens, [P, D], of teacher, floor and student."""
     hidden: dict[str, Tensor] = {}
     for mode in MODES:
         read = batch.taught if mode == "teacher" else batch
-        watching = adapter_mode(model, mode)
-        if layer_errors is not None:
-            watching = layer_errors.watching(read, mode)
-        with watching:
+        with layer_errors.watching(read, mode):
             hidden[mode] = final_states(model, read)
-    if layer_errors is not None:
-        layer_errors.add(batch)
+    layer_errors.add(batch)
     return hidden
-
-
-def _samples(
-    data: Given | Sequence[Sample], tokenizer: Any, config: DataConfig, limit: int | None
-) -> list[Sample]:
-    items = iter(records_from(data, config, "data"))
-    first = list(itertools.islice(items, 1))
-    every: Iterable[Any] = itertools.chain(first, items)
-    if not (first and isinstance(first[0], Sample)):
-        every = cut(every, tokenizer, config)
-    samples = list(itertools.islice(every, limit))
-    if not samples:
-        raise DataError("no text of two tokens or more to evaluate on; check the data")
-    return samples

@@ -188,21 +188,19 @@ def compare_prompts(
         written = {mode: most_likely(states, head, size).cpu() for mode, states in hidden.items()}
     expected = tokens.cpu()
     diverging = (written["student"] != expected) & (written["teacher"] == expected)
+    lengths = [len(new) for new in added]
+    parts = (each.split(lengths) for each in (figures, diverging, written["student"]))
     comparisons = []
-    end = 0
-    for prompt, new in zip(prompts, added, strict=True):
-        own = slice(end, end + len(new))
-        end = own.stop
-        per_token = figures[own]
+    for prompt, new, per_token, differs, own in zip(prompts, added, *parts, strict=True):
         if not torch.isfinite(per_token).all():
             raise NumericalError(
                 f"the student's logits after {prompt.id} are not finite; run npt trace --adapter to"
                 " find the operation"
             )
         position = token = None
-        if diverging[own].any():
-            position = int(diverging[own].nonzero()[0])
-            token = int(written["student"][own][position])
+        if differs.any():
+            position = int(differs.nonzero()[0])
+            token = int(own[position])
         comparison = Comparison(prompt, tuple(new), per_token.double().cpu(), position, token)
         comparisons.append(comparison)
     return comparisons

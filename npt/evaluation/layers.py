@@ -7,7 +7,7 @@ with depth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, npt_layers
-from npt.adapters.layer import Mode, student_output
+from npt.adapters.converted import adapter_mode
+from npt.adapters.layer import Mode, NPTLayer, student_output
 from npt.adapters.token_modulation import observed
 from npt.batch import Batch
 from npt.distill.hidden_losses import nmse_per_token
@@ -31,15 +31,15 @@ Key = tuple[int, str]
 
 
 class LayerErrors:
-    """NMSE of the converted layers. For every batch, run teacher, then floor and student inside
+    """NMSE of converted layers. For every batch, run teacher, then floor and student inside
     `watching`, then call `add`.
 
-    Memory: the teacher's states after every converted layer, N * D values per layer, until `add`.
+    Memory: the teacher's states after every such layer, N * D values per layer, until `add`.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, layers: Sequence[tuple[int, NPTLayer]]):
         self._model = model
-        self._layers = npt_layers(model)
+        self._layers = layers
         self._targets: dict[int, Tensor] = {}
         self._per_token: dict[Key, Tensor] = {}
         self._sums: dict[Key, list[Tensor]] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from npt.adapters.stream import model_inputs
 from npt.base.linear import cast_once
 from npt.batch import IGNORE_INDEX, Batch, find_fault
-from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs
+from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs, token_cross_entropy
 from npt.errors import DataError
 from npt.figures import Change, nan_for_null, unpaired
 
@@ -39,9 +39,8 @@ class Measured:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the numbers of a file; null becomes NaN. Raise KeyError if one is missing."""
-        plain = nan_for_null(values)
-        return cls(**{field.name: plain[field.name] for field in fields(cls)})
+        """Return the numbers of an `as_dict`; null becomes NaN. TypeError if one is missing."""
+        return cls(**nan_for_null(values))
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,11 @@ def final_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     return states[:, :-1][predicting(batch).to(states.device)]
 
 
+def rows_at_once(vocab_size: int) -> int:
+    """Return the number of tokens whose logits an evaluation computes at a time."""
+    return max(1, LOGIT_CHUNK // vocab_size)
+
+
 _Predicted = tuple[Tensor, Tensor]
 """Log-probabilities at N positions, [N, V] fp32, and the most likely tokens, [N]."""
 
@@ -140,7 +144,7 @@ def compare_pairs(
         pairs: (model, model that it is compared with).
     """
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
-    rows = max(1, LOGIT_CHUNK // vocab_size)
+    rows = rows_at_once(vocab_size)
     by_model: dict[str, list[str]] = {}
     for model, reference in pairs:
         by_model.setdefault(model, []).append(reference)
@@ -202,8 +206,18 @@ def compare_tokens(
 def most_likely(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
     """Return the most likely token after each state: [N, D] -> [N]."""
     with cast_once(head):
-        parts = hidden.split(max(1, LOGIT_CHUNK // vocab_size))
+        parts = hidden.split(rows_at_once(vocab_size))
         return torch.cat([head(part).argmax(dim=-1).to(hidden.device) for part in parts])
+
+
+def log_likelihoods(
+    hidden: Tensor, targets: Tensor, head: torch.nn.Module, vocab_size: int
+) -> Tensor:
+    """Return the log-probability of each target after its state: [N, D] and [N] -> [N] fp32."""
+    rows = rows_at_once(vocab_size)
+    parts = zip(hidden.split(rows), targets.to(hidden.device).split(rows), strict=True)
+    with cast_once(head):
+        return -torch.cat([token_cross_entropy(head(states), ids) for states, ids in parts])
 
 
 def per_sample_sums(per_token: Tensor, rows: Tensor, count: int) -> Tensor:

@@ -175,8 +175,7 @@ def _page(records: Sequence[Record], picture: bytes, refused: int) -> str:
         kind = "bad"
         step, first = bad[0]
         where = "" if first.layer is None else f" in layer {first.layer}"
-        what = "gradient of " if first.direction == "gradient" else ""
-        finding = f"First non-finite tensor: {what}{first.name}{where} at step {step}"
+        finding = f"First non-finite tensor: {first.title}{where} at step {step}"
         advice = "Next: find the operation with npt replay POSTMORTEM or npt.trace(model, batch)."
     elif exploded:
         kind = "warn"

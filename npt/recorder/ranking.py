@@ -92,10 +92,8 @@ def worst(record: Record) -> str:
     """
     if record.bad:
         first = record.bad[0]
-        name = f"gradient of {first.name}" if first.direction == "gradient" else first.name
-        counts = f"{first.nan} NaN, {first.pos_inf} +Inf, {first.neg_inf} -Inf of {first.count}"
         share = f"{len(record.bad)} of {len(record.rows)}"
-        return f"{share} tensors are not finite; the first is {name} ({counts})"
+        return f"{share} tensors are not finite; the first is {first.title} ({first.faults})"
     exploded = explosions(record)
     if exploded:
         more = f" ({len(exploded)} in all)" if len(exploded) > 1 else ""

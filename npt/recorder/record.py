@@ -54,12 +54,21 @@ class Row:
         """The module and the stage in it: `model.layers.3.mlp.gate_proj out`."""
         return f"{self.module} {self.stage}".strip()
 
+    @property
+    def title(self) -> str:
+        """The name, also of a gradient."""
+        return f"gradient of {self.name}" if self.direction == "gradient" else self.name
+
+    @property
+    def faults(self) -> str:
+        """How many elements are not finite."""
+        return f"{self.nan} NaN, {self.pos_inf} +Inf, {self.neg_inf} -Inf of {self.count}"
+
     def __str__(self) -> str:
         """The name, shape and dtype, and what the numbers are, in one line."""
-        of = "gradient of " if self.direction == "gradient" else ""
-        said = f"{of}{self.name}: {self.dtype} {list(self.shape)}"
+        said = f"{self.title}: {self.dtype} {list(self.shape)}"
         if not self.finite:
-            said += f", {self.nan} NaN, {self.pos_inf} +Inf, {self.neg_inf} -Inf of {self.count}"
+            said += f", {self.faults}"
         if self.rms is None:
             return said if self.count else f"{said}, no elements"
         finite = ", otherwise" if not self.finite else ","

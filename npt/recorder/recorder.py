@@ -222,14 +222,18 @@ class Recorder:
 
     def _outputs(self, site: Site, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         source = self._sources.pop(site.name, None)
-        outputs = list(tensors_in(output))
-        for name, tensor in outputs[:1]:
-            stage = "out" if name in ("", "0") else f"out.{name}"
-            first = None if source is None else source.entries[0]
-            reduced = self._add(site, stage, tensor, first)
-            if site.element and source is not None:
+        outputs = tensors_in(output)
+        name, tensor = next(outputs, ("", None))
+        if tensor is None:
+            return
+        stage = "out" if name in ("", "0") else f"out.{name}"
+        if source is None:
+            self._add(site, stage, tensor)
+        else:
+            reduced = self._add(site, stage, tensor, source.entries[0])
+            if site.element:
                 self._observed.add_update(reduced, tensor, source)
-        for name, tensor in outputs[1:]:
+        for name, tensor in outputs:
             if self._observed.find(tensor) is None:
                 self._add(site, f"out.{name}", tensor)
 

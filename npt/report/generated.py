@@ -18,6 +18,8 @@ COLOURS = 8  # steps of the colour scale: `.h0` to `.h7` in style.css
 LETTERS = 40  # the most that are shown of one token
 NUMBERS = 4  # the most active numbers of a layer in a token's hint
 
+SPACES = str.maketrans(" \n\r\t", "·⏎␍⇥")
+
 Facts = Sequence[tuple[str, str]]
 Passages = Sequence[tuple[str, Mapping[str, Any]]]
 """Pairs of a title and an `as_dict`. Optional keys: `start`, the index of the first token after the
@@ -121,7 +123,5 @@ def passage(*tokens: str) -> str:
 
 def visible(text: Any) -> str:
     """Return a token with its white space made visible: `·` space, `⏎` line end, `⇥` tab."""
-    text = text if isinstance(text, str) else ""
-    for letter, shown in ((" ", "·"), ("\n", "⏎"), ("\r", "␍"), ("\t", "⇥")):
-        text = text.replace(letter, shown)
-    return clean(text, LETTERS) or "∅"
+    shown = text.translate(SPACES) if isinstance(text, str) else ""
+    return clean(shown, LETTERS) or "∅"

@@ -42,13 +42,13 @@ def page(record: RunRecord, output: Path) -> str:
     built = {
         "fidelity": _part(record, "fidelity.json", fidelity),
         "training": _part(record, "metrics.jsonl", training),
-        "refusals": _part(record, "events.jsonl", refusals) or [],
+        "refusals": _part(record, "events.jsonl", refusals),
         "layers": _part(record, "fidelity.json", layers),
         "causes": _part(record, "postmortem", _causes) or {},
         "worst_layers": _part(record, "metrics.jsonl", layers_by_step),
         "modulation": _part(record, "metrics.jsonl", modulation),
-        "events": _part(record, "events.jsonl", _events) or [],
-        "configuration": _part(record, "run.json", _configuration) or [],
+        "events": _part(record, "events.jsonl", _events),
+        "configuration": _part(record, "run.json", _configuration),
     }
     kind, words = status(record)
     changed = None
@@ -89,7 +89,7 @@ def status(record: RunRecord) -> tuple[str, str]:
     if state == "done":
         causes = event.get("diverged")
         if isinstance(causes, list) and causes:
-            why = "; ".join(clean(str(cause), 200) for cause in causes[:3])
+            why = "; ".join(clean(cause, 200) for cause in causes[:3])
             return "bad", f"Finished{at}, but diverged: {why}"
         return "good", f"Finished{at}"
     if state == "stopped":
@@ -97,16 +97,15 @@ def status(record: RunRecord) -> tuple[str, str]:
         if (tried := record.refused_in) is not None:
             at = f" in step {tried:,} ({record.step:,} completed)"
         return "bad", f"Stopped{at}: {event.get('reason', 'no recorded reason')}"
-    if state == "signal":
-        return "warn", f"Ended by signal {event.get('number', '?')}{at}"
     if state == "error":
-        return (
-            "bad",
-            f"Ended with an error{at}: {event.get('error', '')}: {event.get('message', '')}",
-        )
-    if state == "open":
-        return "warn", f"Still running or killed{at}: no end is recorded"
-    return "warn", "No start is recorded: events.jsonl is missing or incomplete"
+        what = f"{event.get('error', '')}: {event.get('message', '')}"
+        return "bad", f"Ended with an error{at}: {what}"
+    others = {
+        "signal": f"Ended by signal {event.get('number', '?')}{at}",
+        "open": f"Still running or killed{at}: no end is recorded",
+        "unknown": "No start is recorded: events.jsonl is missing or incomplete",
+    }
+    return "warn", others[state]
 
 
 def _next(record: RunRecord, trained: Verdict | None) -> tuple[str, str]:

@@ -30,7 +30,7 @@ _UNDONE = frozenset({"refusal", "diagnosis", "evaluation", "epoch", "save", "sav
 _STEP_FOLDER = re.compile(r"step-[0-9]{1,18}(\.[a-z]+(-[0-9]+)?)?")
 _OF_LAYERS = ("nmse", "multiplier_change", "at_bounds", "code_norm", "shift_norm", "active")
 _LAYER = re.compile(rf"layers\.(0|[1-9][0-9]{{0,3}})\.({'|'.join(_OF_LAYERS)})")
-_COLUMNS = re.compile(r"loss(_[a-z_]{1,30})?|grad_norm|lr|tokens|tokens_per_second")
+_COLUMN = re.compile(rf"loss(_[a-z_]{{1,30}})?|grad_norm|lr|tokens(_per_second)?|{_LAYER.pattern}")
 
 Event = dict[str, Any]
 """A line of `events.jsonl`, with `step` None if it has none."""
@@ -69,16 +69,14 @@ class RunRecord:
         self.postmortems = [(path, self._object(path / "postmortem.json")) for path in bundles]
         settings = self.run.get("settings")
         self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
-        # figures of an earlier end are not those of what runs now
         end, _ = self.end
         if self.events and end != "done":
+            # figures of an earlier end are not those of what runs now
             if self.fidelity:
                 self.notes["fidelity.json"] = "from an earlier end of this run"
             elif self.notes.get("fidelity.json") == "missing":
-                why = (
-                    "is written at the end" if end == "open" else "missing: the run did not finish"
-                )
-                self.notes["fidelity.json"] = why
+                why = {"open": "is written at the end"}
+                self.notes["fidelity.json"] = why.get(end, "missing: the run did not finish")
 
     @property
     def name(self) -> str:
@@ -93,12 +91,13 @@ class RunRecord:
     def step(self) -> int:
         made = [event["step"] for event in self.events if event["event"] in _MADE]
         done = [_count(event.get("steps")) for event in self.of("done")]
-        return max((step for step in (*self.steps[-1:], *made, *done) if step), default=0)
+        return max(filter(None, (*self.steps, *made, *done)), default=0)
 
     @property
     def total_steps(self) -> int | None:
         """The number of steps that the last start planned."""
-        return next((_count(e.get("total_steps")) for e in reversed(self.of("start"))), None)
+        starts = self.of("start")
+        return _count(starts[-1].get("total_steps")) if starts else None
 
     @property
     def refused_in(self) -> int | None:
@@ -130,18 +129,19 @@ class RunRecord:
         """Count refusals by kind."""
         return Counter(str(event.get("kind", "unknown")) for event in self.of("refusal"))
 
+    def finite(self, key: str) -> list[tuple[int, float]]:
+        """Return step and value of a column's finite entries."""
+        cells = zip(self.steps, self.columns.get(key, ()), strict=False)
+        return [cell for cell in cells if math.isfinite(cell[1])]
+
     def first_and_last(self, key: str) -> tuple[float, float] | None:
         """Return a column's first and last finite entries."""
-        finite = [value for value in self.columns.get(key, ()) if math.isfinite(value)]
-        return (finite[0], finite[-1]) if finite else None
+        values = [value for _, value in self.finite(key)]
+        return (values[0], values[-1]) if values else None
 
     def last(self, key: str) -> tuple[int, float] | None:
         """Return step and value of a column's last finite entry."""
-        cells = zip(reversed(self.steps), reversed(self.columns.get(key, ())), strict=False)
-        for step, value in cells:
-            if math.isfinite(value):
-                return step, value
-        return None
+        return next(reversed(self.finite(key)), None)
 
     def _object(self, path: Path) -> Mapping[str, Any]:
         name = path.relative_to(self.folder).as_posix()
@@ -193,7 +193,7 @@ class RunRecord:
         for column in self.columns.values():
             del column[position:]
         for key in line:
-            if key not in self.columns and (_COLUMNS.fullmatch(key) or _LAYER.fullmatch(key)):
+            if key not in self.columns and _COLUMN.fullmatch(key):
                 self.columns[key] = [math.nan] * position
         self.steps.append(step)
         for key, column in self.columns.items():
@@ -204,14 +204,17 @@ class RunRecord:
         continues from, or all of them if there is none.
         """
         step = _count(line.get("step"))
-        if line.get("event") == "resume":
-            kept = 0
-            for place, event in enumerate(self.events, 1):
-                if event["event"] == "save" and event["step"] == step:
-                    kept = place
+        kind = line.get("event")
+        if kind == "resume":
+            saves = [
+                place
+                for place, event in enumerate(self.events, 1)
+                if event["event"] == "save" and event["step"] == step
+            ]
+            kept = max(saves, default=0)
             later = self.events[kept:]
             self.events[kept:] = [event for event in later if event["event"] not in _UNDONE]
-        if isinstance(line.get("event"), str):
+        if isinstance(kind, str):
             self.events.append({**line, "step": step})
 
 
@@ -221,13 +224,8 @@ def _count(value: Any) -> int | None:
 
 def _step_folders(folder: Path) -> list[Path]:
     """Return the folders named after a step, in order of steps. Symbolic links are skipped."""
-    if not folder.is_dir():
-        return []
-    paths = [
-        path
-        for path in folder.iterdir()
-        if _STEP_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-    ]
+    named = [path for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
+    paths = [path for path in named if path.is_dir() and not path.is_symlink()]
     return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -168,13 +169,12 @@ def _headline(models: Models) -> str:
 
 def _table(caption: str, head: str, models: Models, names: Mapping[str, str]) -> Table:
     """Return a table of all figures that any model has, with their standard errors."""
-    found = [key for values in models.values() for key in values]
-    keys = dict.fromkeys([key for key in FIRST if key in found] + found)
-    errors = {f"{key}_se" for key in keys}  # shown with their figures
+    found = list(chain.from_iterable(models.values()))
+    errors = {f"{key}_se" for key in found}  # shown with their figures
     heads = [head]
     rows = [[names.get(name, name)] for name in models]
-    for key in keys:
-        if key in errors or not re.fullmatch(r"\w{1,40}", key):
+    for key in dict.fromkeys((*FIRST, *found)):
+        if key not in found or key in errors or not re.fullmatch(r"\w{1,40}", key):
             continue
         name = FIGURES[key].short if key in FIGURES else key.replace("_", " ")
         heads.append(f"*{name}")

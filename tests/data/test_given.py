@@ -11,10 +11,9 @@ import pytest
 
 import npt
 from npt.base.load import load_tokenizer
-from npt.calibration.samples import read_samples
+from npt.calibration.samples import read_samples, samples_of
 from npt.data.source import records_from
 from npt.errors import ConfigError, DataError
-from npt.evaluation.evaluate import _samples
 
 ROWS = [{"text": f"a text, number {number}"} for number in range(4)]
 ROLES = ("user", "assistant")
@@ -74,8 +73,8 @@ def test_a_frame_needs_datasets(monkeypatch):
 @pytest.mark.parametrize("data", [rows, pandas.DataFrame(ROWS)], ids=["function", "frame"])
 def test_evaluations_and_calibrations_take_them_too(data):
     tokenizer, config = load_tokenizer("tiny"), npt.DataConfig()
-    expected = _samples(ROWS, tokenizer, config, None)
-    assert _samples(data, tokenizer, config, None) == expected
+    expected = list(samples_of(ROWS, tokenizer, config))
+    assert list(samples_of(data, tokenizer, config)) == expected
     calibrated = read_samples(data, tokenizer, 256, 1000, 2048)
     assert sorted(s.id for s in calibrated) == sorted(s.id for s in expected)
     with pytest.raises(DataError, match="data is an int; pass a list"):

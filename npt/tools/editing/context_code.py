@@ -40,12 +40,12 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import npt_layers
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.adapters.layer import NPTAdapter
-from npt.adapters.token_modulation import as_row, observed, recoded
+from npt.adapters.token_modulation import as_row, recoded
 from npt.config.adapter import STREAM
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.files import to_json, write_bytes
 from npt.stored import RESTORE, described, non_finite, opened, parse_json, read_headers, shown
-from npt.tools.editing.layerwise import reading
+from npt.tools.editing.layerwise import stages_at
 
 RECORD = "npt_context_code"
 """Entry of the file's metadata that holds the record, as JSON."""
@@ -222,20 +222,13 @@ def _last_states(model: PreTrainedModel, row: Tensor) -> dict[int, Tensor]:
     """Return by layer what a code is to reach at a row's last token: the stream [D], or without a
     token part the code itself [R].
     """
-    found: dict[int, Tensor] = {}
-
-    def keep(index: int, name: str, stages: dict[str, Tensor | None]) -> None:
-        stage = stages.get(name)
-        if stage is not None:
-            found[index] = stage[0, -1].clone()
-
-    observers = []
+    with stages_at(model, (0, -1), "z", "stream") as found:
+        model.model(row, use_cache=False)
+    states = {}
     for index, layer in npt_layers(model):
         name = "z" if layer.npt.scale is None else "stream"
-        observers.append((layer.npt, partial(keep, index, name)))
-    with observed(observers), reading(model):
-        model.model(row, use_cache=False)
-    return found
+        states[index] = found[index][name]
+    return states
 
 
 def _changes(
@@ -249,20 +242,13 @@ def _changes(
     lasts = torch.tensor([len(row) - 1 for row in queries])
     places = torch.arange(len(rows)), lasts
     changes: dict[int, Tensor] = {}
-    now: dict[tuple[int, str], Tensor] = {}
-
-    def keep(index: int, stages: dict[str, Tensor | None]) -> None:
-        for name in ("h", "l"):
-            stage = stages.get(name)
-            if stage is not None:
-                now[index, name] = stage[places]
 
     def change(adapter: NPTAdapter, index: int, z: Tensor) -> Tensor:
         z = z[places]
         if adapter.scale is None:
             return (wanted[index] - z).mean(dim=0)
-        state = now[index, "h"].to(z.dtype)
-        own = now[index, "l"].to(z.dtype)
+        state = now[index]["h"].to(z.dtype)
+        own = now[index]["l"].to(z.dtype)
         size = adapter.size_of(state)
         # the stream of this pass, in which earlier layers have d already
         read = size * (z / adapter.scale)
@@ -282,10 +268,8 @@ def _changes(
         changed[places] += changes[index]  # later layers see it
         return changed
 
-    layers = npt_layers(model)
-    observers = [(layer.npt, partial(keep, index)) for index, layer in layers]
-    recodes = {index: partial(give, layer.npt, index) for index, layer in layers}
+    recodes = {index: partial(give, layer.npt, index) for index, layer in npt_layers(model)}
     # one pass: `give` finds a layer's d and changes the code before the next layer runs
-    with observed(observers), recoded(model, recodes), reading(model):
+    with stages_at(model, places, "h", "l") as now, recoded(model, recodes):
         model.model(rows, use_cache=False)
     return {index: each.float().cpu() for index, each in changes.items()}

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import decoder_layers, is_attached, npt_layers
 from npt.adapters.layer import Mode
-from npt.adapters.token_modulation import observed, recoded
+from npt.adapters.token_modulation import recoded
 from npt.batch import Sample, batches
 from npt.console import say
 from npt.errors import DataError, NumericalError
@@ -33,7 +33,7 @@ from npt.evaluation.metrics import (
     predicting,
 )
 from npt.figures import FIGURES
-from npt.tools.editing.layerwise import opened, reading
+from npt.tools.editing.layerwise import opened, reading, stages_at
 from npt.tools.editing.probes import BATCH, Probe, log_probabilities
 
 FORGETTING = ("tokens", "perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl", "kl_se")
@@ -193,24 +193,15 @@ class Baseline:
         converted layers, at the tokens that predict the answers, are those with the context.
         """
         found = []
-        layers = npt_layers(model)
         for probe in self._asked[""]:
-            codes: dict[int, Tensor] = {}
-            observers = [(layer.npt, partial(_keep_code, codes, index)) for index, layer in layers]
-            with observed(observers):
-                mean_log_probability(model, [probe.read()])
             count = len(probe.tail) + 1  # with the token that predicts the first
-            recodes = {index: partial(_with_tail, z[:, -count:]) for index, z in codes.items()}
+            tails = (slice(None), slice(-count, None))
+            with stages_at(model, tails, "z") as codes:
+                mean_log_probability(model, [probe.read()])
+            recodes = {index: partial(_with_tail, kept["z"]) for index, kept in codes.items()}
             with recoded(model, recodes):
                 found.append(mean_log_probability(model, [probe.alone()]))
         return math.fsum(found) / len(found)
-
-
-def _keep_code(codes: dict[int, Tensor], index: int, stages: dict[str, Tensor | None]) -> None:
-    """Keep the code among a layer's stages."""
-    z = stages.get("z")
-    if z is not None:
-        codes[index] = z
 
 
 def _with_tail(tail: Tensor, z: Tensor) -> Tensor:

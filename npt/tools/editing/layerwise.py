@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.consolidate import patched_module, summed
-from npt.adapters.converted import adapter_mode, decoder_layers, evaluating
+from npt.adapters.converted import adapter_mode, decoder_layers, evaluating, npt_layers
 from npt.adapters.layer import Mode, NPTLayer
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.token_modulation import observed
@@ -58,12 +59,12 @@ class Seen(NamedTuple):
 
     Attributes:
         product: p, the MLP's inner product, [B, T, F].
-        scale: m of the target down, [B, T, D]; None if the layer has none.
+        scale: m of the target down, [B, T, D]; 1 if the layer has none.
         output: o, [B, T, D].
     """
 
     product: Tensor
-    scale: Tensor | None
+    scale: Tensor
     output: Tensor
 
 
@@ -74,6 +75,29 @@ def reading(model: PreTrainedModel, stream: Mode = "student") -> Iterator[None]:
     """
     with evaluating(model), adapter_mode(model, stream), torch.no_grad():
         yield
+
+
+@contextmanager
+def stages_at(
+    model: PreTrainedModel, place: Any, *names: str
+) -> Iterator[dict[int, dict[str, Tensor]]]:
+    """Within the context, keep the named stages of the student's converted layers, as far as its
+    form has them, by layer. place: an index into [B, T, ...].
+    """
+    found: dict[int, dict[str, Tensor]] = {}
+    observers = []
+
+    def keep(kept: dict[str, Tensor], stages: dict[str, Tensor | None]) -> None:
+        for name in names:
+            stage = stages.get(name)
+            if stage is not None:
+                kept[name] = stage[place].clone()  # not a view, which would hold the whole stage
+
+    for index, layer in npt_layers(model):
+        found[index] = {}
+        observers.append((layer.npt, partial(keep, found[index])))
+    with observed(observers), reading(model):
+        yield found
 
 
 def opened(
@@ -114,13 +138,17 @@ def seen_by(layer: Any, stream: Stream) -> Seen:
             output = stream.after(layer, stream.hidden)
     finally:
         hook.remove()
-    return Seen(kept["product"], kept.get("scale"), output)
+    none = output.new_ones(()).expand_as(output)
+    return Seen(kept["product"], kept.get("scale", none), output)
 
 
-def second_moments(
+def moment_factors(
     model: PreTrainedModel, samples: Sequence[Sample], layers: Sequence[int]
 ) -> dict[int, Tensor]:
-    """Return C = E[p p'] by layer, [F, F] each, over the tokens of samples."""
+    """Return the Cholesky factor of C = E[p p'] by layer, [F, F] each, over the tokens of samples.
+
+    A layer is solved for several penalties, all with this factor.
+    """
     sums: dict[int, Tensor] = {}
     tokens = 0
     for stream in opened(model, samples, min(layers), "general text"):
@@ -133,21 +161,16 @@ def second_moments(
                 if index in layers:
                     rows = seen.product[valid].to(torch.float32)
                     sums[index] = rows.t() @ rows + sums.get(index, 0.0)
-    moments = {}
     for index, total in sums.items():
         if not torch.isfinite(total).all():
             raise NumericalError(
                 f"layer {index}: a product on general text is not finite; find the cause with npt"
                 " trace"
             )
-        moments[index] = damped(total / tokens)
-    return moments
-
-
-def damped(moments: Tensor) -> Tensor:
-    """Return C with its diagonal raised, so that it can be inverted."""
-    moments.diagonal().add_(DAMPING * moments.diagonal().mean())
-    return moments
+        total /= tokens
+        total.diagonal().add_(DAMPING * total.diagonal().mean())
+        sums[index] = cholesky(total)
+    return sums
 
 
 def wanted_outputs(
@@ -216,7 +239,7 @@ def solve(
     model: PreTrainedModel,
     streams: Sequence[Stream],
     wanted: dict[int, Tensor],
-    moments: dict[int, Tensor],
+    factors: dict[int, Tensor],
     penalty: float,
 ) -> dict[int, Patch]:
     """Return the patches of all layers.
@@ -225,17 +248,17 @@ def solve(
         model: the model to edit, which does not change.
         streams: the rows without their contexts, opened at the first layer to be patched.
         wanted: `wanted_outputs`, [n, D] by layer.
-        moments: C by layer, [F, F].
+        factors: `moment_factors`, [F, F] by layer.
         penalty: tokens of general text that weigh as much as one token of a row.
     """
     patches: dict[int, Patch] = {}
+    tails = [stream.batch.labels != IGNORE_INDEX for stream in streams]
     for index, layer in _span(model, wanted):
         with reading(model):
             seen = [seen_by(layer, stream) for stream in streams]
         states = [each.output for each in seen]
         if index in wanted:
-            tails = [stream.batch.labels != IGNORE_INDEX for stream in streams]
-            outer, inner = _patch(seen, tails, wanted[index], moments[index], penalty)
+            outer, inner = _patch(seen, tails, wanted[index], factors[index], penalty)
             states = [_patched(each, (outer, inner)) for each in seen]
             patches[index] = outer.cpu(), inner.cpu()
         # later layers see what this one's patch has changed
@@ -245,30 +268,26 @@ def solve(
 
 
 def _patch(
-    seen: Sequence[Seen], tails: Sequence[Tensor], wanted: Tensor, moments: Tensor, penalty: float
+    seen: Sequence[Seen], tails: Sequence[Tensor], wanted: Tensor, factor: Tensor, penalty: float
 ) -> Patch:
     """Return the patch of one layer. tails: the rows' own tokens in each batch, [B, T] bool."""
     pairs = list(zip(seen, tails, strict=True))
-    p = torch.cat([each.product[tail].to(torch.float32) for each, tail in pairs])
-    now = torch.cat([each.output[tail].to(torch.float32) for each, tail in pairs])
+    p = torch.cat([each.product[tail] for each, tail in pairs]).to(torch.float32)
+    m = torch.cat([each.scale[tail] for each, tail in pairs]).to(torch.float32)
+    now = torch.cat([each.output[tail] for each, tail in pairs]).to(torch.float32)
     missing = wanted.to(now.device) - now
-    scales = [each.scale[tail] for each, tail in pairs if each.scale is not None]
-    if scales:
-        # m multiplies the patch too; some forms of m reach 0, where nothing can be made up for
-        m = torch.cat(scales).to(torch.float32)
-        missing = missing * m / m.square().clamp_min(LEAST_SCALE**2)
-    return least_squares(p, missing, moments, penalty)
+    # m multiplies the patch too; some forms of m reach 0, where nothing can be made up for
+    missing = missing * m / m.square().clamp_min(LEAST_SCALE**2)
+    return least_squares(p, missing, factor, penalty)
 
 
 def _patched(seen: Seen, patch: Patch) -> Tensor:
     """Return o [B, T, D] with a patch added."""
-    added = patch_term(patch, seen.product)
-    if seen.scale is not None:
-        added = added * seen.scale
+    added = patch_term(patch, seen.product) * seen.scale
     return seen.output + added.to(seen.output.dtype)
 
 
-def least_squares(p: Tensor, y: Tensor, moments: Tensor, penalty: float) -> Patch:
+def least_squares(p: Tensor, y: Tensor, factor: Tensor, penalty: float) -> Patch:
     """Return W = Y' P (P'P + penalty C)^-1 as a patch.
 
     If n < F, the same W is Y' (P C^-1 P' + penalty I)^-1 P C^-1, whose factors are the patch.
@@ -276,18 +295,18 @@ def least_squares(p: Tensor, y: Tensor, moments: Tensor, penalty: float) -> Patc
     Args:
         p: P, [n, F].
         y: Y, [n, D].
-        moments: C, [F, F].
+        factor: the Cholesky factor of C, [F, F].
         penalty: above 0.
     """
     if len(p) < p.shape[1]:
-        factor = cholesky(moments)
         inner = torch.cholesky_solve(p.t(), factor).t()
         gram = p @ inner.t()
         gram.diagonal().add_(penalty)
         outer = torch.linalg.solve(gram, y).t()
         return summed([(outer, inner)])
-    factor = cholesky(p.t() @ p + penalty * moments)
-    weight = torch.cholesky_solve(p.t() @ y, factor).t()
+    moments = factor @ factor.t()
+    damped = cholesky(p.t() @ p + penalty * moments)
+    weight = torch.cholesky_solve(p.t() @ y, damped).t()
     return torch.eye(len(weight), device=weight.device), weight.contiguous()
 
 

@@ -24,7 +24,7 @@ from npt.data.continuation import bare_tokens, continuation_tokens, opening_toke
 from npt.data.templates import TemplateError
 from npt.errors import ConfigError
 from npt.evaluation.greedy import continue_greedily
-from npt.evaluation.metrics import final_states
+from npt.evaluation.metrics import final_states, log_likelihoods, predicting
 from npt.random_state import kept_random_state
 
 LEADS = (
@@ -315,12 +315,10 @@ def log_probabilities(model: Any, samples: Iterable[Sample]) -> list[Tensor]:
     device = next(model.parameters()).device
     for batch in batches(samples, BATCH):
         batch = batch.to(device)
-        labels = batch.labels[:, 1:]
-        predicted = labels != IGNORE_INDEX
-        # in one statement: a name would keep the logits while the next batch's are computed
-        log_p = torch.log_softmax(model.lm_head(final_states(model, batch)).float(), dim=-1)
-        targets = labels[predicted].to(log_p.device)
-        each = log_p.gather(-1, targets.unsqueeze(-1))[:, 0]
+        predicted = predicting(batch)
+        targets = batch.labels[:, 1:][predicted]
+        states = final_states(model, batch)
+        each = log_likelihoods(states, targets, model.lm_head, model.config.vocab_size)
         counts = predicted.sum(dim=1).tolist()
         found += each.cpu().split(counts)
     return found

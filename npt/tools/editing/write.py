@@ -29,12 +29,12 @@ from npt.adapters.converted import decoder_layers, is_attached, is_sharded, npt_
 from npt.adapters.fit import resolve_layers
 from npt.base.families import check_family
 from npt.batch import Sample
-from npt.calibration.samples import draw_samples
+from npt.calibration.samples import draw_samples, first_tokens
 from npt.data.continuation import bare_tokens
 from npt.data.source import Given
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.tools.editing.edit_metrics import Forgetting, mean_log_probability
-from npt.tools.editing.layerwise import Rows, opened, reading, second_moments, solve, wanted_outputs
+from npt.tools.editing.layerwise import Rows, moment_factors, opened, reading, solve, wanted_outputs
 from npt.tools.editing.probes import (
     CONTINUATION_TOKENS,
     Fact,
@@ -84,11 +84,11 @@ class General:
     """What general text says of the layers to patch.
 
     Attributes:
-        moments: C by layer, [F, F] fp32.
+        factors: `moment_factors` of C by layer, [F, F] fp32.
         bound: samples on which the KL stays below its bound.
     """
 
-    moments: dict[int, Tensor]
+    factors: dict[int, Tensor]
     bound: Sequence[Sample]
 
 
@@ -198,7 +198,8 @@ def general_text(
     bound: Sequence[Sample] | None = None,
     seed: int = 0,
 ) -> General:
-    """Return C of some layers, and the samples of the bound: `bound`, or the last of the data's.
+    """Return the factors of some layers, and the samples of the bound: `bound`, or the last of the
+    data's.
 
     Memory: 4 F^2 bytes for each layer.
     """
@@ -214,19 +215,8 @@ def general_text(
         set_apart = max(1, len(samples) * BOUND_TOKENS // wanted)
         bound = samples[-set_apart:]
         samples = samples[:-set_apart]
-    moments = second_moments(model, samples, layers)
-    return General(moments, _first_tokens(bound, BOUND_TOKENS))
-
-
-def _first_tokens(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Return the first samples, with `count` tokens or a few more in all."""
-    first = []
-    for sample in samples:
-        if count <= 0:
-            break
-        first.append(sample)
-        count -= len(sample.input_ids)
-    return first
+    factors = moment_factors(model, samples, layers)
+    return General(factors, first_tokens(bound, BOUND_TOKENS))
 
 
 def find_update(
@@ -246,7 +236,7 @@ def find_update(
     """
     check_asked(facts, context, max_kl)
     rows = gathered(model, tokenizer, facts, context, probes, seed)
-    layers = tuple(general.moments)
+    layers = tuple(general.factors)
     # opened once: what lies below the first layer to be patched is the same in every round
     streams = list(opened(model, rows.alone(), min(layers)))
     # of one fact the mean change is its own; of many it is what any text before a token makes
@@ -259,7 +249,7 @@ def find_update(
     too_low: tuple[float, float] | None = None
     kept: tuple[float, float] | None = None
     for _ in range(ROUNDS):
-        patches = solve(model, streams, wanted, general.moments, penalty)
+        patches = solve(model, streams, wanted, general.factors, penalty)
         update = Consolidation(patches)
         kl = 0.0
         if math.isfinite(max_kl):
@@ -329,14 +319,11 @@ def gathered(
         prompts = [fact.prompt or fact.answer.strip().rsplit(" ", 1)[0] for fact in facts]
         found = subjects(model, tokenizer, prompts)
         for fact, (first, _) in zip(facts, found, strict=True):
-            read = context or fact.text
-            probes += wordings(tokenizer, fact, read, first)
-            if not context:
-                probes += continuations(model, tokenizer, read, count, seed)
-        if context:
-            if not facts:
-                probes += pieces(tokenizer, context)
-            probes += continuations(model, tokenizer, context, count, seed)
+            probes += wordings(tokenizer, fact, context or fact.text, first)
+        if not facts:
+            probes += pieces(tokenizer, context)
+        for read in [context] if context else [fact.text for fact in facts]:
+            probes += continuations(model, tokenizer, read, count, seed)
         apart = contrasts(model, tokenizer, prompts, found, seed)
     earlier = []
     for update in consolidated(model):

@@ -20,10 +20,10 @@ from npt.tools.editing.layerwise import (
     Rows,
     cholesky,
     least_squares,
+    moment_factors,
     opened,
     outputs,
     outputs_with_context,
-    second_moments,
     solve,
     wanted_outputs,
 )
@@ -41,7 +41,7 @@ TEXT = [{"text": f"sentence number {n} of some general text"} for n in range(60)
 
 def general(model, tokens: int = 40) -> General:
     samples = random_samples((8 + n % 5 for n in range(tokens)), 3)
-    return General(second_moments(model, samples, LAYERS), samples[:6])
+    return General(moment_factors(model, samples, LAYERS), samples[:6])
 
 
 def alone(model, rows: Rows) -> list[Stream]:
@@ -54,7 +54,7 @@ def test_least_squares_is_the_solution_of_its_equations(rows):
     p, y = (torch.randn(rows, size, generator=generator) for size in (12, 6))
     factor = torch.randn(12, 30, generator=generator)
     moments = factor @ factor.T / 30
-    outer, inner = least_squares(p, y, moments, 2.0)
+    outer, inner = least_squares(p, y, cholesky(moments), 2.0)
     assert inner.shape[0] <= min(rows, 6)
     p, y, moments = (each.double() for each in (p, y, moments))
     expected = torch.linalg.solve(p.T @ p + 2.0 * moments, p.T @ y).T
@@ -76,8 +76,8 @@ def test_with_a_small_penalty_the_states_are_those_with_the_context(load_model, 
     """Layer by layer, on the stream that earlier patches have changed."""
     model = student(load_model, **FORMS[form])
     wanted = outputs_with_context(model, PROBES, LAYERS)
-    moments = {index: torch.eye(128) for index in LAYERS}
-    patches = solve(model, alone(model, Rows(PROBES, [], [])), wanted, moments, 1e-6)
+    factors = {index: torch.eye(128) for index in LAYERS}
+    patches = solve(model, alone(model, Rows(PROBES, [], [])), wanted, factors, 1e-6)
     apply_update(model, Consolidation(patches))
     last = LAYERS[-1]
     seen = []
@@ -114,7 +114,7 @@ def test_wanted_are_the_states_with_the_context_without_their_mean_change(load_m
 @torch.no_grad()
 def test_contrasts_and_the_probes_of_earlier_updates_stay_nearer(load_model):
     model = student(load_model)
-    moments = {index: torch.eye(128) for index in LAYERS}
+    factors = {index: torch.eye(128) for index in LAYERS}
     other = Probe((), (0,), (31, 12, 40, 7))
 
     def moved(rows: Rows) -> float:
@@ -122,7 +122,7 @@ def test_contrasts_and_the_probes_of_earlier_updates_stay_nearer(load_model):
         plain = model.model(ids).last_hidden_state
         streams = alone(model, rows)
         wanted = wanted_outputs(model, rows, streams, LAYERS, common=0)
-        apply_update(model, Consolidation(solve(model, streams, wanted, moments, 1.0)))
+        apply_update(model, Consolidation(solve(model, streams, wanted, factors, 1.0)))
         changed = float((model.model(ids).last_hidden_state - plain).norm())
         npt.unconsolidate(model)
         return changed
@@ -269,8 +269,8 @@ def test_a_multiplier_of_zero_is_not_divided_by(load_model):
                 -1e6 * model.model.layers[index].npt.A[0, 0]
             )
     wanted = outputs_with_context(model, PROBES, LAYERS)
-    moments = {index: torch.eye(128) for index in LAYERS}
-    patches = solve(model, alone(model, Rows(PROBES, [], [])), wanted, moments, 1.0)
+    factors = {index: torch.eye(128) for index in LAYERS}
+    patches = solve(model, alone(model, Rows(PROBES, [], [])), wanted, factors, 1.0)
     assert all(bool(part.isfinite().all()) for patch in patches.values() for part in patch)
 
 
