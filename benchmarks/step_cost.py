@@ -208,9 +208,9 @@ def as_on_cuda(cost: Cost) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", lambda kind: False))
         stack.enter_context(mock.patch.object(torch, "autocast", lambda *_, **__: nullcontext()))
         stack.enter_context(mock.patch.object(functional, "rms_norm", _Norm.apply))
-        if hasattr(trained, "_kernels"):
-            kernels = _own_kernels(cost)
-            stack.enter_context(mock.patch.object(trained, "_kernels", lambda tensor: kernels))
+        kernels = _own_kernels(cost)
+        backend = lambda z: kernels.TritonModulation  # noqa: E731
+        stack.enter_context(mock.patch.object(trained, "_backend", backend))
         for name, fake in fakes:
             stack.enter_context(mock.patch.object(npt.base.attention, name, fake))
         yield

@@ -12,18 +12,16 @@ Shapes: N rows, F columns of the products (`width` in the kernels, for down D), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from npt.adapters.products import Modulation
 from npt.base.precision import tf32_allowed
-
-if TYPE_CHECKING:
-    from npt.adapters.trained import LowRank
 
 SMALL = 32
 """The largest rank that the kernels multiply by: they hold a tile of each weight in registers."""
@@ -110,7 +108,7 @@ def _forward(
     count, width, low_width, rank, alpha, slope,
     RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute `forward` for a tile; energy: [count, tiles of columns]."""
+    """Compute `TritonModulation.forward` for a tile; energy: [count, tiles of columns]."""
     rows, columns, within, at, low_at, code = _tile(z, count, width, low_width, rank, RANK, BM, BN)
     y = tl.load(gate + at, mask=within, other=0.0)
     moved, c, s = _modulated(
@@ -188,60 +186,60 @@ def try_out(device: int) -> None:
         _nothing[(1,)]()
 
 
-def forward(
-    low: LowRank, gate: Tensor, up: Tensor | None, out: Tensor, taught: Tensor | None = None
-) -> Tensor:
-    """Write silu(gate') * up' [N, F], or gate' without up, to `out`; return the energy [N].
+class TritonModulation(Modulation):
+    """Modulates with these kernels."""
 
-    If `taught` [N, F] is given, it holds the teacher's up and `out` the teacher's gate; `taught`
-    then becomes the teacher's product.
-    """
-    work = _Work(low, gate)
-    energy = gate.new_empty(len(gate), triton.cdiv(work.width, work.tile["BN"]))
-    for rows in work.blocks():
-        work.launch(_forward, rows, (gate, up, out, taught, energy), work.terms(rows))
-    return energy.sum(dim=-1).div_(work.width)
+    def forward(self, out: Tensor, taught: Tensor | None = None) -> Tensor:
+        work = _Work(self)
+        energy = out.new_empty(len(out), triton.cdiv(work.width, work.tile["BN"]))
+        for rows in work.blocks():
+            work.launch(_forward, rows, (*work.ys, out, taught, energy), work.terms(rows))
+        return energy.sum(dim=-1).div_(work.width)
 
-
-def backward(
-    low: LowRank, grad: Tensor, gate: Tensor, up: Tensor | None, *of_products: Tensor | None
-) -> None:
-    """Backpropagate `forward` from the gradient [N, F] of its output: add to the gradients in
-    `low`; write those of gate and up to `of_products`, if given.
-    """
-    work = _Work(low, gate, leaves=True)
-    into = [sums for sums in low.grad_weights if sums is not None]
-    of_weights = into
-    if work.joined:
-        of_weights = [torch.zeros_like(work.weights[0])]
-    tensors = (grad.contiguous(), gate, up, low.grad_energy, *of_products)
-    for rows in work.blocks():
-        work.launch(_backward, rows, tensors, work.terms(rows), work.room(rows))
-        for (weight, part), of_weight in zip(work.products(rows), of_weights, strict=True):
-            low.grad_z[rows].addmm_(part, weight)
-            of_weight.addmm_(part.t(), work.z[rows])
-    if work.joined:
-        joined = of_weights[0].split(work.width)
-        for of_weight, part in zip(into, joined, strict=True):
-            of_weight.add_(part)
+    def backward(
+        self, grad: Tensor, grad_energy: Tensor | None, into: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        work = _Work(self, leaves=True)
+        if grad_energy is not None:
+            # the gradient of a sum is one expanded number; the kernels read N
+            grad_energy = grad_energy.contiguous()
+        tensors = (grad.contiguous(), *work.ys, grad_energy, *_filled(into, 2))
+        grad_z = torch.zeros_like(self.z)
+        of_weights = [torch.zeros_like(weight) for weight in work.weights]
+        for rows in work.blocks():
+            work.launch(_backward, rows, tensors, work.terms(rows), work.room(rows))
+            for number, (weight, part) in enumerate(work.multiplied(rows)):
+                grad_z[rows].addmm_(part, weight)
+                of_weights[number].addmm_(part.t(), work.z[rows])
+        if work.joined:
+            # parameters keep their gradients, so each has memory of its own
+            of_weights = [part.clone() for part in of_weights[0].split(work.width)]
+        return grad_z, work.in_places(of_weights)
 
 
 class _Work:
     """Launches a kernel for blocks of rows. `leaves`: the kernel writes gradients to the room.
 
     Attributes:
+        ys: gate and up.
+        given: M and B of each product in turn, None if absent.
         rank: rank of the kernels' own products, padded for Triton; 0 if torch multiplies.
         joined: whether torch multiplies by M and B of all products at once, to save launches.
         weights: the weights that torch multiplies by, [O, R] each.
+        columns: width of the room.
+        length: most rows of a block.
     """
 
-    def __init__(self, low: LowRank, like: Tensor, leaves: bool = False):
-        self.low = low
-        self.z = low.z.contiguous()
-        self.count, self.width = like.shape
-        self.rank = _multiplied(low)
+    def __init__(self, modulation: Modulation, leaves: bool = False):
+        self.config = modulation.config
+        self.z = modulation.z.contiguous()
+        ys = [product.y for product in modulation.products]
+        self.ys = _filled(ys, 2)
+        self.count, self.width = ys[0].shape
+        self.given = [weight for product in modulation.products for weight in product[1:]]
+        self.rank = _multiplied(self.z)
         self.tile = TILES[self.rank > 0]
-        self.weights = [weight for weight in low.weights if weight is not None]
+        self.weights = [weight for weight in self.given if weight is not None]
         rank = self.z.shape[-1]
         self.joined = rank <= SMALL and len(self.weights) > 1
         self.columns = 0
@@ -255,51 +253,71 @@ class _Work:
             self.length = min(fitting, self.length)
             if self.joined:
                 self.weights = [torch.cat(self.weights)]
-        self.memory = like.new_empty(min(self.length, self.count), self.columns)
+        self.memory = self.z.new_empty(min(self.length, self.count), self.columns)
 
     def blocks(self) -> Iterator[slice]:
         """Yield the rows of each block."""
         for start in range(0, self.count, self.length):
             yield slice(start, min(start + self.length, self.count))
 
+    def in_places(self, parts: Iterable[Tensor]) -> list[Tensor | None]:
+        """Return one part for each given weight, and None for each absent one."""
+        left = iter(parts)
+        return [None if weight is None else next(left) for weight in self.given]
+
     def room(self, rows: slice) -> list[Tensor | None]:
         """Return the room of each term [n, F]; None if the form lacks the term."""
-        parts = iter(self.memory[: rows.stop - rows.start].split(self.width, dim=-1))
-        return [None if weight is None else next(parts) for weight in self.low.weights]
+        return self.in_places(self._split(rows, self.width))
 
-    def products(self, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
+    def multiplied(self, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the weights that torch multiplies by, with the room of their product [n, O]."""
         width = self.columns if self.joined else self.width
-        parts = self.memory[: rows.stop - rows.start].split(width, dim=-1)
-        return zip(self.weights, parts, strict=False)
+        return zip(self.weights, self._split(rows, width), strict=False)
 
-    def terms(self, rows: slice) -> Sequence[Tensor | None]:
+    def _split(self, rows: slice, width: int) -> Iterable[Tensor]:
+        return self.memory[: rows.stop - rows.start].split(width, dim=-1)
+
+    def terms(self, rows: slice) -> list[Tensor | None]:
         """Return what the kernels read: M and B if they multiply, else M z and B z."""
         if self.rank:
-            return self.low.weights
-        for weight, part in self.products(rows):
+            return self.given
+        for weight, part in self.multiplied(rows):
             torch.mm(self.z[rows], weight.t(), out=part)
         return self.room(rows)
 
-    def launch(self, kernel: Any, rows: slice, tensors: Any, *terms: Any) -> None:
+    def launch(
+        self,
+        kernel: Any,
+        rows: slice,
+        tensors: Iterable[Tensor | None],
+        *terms: list[Tensor | None],
+    ) -> None:
         """Launch a kernel for all tiles of a block."""
-        arguments = [None if tensor is None else tensor[rows] for tensor in (*tensors, self.z)]
+        arguments: list[Any] = [None if tensor is None else tensor[rows] for tensor in tensors]
+        arguments.append(self.z[rows])
         for group in terms:
-            # kernels take four terms, of gate and up; a product by itself has two
-            arguments += [*group, None, None][:4]
+            arguments += _filled(group, 4)
         count = rows.stop - rows.start
         arguments += [count, self.width, self.columns, self.z.shape[-1]]
-        arguments += [self.low.alpha, self.low.slope]
-        grid = (triton.cdiv(self.width, self.tile["BN"]), triton.cdiv(count, self.tile["BM"]))
+        arguments += [self.config.additive_scale, 2.0 * self.config.mult_bound]
+        across = triton.cdiv(self.width, self.tile["BN"])
+        down = triton.cdiv(count, self.tile["BM"])
         with torch.cuda.device(self.z.get_device()):  # -1 (none) in Triton's interpreter
-            kernel[grid](*arguments, RANK=self.rank, **self.tile)
+            kernel[across, down](*arguments, RANK=self.rank, **self.tile)
 
 
-def _multiplied(low: LowRank) -> int:
+def _filled(parts: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
+    """Return what gate and up have, in the order of the kernels' arguments. A product by itself
+    stands for gate, and up has None.
+    """
+    return [*parts, *[None] * (count - len(parts))]
+
+
+def _multiplied(z: Tensor) -> int:
     """Return the padded rank, or 0 if torch multiplies: for large ranks, without TF32, on AMD."""
-    rank = low.z.shape[-1]
+    rank = z.shape[-1]
     if rank > SMALL or not tf32_allowed() or torch.version.hip:
         return 0
-    if low.z.is_cuda and torch.cuda.get_device_capability(low.z.device) < (8, 0):
+    if z.is_cuda and torch.cuda.get_device_capability(z.device) < (8, 0):
         return 0
     return max(16, triton.next_power_of_2(rank))  # tl.dot needs 16

@@ -23,6 +23,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -42,6 +43,7 @@ from npt.adapters.layer import (
     student_output,
     student_stream,
 )
+from npt.adapters.products import Modulation, Product
 from npt.base.linear import (
     effective_dtype,
     is_plain_linear,
@@ -80,13 +82,7 @@ def trained_output(
     adapter = layer.npt
     taught = hidden + attention if teach else None
     if adapter.mode == "floor" or not is_fusable(layer, hidden):
-        if taught is not None:
-            with torch.no_grad():
-                taught = taught + layer.mlp(layer.post_attention_layernorm(taught))
-        output, terms = student_output(layer, hidden, attention)
-        energy = modulation_energy(terms)
-        if energy is None:
-            energy = torch.zeros(len(hidden), dtype=adapter.A.dtype, device=hidden.device)
+        output, energy, of_teacher = _plain_output(layer, hidden, attention, taught)
     else:
         stream, z = student_stream(layer, hidden, attention)
         assert z is not None
@@ -100,9 +96,8 @@ def trained_output(
             down, energy = _shown(layer, read, z, down, energy)
         output = stream + down
         adapter.show(o=output)
-        if taught is not None:
-            taught = taught + of_teacher
     if taught is not None:
+        taught = taught + of_teacher
         adapter.show(t=taught)
     return output, energy, taught
 
@@ -133,6 +128,23 @@ def _in_fp32_or_packed(linear: nn.Module) -> bool:
 
 def _parts(mlp: Any) -> tuple[nn.Module, ...]:
     return mlp, mlp.act_fn, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+
+def _plain_output(
+    layer: NPTLayer, hidden: Tensor, attention: Tensor, taught: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return o [N, D] and the energy [N], operation by operation, and what the MLP adds to the
+    teacher's state `taught` [N, D]; empty if there is none.
+    """
+    of_teacher = hidden.new_empty(0)
+    if taught is not None:
+        with torch.no_grad():
+            of_teacher = layer.mlp(layer.post_attention_layernorm(taught))
+    output, terms = student_output(layer, hidden, attention)
+    energy = modulation_energy(terms)
+    if energy is None:
+        energy = torch.zeros(len(hidden), dtype=layer.npt.A.dtype, device=hidden.device)
+    return output, energy, of_teacher
 
 
 def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -200,34 +212,33 @@ class _MLP(torch.autograd.Function):
         taught = None
         if teach:
             memory = x.new_empty(4, n, width)
-            gate, product, taught, up = memory
-            of_gate = memory[:2].flatten(0, 1)
-            inputs = memory[1:3].flatten(0, 1)
-            of_up = memory[2:].flatten(0, 1)
+            of_gate = memory[:2]
+            inputs = memory[1:3]
+            of_up = memory[2:]
+            taught = inputs[1]
         else:
-            gate = of_gate = x.new_empty(n, width)
-            product = inputs = x.new_empty(n, width)
-            up = of_up = x.new_empty(n, width)
-        # the loop's temporaries are dense weights: only one may exist at a time
-        for module, rows, out in (
-            (mlp.gate_proj, x[: len(of_gate)], of_gate),
-            (mlp.up_proj, x[len(x) - len(of_up) :], of_up),
-        ):
-            multiply(module, product_weight(module, x.dtype), rows, out)
-        of_mlp = LowRank(z, weights[:4], config)
-        energy = product_forward(gate, up, of_mlp, product, taught)
+            of_gate, inputs, of_up = (x.new_empty(1, n, width) for _ in range(3))
+        gate = of_gate[0]
+        product = inputs[0]
+        up = of_up[-1]
+        _multiply_all(mlp.gate_proj, x[: n * len(of_gate)], of_gate)
+        _multiply_all(mlp.up_proj, x[len(x) - n * len(of_up) :], of_up)
+        backend = _backend(z)
+        of_both = [Product(gate, *weights[:2]), Product(up, *weights[2:4])]
+        energy = backend(z, config, of_both).forward(product, taught)
         # p of student and teacher in one product; without a teacher, the second part is empty
         weight = product_weight(mlp.down_proj, x.dtype)
-        both = multiply(mlp.down_proj, weight, inputs)
-        down, teacher = both.split([n, len(inputs) - n])
+        both = multiply(mlp.down_proj, weight, inputs.flatten(0, 1))
+        down, teacher = both.split([n, len(both) - n])
         own = None
-        low = LowRank(z, weights[4:], config)
-        if low.changes(0):
+        if "down" in config.targets:
             own = down
-            down, of_down = modulated_forward(own, low)
-            energy = energy + of_down
+            down = torch.empty_like(own)
+            of_down = Product(own, *weights[4:])
+            energy = energy + backend(z, config, [of_down]).forward(down)
         ctx.mlp = mlp
         ctx.config = config
+        ctx.backend = backend
         ctx.width = down.shape[-1]
         ctx.goes_on = ctx.needs_input_grad[1]  # the gradient, to x
         if teach:
@@ -246,7 +257,7 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad: Tensor | None, _: None, grad_energy: Tensor | None
+        ctx: Any, grad: Any, _: None, grad_energy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         mlp = ctx.mlp
         gate, up, z, *others = ctx.saved_tensors
@@ -254,46 +265,57 @@ class _MLP(torch.autograd.Function):
         ctx.freed = None
         if grad is None:
             grad = z.new_zeros(len(z), ctx.width)
-        of_mlp = LowRank(z, others[:4], ctx.config)
-        of_down = LowRank(z, others[4:6], ctx.config)
-        of_mlp.begin_backward(grad_energy)
-        of_down.begin_backward(grad_energy)
+        grad_z = None
         grad_x = None
+        grads: list[Tensor | None] = [None] * 6
         # without M and B of gate and up, nobody needs the gradient of p
-        deeper = ctx.goes_on or of_mlp.changes(0) or of_mlp.changes(1)
-        if of_down.changes(0):
+        deeper = ctx.goes_on or not {"gate", "up"}.isdisjoint(ctx.config.targets)
+        if own is not None:
+            of_down = ctx.backend(z, ctx.config, [Product(own, *others[4:6])])
             of_y = torch.empty_like(own) if deeper else None
-            modulated_backward(grad, own, of_down, of_y)
-            grad = grad if of_y is None else of_y
-        del own
+            grad_z, grads[4:] = of_down.backward(grad, grad_energy, [of_y])
+            grad = of_y
+            del own, of_down
         if deeper:
             if weight is None:
                 weight = product_weight(mlp.down_proj, gate.dtype)
             # into the memory of p, which is not read again
             of_product = multiply_backward(mlp.down_proj, weight, grad, out=product)
             del weight  # free it before the next products
-            of_both = [torch.empty_like(y) for y in (gate, up) if ctx.goes_on]
-            product_backward(of_product, gate, up, of_mlp, *of_both)
+            of_both = [Product(gate, *others[:2]), Product(up, *others[2:4])]
+            of_mlp = ctx.backend(z, ctx.config, of_both)
+            into = [torch.empty_like(y) if ctx.goes_on else None for y in (gate, up)]
+            of_z, grads[:4] = of_mlp.backward(of_product, grad_energy, into)
+            grad_z = of_z if grad_z is None else of_z + grad_z
             del of_product
-            for module, of_y in zip((mlp.gate_proj, mlp.up_proj), of_both, strict=False):
-                part = multiply_backward(module, product_weight(module, of_y.dtype), of_y)
-                grad_x = part if grad_x is None else grad_x.add_(part)
-        grad_z = of_mlp.grad_z + of_down.grad_z
-        grads = *of_mlp.grad_weights, *of_down.grad_weights
+            if ctx.goes_on:
+                of_gate, of_up = into
+                grad_x = _input_gradient(mlp.gate_proj, of_gate)
+                grad_x.add_(_input_gradient(mlp.up_proj, of_up))
         return grad_z, grad_x, None, None, None, None, *grads
 
 
-def _kernels(tensor: Tensor) -> Any:
-    """Return npt/adapters/kernels.py for a CUDA tensor if Triton works; None for fake tensors."""
-    if tensor.is_cuda and type(tensor) is Tensor:
-        return _kernels_on(tensor.get_device())
-    return None
+def _multiply_all(module: Any, x: Tensor, out: Tensor) -> None:
+    """Write a product to consecutive [N, F] buffers; no dense weight remains."""
+    multiply(module, product_weight(module, x.dtype), x, out.flatten(0, 1))
+
+
+def _input_gradient(module: Any, grad: Any) -> Tensor:
+    """Return the gradient at the input of a product; no dense weight remains."""
+    return multiply_backward(module, product_weight(module, grad.dtype), grad)
+
+
+def _backend(z: Tensor) -> type[Modulation]:
+    """Return Triton's for a CUDA tensor if it works, and torch's for others, fake ones included."""
+    if z.is_cuda and type(z) is Tensor:
+        return _backend_on(z.get_device())
+    return TorchModulation
 
 
 @cache
-def _kernels_on(device: int) -> Any:
+def _backend_on(device: int) -> type[Modulation]:
     if not installed("triton"):
-        return None
+        return TorchModulation
     try:
         from npt.adapters import kernels
 
@@ -304,219 +326,167 @@ def _kernels_on(device: int) -> Any:
             " slower without them: install a C compiler and Python's headers",
             stacklevel=2,
         )
-        return None
-    return kernels
+        return TorchModulation
+    return kernels.TritonModulation
 
 
-class LowRank:
-    """The modulation of some products in blocks of rows, and the gradients of z, M and B.
+@dataclass
+class TorchModulation(Modulation):
+    """Modulates with torch's operations, in blocks of rows."""
+
+    def __post_init__(self) -> None:
+        self._parts = [_ProductInBlocks(self.z, self.config, *each) for each in self.products]
+
+    def forward(self, out: Tensor, taught: Tensor | None = None) -> Tensor:
+        if taught is not None:
+            taught.mul_(F.silu(out, inplace=True))
+        energy = self.z.new_zeros(len(self.z))
+        for part in self._parts:
+            part.add_energy_of_shift(energy)
+        for rows in self._blocks(out):
+            moved = [part.forward(rows, energy) for part in self._parts]
+            if len(moved) == 1:
+                out[rows] = moved[0]
+            else:
+                gate, up = moved
+                torch.mul(F.silu(gate), up, out=out[rows])
+        return energy
+
+    def backward(
+        self, grad: Tensor, grad_energy: Tensor | None, into: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        grad_z = torch.zeros_like(self.z)
+        for part in self._parts:
+            part.begin_backward(grad_z, grad_energy)
+        for rows in self._blocks(grad):
+            cs = [part.c(rows) for part in self._parts]
+            of_parts = [grad[rows]]
+            if len(cs) > 1:
+                of_parts = self._through_silu(rows, of_parts[0], cs)
+            for part, of_part, c, of_y in zip(self._parts, of_parts, cs, into, strict=True):
+                part.backward(rows, of_part, c, of_y)
+        return grad_z, [of_weight for part in self._parts for of_weight in part.grads]
+
+    def _through_silu(self, rows: slice, grad: Tensor, cs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the gradients of a block's gate' and up' [n, F] from that of silu(gate') * up'."""
+        gate, up = (part.modulated(rows, c) for part, c in zip(self._parts, cs, strict=True))
+        of_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return [of_gate, F.silu(gate).mul_(grad)]
+
+    def _blocks(self, like: Tensor) -> Iterator[slice]:
+        """Yield the rows of an [N, O] tensor in blocks. O, R and the device set their length.
+
+        A block has at least R rows: with fewer, reading M and B would take most of the time.
+        """
+        fitting = BLOCK.get(like.device.type, BLOCK["cuda"]) // max(1, like.shape[-1])
+        length = max(1, self.z.shape[-1], fitting)
+        for start in range(0, len(like), length):
+            yield slice(start, start + length)
+
+
+class _ProductInBlocks:
+    """One product's m y + s in blocks of rows, and the gradients of z, M and B.
 
     With c = sigmoid(M z) - 1/2, m = 1 + 2 beta c. This m is exactly 1 at M z = 0, and its error
     stays within the rounding of m. On a CPU sigmoid is several times as fast as tanh(M z / 2).
 
-    Args:
-        z: [N, R].
-        weights: M and B [O, R] of each product in turn, None if absent.
-        config: alpha and beta.
-
     Attributes:
-        grad_z: [N, R], in backward the sum over the blocks so far.
-        grad_weights: the same for `weights`.
+        add: alpha B.
+        grads: of M and B, in backward the sums over the blocks so far.
     """
 
-    def __init__(self, z: Tensor, weights: Sequence[Tensor | None], config: NPTConfig):
+    def __init__(
+        self, z: Tensor, config: NPTConfig, y: Tensor, mult: Tensor | None, add: Tensor | None
+    ):
         self.z = z
-        self.weights = weights
-        self.mults = weights[::2]
+        self.y = y
+        self.mult = mult
         self.alpha = config.additive_scale
         self.slope = 2.0 * config.mult_bound
-        self.kernels = _kernels(z)
-        self.adds: list[Tensor | None] = []
-        if self.kernels is None:  # kernels multiply by alpha themselves
-            self.adds = [None if add is None else self.alpha * add for add in weights[1::2]]
-        self._rooms: list[Tensor] = []
+        self.add = None if add is None else self.alpha * add
 
-    def changes(self, product: int) -> bool:
-        """Return whether the product has M or B."""
-        return any(w is not None for w in self.weights[2 * product : 2 * product + 2])
-
-    def blocks(self, like: Tensor) -> Iterator[slice]:
-        """Yield the rows of an [N, O] tensor in blocks. O, R and the device set their length.
-
-        A block has at least R rows: with fewer, reading M and B would take most of the time. All
-        blocks share buffers, freed after the last block.
-        """
-        fitting = BLOCK.get(like.device.type, BLOCK["cuda"]) // max(1, like.shape[-1])
-        length = max(1, self.z.shape[-1], fitting)
-        first = like[:length]
-        self._rooms = [like[:0] if w is None else torch.empty_like(first) for w in self.weights]
-        for start in range(0, len(like), length):
-            yield slice(start, start + length)
-        self._rooms = []
-
-    def c(self, product: int, rows: slice, energy: Tensor | None = None) -> Tensor | None:
-        """Return c of these rows, None without M; add the mean of (m - 1)^2 to the energy [N]."""
-        mult = self.mults[product]
-        if mult is None:
+    def c(self, rows: slice) -> Tensor | None:
+        """Return c of these rows [n, O], None without M."""
+        if self.mult is None:
             return None
-        codes = self.z[rows]
-        room = self._rooms[2 * product][: len(codes)]
-        u = torch.mm(codes, mult.t(), out=room)
-        c = u.sigmoid_().sub_(0.5)
-        if energy is not None:
+        return torch.mm(self.z[rows], self.mult.t()).sigmoid_().sub_(0.5)
+
+    def modulated(self, rows: slice, c: Tensor | None) -> Tensor:
+        """Return m y + s of these rows [n, O]; a view of y without modulation."""
+        y = self.y[rows]
+        moved = y
+        if self.add is not None:
+            moved = torch.addmm(y, self.z[rows], self.add.t())
+        if c is not None:
+            moved = torch.addcmul(moved, c, y, value=self.slope)
+        return moved
+
+    def forward(self, rows: slice, energy: Tensor) -> Tensor:
+        """Return `modulated`; add the mean over channels of (m - 1)^2 to the energy [N]."""
+        c = self.c(rows)
+        if c is not None:
             norm = torch.linalg.vector_norm(c, dim=-1)
             weight = self.slope * self.slope / c.shape[-1]
             energy[rows] += norm.square_().mul_(weight)
-        return c
+        return self.modulated(rows, c)
 
-    def modulated(self, product: int, rows: slice, y: Tensor, c: Tensor | None) -> Tensor:
-        """Return m y + s of these rows of a product [N, O], or a view of y without modulation."""
-        part = y[rows]
-        add = self.adds[product]
-        if add is None:
-            return part if c is None else torch.addcmul(part, c, part, value=self.slope)
-        room = self._rooms[2 * product + 1][: len(part)]
-        moved = torch.addmm(part, self.z[rows], add.t(), out=room)
-        return moved if c is None else moved.addcmul_(c, part, value=self.slope)
-
-    def additive_energy(self) -> Tensor:
-        """Return the mean over channels of s^2, summed over products: [N].
+    def add_energy_of_shift(self, energy: Tensor) -> None:
+        """Add the mean over channels of s^2 to the energy [N].
 
         |s|^2 = z'(alpha^2 B'B) z, so s itself is not computed.
         """
-        energy = self.z.new_zeros(len(self.z))
-        for add in self.adds:
-            if add is not None:
-                gram = add.t() @ add
-                squares = ((self.z @ gram) * self.z).sum(dim=-1)
-                # rounding may leave a negative sum of squares
-                energy += squares.clamp_min_(0.0) / len(add)
-        return energy
+        if self.add is not None:
+            gram = self.add.t() @ self.add
+            squares = ((self.z @ gram) * self.z).sum(dim=-1)
+            # rounding may leave a negative sum of squares
+            energy += squares.clamp_min_(0.0) / len(self.add)
 
-    def begin_backward(self, grad_energy: Tensor | None) -> None:
+    def begin_backward(self, grad_z: Tensor, grad_energy: Tensor | None) -> None:
         """Start the sums of gradients with those of the additive energy."""
-        # the gradient of a sum is one expanded number; the kernels read N
-        self.grad_energy = None if grad_energy is None else grad_energy.contiguous()
-        self.grad_z = torch.zeros_like(self.z)
-        self.grad_weights = [None if w is None else torch.zeros_like(w) for w in self.weights]
-        if self.kernels is not None or grad_energy is None:
-            return  # the kernels add these gradients
-        for add, into in zip(self.adds, self.grad_weights[1::2], strict=True):
-            if add is None or into is None:
-                continue
-            weight = 2.0 / len(add) * grad_energy
-            weighted = weight.unsqueeze(-1) * self.z
-            self.grad_z.addmm_(weighted, add.t() @ add)
-            into.addmm_(add, weighted.t() @ self.z, alpha=self.alpha)
+        self.grad_z = grad_z
+        self.grad_energy = grad_energy
+        self.grads = [None if w is None else torch.zeros_like(w) for w in (self.mult, self.add)]
+        into = self.grads[1]
+        if self.add is None or into is None or grad_energy is None:
+            return
+        weight = 2.0 / len(self.add) * grad_energy
+        weighted = weight.unsqueeze(-1) * self.z
+        grad_z.addmm_(weighted, self.add.t() @ self.add)
+        into.addmm_(self.add, weighted.t() @ self.z, alpha=self.alpha)
 
-    def add_gradients(
-        self,
-        product: int,
-        rows: slice,
-        grad: Tensor,
-        y: Tensor,
-        c: Tensor | None,
-        grad_y: Tensor | None,
-    ) -> None:
-        """Backpropagate m y + s for a block: add to the gradients of z, M and B; write `grad_y`."""
-        part = y[rows]
+    def backward(self, rows: slice, grad: Tensor, c: Tensor | None, grad_y: Tensor | None) -> None:
+        """Backpropagate m y + s for a block: add to the gradients of z, M and B; write `grad_y`.
+
+        It overwrites c.
+        """
         codes = self.z[rows]
         grad_z = self.grad_z[rows]
-        mult = self.mults[product]
-        add = self.adds[product]
-        into_mult, into_add = self.grad_weights[2 * product : 2 * product + 2]
+        into_mult, into_add = self.grads
         if grad_y is not None:
             into_y = grad_y[rows].copy_(grad)
             if c is not None:
                 into_y.addcmul_(c, grad, value=self.slope)
         if c is not None:
-            assert mult is not None and into_mult is not None
-            # The gradient of u = M z, divided by -2 beta: sigmoid (1 - sigmoid) = 1/4 - c^2. It
-            # overwrites c, which is not read again.
-            if self.grad_energy is None:
-                of_u = c.square_().sub_(0.25).mul_(grad).mul_(part)
-            else:
-                weight = 2.0 * self.grad_energy[rows].unsqueeze(-1) / part.shape[-1]
-                of_u = torch.addcmul(weight * (self.slope * c), grad, part)
-                of_u.mul_(c.square_().sub_(0.25))
+            assert self.mult is not None and into_mult is not None
+            of_u = self._gradient_of_u(rows, grad, c)
             into_mult.addmm_(of_u.t(), codes, alpha=-self.slope)
-            grad_z.addmm_(of_u, mult, alpha=-self.slope)
-        if add is not None:
+            grad_z.addmm_(of_u, self.mult, alpha=-self.slope)
+        if self.add is not None:
             assert into_add is not None
             into_add.addmm_(grad.t(), codes, alpha=self.alpha)
-            grad_z.addmm_(grad, add)  # `adds` hold alpha already
+            grad_z.addmm_(grad, self.add)  # which holds alpha already
 
+    def _gradient_of_u(self, rows: slice, grad: Tensor, c: Tensor) -> Tensor:
+        """Return the gradient of u = M z, divided by -2 beta, in a block; overwrite c.
 
-def product_forward(
-    gate: Tensor, up: Tensor, low: LowRank, out: Tensor, taught: Tensor | None = None
-) -> Tensor:
-    """Write p = silu(gate') * up' [N, F] to `out`; return the energy [N] of both products.
-
-    low holds M and B of gate and up [N, F]. If `taught` is given, it holds the teacher's up and
-    `out` the teacher's gate; `taught` then becomes the teacher's p.
-    """
-    if low.kernels is not None:
-        return low.kernels.forward(low, gate, up, out, taught)
-    if taught is not None:
-        activation = F.silu(out, inplace=True)
-        taught.mul_(activation)
-    energy = low.additive_energy()
-    for rows in low.blocks(gate):
-        gate_c = low.c(0, rows, energy)
-        gate_out = low.modulated(0, rows, gate, gate_c)
-        up_c = low.c(1, rows, energy)
-        up_out = low.modulated(1, rows, up, up_c)
-        # unmodulated, gate_out is a view of gate, which backward reads
-        inplace = low.changes(0)
-        torch.mul(F.silu(gate_out, inplace=inplace), up_out, out=out[rows])
-    return energy
-
-
-def product_backward(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    low: LowRank,
-    grad_gate: Tensor | None = None,
-    grad_up: Tensor | None = None,
-) -> None:
-    """Backpropagate p: add to the gradients in `low`; write `grad_gate` and `grad_up` if given."""
-    if low.kernels is not None:
-        low.kernels.backward(low, grad, gate, up, grad_gate, grad_up)
-        return
-    for rows in low.blocks(gate):
-        part = grad[rows]
-        gate_c = low.c(0, rows)
-        up_c = low.c(1, rows)
-        gate_out = low.modulated(0, rows, gate, gate_c)
-        up_out = low.modulated(1, rows, up, up_c)
-        grad_of_up = F.silu(gate_out).mul_(part)
-        grad_of_gate = up_out.mul_(part) if low.changes(1) else part * up_out
-        grad_of_gate = torch.ops.aten.silu_backward(grad_of_gate, gate_out)
-        low.add_gradients(0, rows, grad_of_gate, gate, gate_c, grad_gate)
-        low.add_gradients(1, rows, grad_of_up, up, up_c, grad_up)
-
-
-def modulated_forward(y: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
-    """Return m y + s [N, O] of one product, and its energy [N]."""
-    out = torch.empty_like(y)
-    if low.kernels is not None:
-        energy = low.kernels.forward(low, y, None, out)
-        return out, energy
-    energy = low.additive_energy()
-    for rows in low.blocks(y):
-        c = low.c(0, rows, energy)
-        out[rows] = low.modulated(0, rows, y, c)
-    return out, energy
-
-
-def modulated_backward(grad: Tensor, y: Tensor, low: LowRank, grad_y: Tensor | None) -> None:
-    """Backpropagate m y + s: add to the gradients in `low`; write `grad_y` if given."""
-    if low.kernels is not None:
-        low.kernels.backward(low, grad, y, None, grad_y, None)
-        return
-    for rows in low.blocks(y):
-        low.add_gradients(0, rows, grad[rows], y, low.c(0, rows), grad_y)
+        sigmoid (1 - sigmoid) = 1/4 - c^2.
+        """
+        y = self.y[rows]
+        if self.grad_energy is None:
+            return c.square_().sub_(0.25).mul_(grad).mul_(y)
+        weight = 2.0 * self.grad_energy[rows].unsqueeze(-1) / y.shape[-1]
+        of_u = torch.addcmul(weight * (self.slope * c), grad, y)
+        return of_u.mul_(c.square_().sub_(0.25))
 
 
 MODULATION = ("multiplier_change", "at_bounds", "code_norm", "shift_norm", "active")

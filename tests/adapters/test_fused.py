@@ -12,13 +12,7 @@ from torch.testing import assert_close
 
 from npt.adapters import trained
 from npt.adapters.layer import modulate, modulation_energy
-from npt.adapters.trained import (
-    LowRank,
-    modulated_backward,
-    modulated_forward,
-    product_backward,
-    product_forward,
-)
+from npt.adapters.products import Modulation, Product
 from npt.config import NPTConfig
 
 Weights = tuple[Tensor | None, Tensor | None]
@@ -36,18 +30,20 @@ def form_of(mult_bound: float, additive_scale: float) -> NPTConfig:
     return NPTConfig(mult_bound=mult_bound, additive_scale=additive_scale)
 
 
+def modulation_of(form: NPTConfig, z: Tensor, products: Any, weights: Any) -> Modulation:
+    """What is in use for z; weights: M and B of each product in turn."""
+    modulated = map(Product, products, weights[::2], weights[1::2])
+    return trained._backend(z)(z, form, list(modulated))
+
+
 class ByHand(torch.autograd.Function):
     """The modulation of one product, or of gate and up with what follows: parts of `_MLP`."""
 
     @staticmethod
     def forward(ctx: Any, form: NPTConfig, z: Tensor, count: int, *tensors: Any) -> Any:
         products, weights = tensors[:count], tensors[count:]
-        low = LowRank(z, weights, form)
-        if count == 1:
-            out, energy = modulated_forward(*products, low)
-        else:
-            out = torch.empty_like(products[0])
-            energy = product_forward(*products, low, out)
+        out = torch.empty_like(products[0])
+        energy = modulation_of(form, z, products, weights).forward(out)
         ctx.form, ctx.count = form, count
         ctx.save_for_backward(z, *tensors)
         ctx.set_materialize_grads(False)
@@ -57,12 +53,10 @@ class ByHand(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_energy: Tensor | None) -> Any:
         z, *tensors = ctx.saved_tensors
         products, weights = tensors[: ctx.count], tensors[ctx.count :]
-        low = LowRank(z, weights, ctx.form)
-        low.begin_backward(grad_energy)
-        grads = [torch.empty_like(product) for product in products]
-        act = modulated_backward if ctx.count == 1 else product_backward
-        act(grad, *products, low, *grads)
-        return None, low.grad_z, None, *grads, *low.grad_weights
+        into = [torch.empty_like(product) for product in products]
+        modulation = modulation_of(ctx.form, z, products, weights)
+        grad_z, grads = modulation.backward(grad, grad_energy, into)
+        return None, grad_z, None, *into, *grads
 
 
 def modulated_product(

@@ -18,6 +18,7 @@ from test_fused import (
     gradients,
     modulated,
     modulated_product,
+    modulation_of,
     normal,
     weights_of,
 )
@@ -30,7 +31,7 @@ import fill
 import npt.adapters.kernels
 from npt.adapters import trained
 from npt.adapters.converted import decoder_layers
-from npt.adapters.trained import LowRank, product_backward, product_forward
+from npt.adapters.trained import TorchModulation
 from npt.base.precision import fp32_products
 
 triton = pytest.importorskip("triton")
@@ -57,9 +58,9 @@ def compared(request, kernels, monkeypatch) -> Iterator[Any]:
     """Calls a function with the kernels in use, and without."""
 
     def both(act: Callable[[], Any]) -> tuple[Any, Any]:
-        monkeypatch.setattr(trained, "_kernels", lambda _: kernels)
+        monkeypatch.setattr(trained, "_backend", lambda _: kernels.TritonModulation)
         computed = act()
-        monkeypatch.setattr(trained, "_kernels", lambda _: None)
+        monkeypatch.setattr(trained, "_backend", lambda _: TorchModulation)
         return computed, act()
 
     with fp32_products(request.param):
@@ -104,10 +105,9 @@ def test_the_gradient_of_a_summed_energy_is_one_number_for_all_rows(compared):
     weights = [w.detach() for w in weights_of(4, 40, True, True, 3)]
 
     def act(of_energy: Tensor) -> list[Tensor]:
-        low = LowRank(normal(4, 20, 4), weights, form_of(0.5, 0.3))
-        low.begin_backward(of_energy)
-        product_backward(grad, gate, up, low)
-        return [low.grad_z, *low.grad_weights]
+        modulation = modulation_of(form_of(0.5, 0.3), normal(4, 20, 4), (gate, up), weights)
+        grad_z, grads = modulation.backward(grad, of_energy, [None, None])
+        return [grad_z, *grads]
 
     expanded, _ = compared(lambda: act(torch.tensor(3.0).expand(20)))
     assert_same(expanded, act(torch.full((20,), 3.0)))
@@ -119,8 +119,8 @@ def test_the_teachers_product_comes_out_of_the_same_pass(compared):
 
     def act() -> tuple[Tensor, ...]:
         out, taught = of_gate.clone(), of_up.clone()
-        low = LowRank(normal(4, 20, 4), weights, form_of(0.5, 0.3))
-        return product_forward(gate, up, low, out, taught), out, taught
+        modulation = modulation_of(form_of(0.5, 0.3), normal(4, 20, 4), (gate, up), weights)
+        return modulation.forward(out, taught), out, taught
 
     computed, plain = compared(act)
     assert_same(computed, plain)
@@ -166,43 +166,45 @@ def test_on_a_card_they_wait_for_nothing_and_are_few_launches(kernels, monkeypat
     def step() -> tuple[list[Tensor], int]:
         with simulated_cuda():
             gate, up, grad, *others = (tensor.to("cuda") for tensor in tensors)
-            low, out = LowRank(others[0], others[1:], form_of(0.5, 0.3)), torch.empty_like(gate)
+            z, *weights = others
+            modulation = modulation_of(form_of(0.5, 0.3), z, (gate, up), weights)
+            out = torch.empty_like(gate)
             with no_waits(), Launches() as launches:
-                low.begin_backward(product_forward(gate, up, low, out))
-                product_backward(grad, gate, up, low)
-            parts = out, low.grad_z, *low.grad_weights
+                energy = modulation.forward(out)
+                grad_z, grads = modulation.backward(grad, energy, [None, None])
+            parts = out, grad_z, *grads
             return [part.cpu() for part in parts], launches.counts.total()
 
     plain, many = step()
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())  # not simulated
-    monkeypatch.setattr(trained, "_kernels", lambda _: kernels)
+    monkeypatch.setattr(trained, "_backend", lambda _: kernels.TritonModulation)
     computed, _ = step()
     assert_same(tuple(computed), tuple(plain))
     started: list[Any] = []
     monkeypatch.setattr(kernels._Work, "launch", lambda *_: started.append(_))
     _, few = step()
-    assert (len(started), few + len(started), many) == (2, 20, 92)
+    assert (len(started), few + len(started), many) == (2, 16, 92)
 
 
 def test_what_they_cannot_compute_takes_the_plain_form(monkeypatch):
-    assert trained._kernels(torch.ones(1)) is None
+    assert trained._backend(torch.ones(1)) is TorchModulation
     with simulated_cuda():
-        assert trained._kernels(torch.ones(1, device="cuda")) is None
+        assert trained._backend(torch.ones(1, device="cuda")) is TorchModulation
     on_card = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
     monkeypatch.setattr(trained, "Tensor", SimpleNamespace)
-    module, uncached = npt.adapters.kernels, trained._kernels_on.__wrapped__
-    monkeypatch.setattr(trained, "_kernels_on", uncached)
+    module, uncached = npt.adapters.kernels, trained._backend_on.__wrapped__
+    monkeypatch.setattr(trained, "_backend_on", uncached)
     monkeypatch.setattr(module, "_nothing", None)
     with pytest.warns(UserWarning, match="Triton cannot build kernels for cuda:0: .* C compiler"):
-        assert trained._kernels(on_card) is None
+        assert trained._backend(on_card) is TorchModulation
     monkeypatch.setattr(module, "try_out", lambda device: None)
-    assert trained._kernels(on_card) is module
+    assert trained._backend(on_card) is module.TritonModulation
     with monkeypatch.context() as broken, pytest.warns(UserWarning, match="cuda:0: .*halted"):
         broken.delattr(npt.adapters, "kernels")
         broken.setitem(sys.modules, module.__name__, None)
-        assert trained._kernels(on_card) is None
+        assert trained._backend(on_card) is TorchModulation
     monkeypatch.setattr(trained, "installed", lambda _: False)
-    assert trained._kernels(on_card) is None
+    assert trained._backend(on_card) is TorchModulation
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])
@@ -214,8 +216,9 @@ def test_a_launch_has_no_more_rows_than_grids_and_offsets_reach(precision, width
         torch.empty(*s, device="meta") for s in ((1 << 22, width), (1 << 22, rank), (width, rank))
     )
     with fp32_products(precision):
-        low = LowRank(z, [weight] * terms + [None] * (4 - terms), form_of(0.5, 0.3))
-        work = npt.adapters.kernels._Work(low, gate, leaves=True)
+        weights = [weight] * terms + [None] * (4 - terms)
+        modulation = modulation_of(form_of(0.5, 0.3), z, (gate, gate), weights)
+        work = npt.adapters.kernels._Work(modulation, leaves=True)
     assert triton.cdiv(work.length, work.tile["BM"]) < 1 << 16
     assert work.length * max(width, work.columns) < 1 << 31
 

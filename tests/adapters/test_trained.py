@@ -299,8 +299,14 @@ def test_with_down_alone_nothing_goes_back_through_the_mlp(
     ]
     expected = run(layer, regularised, teach)
     back: list[str] = []
-    for name in ("product_backward", "multiply_backward"):
-        monkeypatch.setattr(trained, name, lambda *_, name=name, **__: back.append(name))
+    backward = trained.TorchModulation.backward
+
+    def watched(modulation: Any, *arguments: Any) -> Any:
+        assert len(modulation.products) == 1, "of gate and up"
+        return backward(modulation, *arguments)
+
+    monkeypatch.setattr(trained.TorchModulation, "backward", watched)
+    monkeypatch.setattr(trained, "multiply_backward", lambda *_, **__: back.append("through down"))
     found = run(layer, regularised, teach)
     assert back == [] and all(
         torch.equal(one, other) for one, other in zip(found, expected, strict=True)

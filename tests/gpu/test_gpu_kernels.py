@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from npt.adapters import trained
-from npt.adapters.trained import LowRank, product_backward, product_forward
+from npt.adapters.products import Product
+from npt.adapters.trained import TorchModulation
 from npt.base.precision import fp32_products
 from npt.config import NPTConfig
 from npt.extras import installed
@@ -30,17 +31,17 @@ def test_kernels_are_the_plain_form_and_repeat_their_bits(monkeypatch, rank, pre
     z, grad_energy, weights = normal(300, rank), normal(300), [normal(1000, rank) for _ in range(4)]
 
     def step() -> list[Tensor]:
-        low = LowRank(z, weights, NPTConfig())
+        products = [Product(gate, *weights[:2]), Product(up, *weights[2:])]
+        modulation = trained._backend(z)(z, NPTConfig(), products)
         parts: list[Any] = [of_gate.clone(), of_up.clone(), *map(torch.empty_like, (gate, up))]
-        energy = product_forward(gate, up, low, *parts[:2])
-        low.begin_backward(grad_energy)
-        product_backward(grad, gate, up, low, *parts[2:])
-        return [energy, low.grad_z, *low.grad_weights, *parts]
+        energy = modulation.forward(*parts[:2])
+        grad_z, grads = modulation.backward(grad, grad_energy, parts[2:])
+        return [energy, grad_z, *grads, *parts]
 
     with fp32_products(precision):
-        assert trained._kernels(z) is not None
+        assert trained._backend(z) is not TorchModulation
         computed, again = step(), step()
         assert all(map(torch.equal, computed, again))
-        monkeypatch.setattr(trained, "_kernels", lambda _: None)
+        monkeypatch.setattr(trained, "_backend", lambda _: TorchModulation)
         for one, other in zip(computed, step(), strict=True):
             assert float((one - other).abs().max() / other.abs().max()) < tolerance
