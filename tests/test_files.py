@@ -200,21 +200,26 @@ class TestNewFolder:
         assert {mode(p) for p in (folder / "a.txt", folder / "deep" / "b.txt")} == {file_mode}
         assert under_umask(0o022) == umask
 
-    def test_every_file_is_on_disk_before_the_folder_takes_its_name(self, tmp_path, monkeypatch):
-        synced, at_rename = [], []
-        sync, replace = files._sync, os.replace
-        monkeypatch.setattr(files, "_sync", lambda path: (synced.append(path.name), sync(path)))
+    @pytest.fixture
+    def synced(self, monkeypatch) -> list[Path]:
+        """The files and folders that are synced, in their order."""
+        paths = []
+        opened = "/proc/self/fd/{}".format
+        monkeypatch.setattr(os, "fsync", lambda file: paths.append(Path(os.readlink(opened(file)))))
+        return paths
+
+    def test_every_file_is_on_disk_before_the_folder_takes_its_name(
+        self, tmp_path, monkeypatch, synced
+    ):
+        at_rename, replace = [], os.replace
         monkeypatch.setattr(
             files.os, "replace", lambda *paths: (at_rename.extend(synced), replace(*paths))
         )
         with new_folder(tmp_path / "folder") as temporary:
             self.fill(temporary, "text")
-        assert {"a.txt", "deep", "b.txt"} <= set(at_rename)
+        assert {"a.txt", "deep", "b.txt"} <= {path.name for path in at_rename}
 
-    def test_the_folders_above_that_had_to_be_made_are_synced_too(self, tmp_path, monkeypatch):
-        synced = []
-        sync = files._sync
-        monkeypatch.setattr(files, "_sync", lambda path: (synced.append(path), sync(path)))
+    def test_the_folders_above_that_had_to_be_made_are_synced_too(self, tmp_path, synced):
         with new_folder(tmp_path / "a" / "b" / "c"):
             pass
         assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)

@@ -54,6 +54,14 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+def refused(model: str | Path, words: str, kind: type = ModelError, **how) -> str:
+    """Return the one line, with these words, in which a model is refused."""
+    with pytest.raises(kind, match=words) as refusal:
+        npt.load_base(str(model), device="cpu", **how)
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
 @QUANTIZATIONS
 def test_the_base_comes_frozen_in_evaluation_with_its_tokenizer(
     llama_folder, load_model, quantization
@@ -116,17 +124,14 @@ class TestPackedCheckpoint:
         assert torch.equal(model(batch.input_ids).logits, original(batch.input_ids).logits)
 
     def test_is_refused_when_another_code_is_asked_for(self, packed):
-        with pytest.raises(ModelError, match="is stored as nf4, not fp4"):
-            npt.load_base(str(packed), quantization="fp4", device="cpu")
+        refused(packed, "is stored as nf4, not fp4", quantization="fp4")
 
 
 class TestRefused:
     @pytest.mark.parametrize("quantization", ["int8", "NF4", ""])
     def test_a_quantisation_that_does_not_exist(self, llama_folder, quantization):
-        with pytest.raises(
-            ConfigError, match=rf"quantization is '{quantization}'; choose from nf4, fp4, None"
-        ):
-            npt.load_base(str(llama_folder), quantization=quantization, device="cpu")
+        said = rf"quantization is '{quantization}'; choose from nf4, fp4, None"
+        refused(llama_folder, said, ConfigError, quantization=quantization)
 
     @pytest.mark.parametrize(
         ("name", "message"),
@@ -139,13 +144,10 @@ class TestRefused:
         ],
     )
     def test_a_name_of_nothing_in_one_line(self, name, message):
-        with pytest.raises(ModelError, match=message) as refusal:
-            npt.load_base(name, device="cpu")
-        assert "\n" not in str(refusal.value)
+        refused(name, message)
 
     def test_a_file_where_a_folder_belongs(self, copy):
-        with pytest.raises(ModelError, match=r"model\.safetensors has no config"):
-            npt.load_base(str(copy / "model.safetensors"), device="cpu")
+        refused(copy / "model.safetensors", r"model\.safetensors has no config")
 
     @pytest.mark.parametrize(
         ("damage", "message"),
@@ -193,10 +195,7 @@ class TestRefused:
         self, copy, quantization, damage, message
     ):
         damage(copy)
-        with pytest.raises(ModelError, match=message) as refusal:
-            npt.load_base(str(copy), quantization=quantization, device="cpu")
-        assert str(copy) in str(refusal.value)
-        assert "\n" not in str(refusal.value)
+        assert str(copy) in refused(copy, message, quantization=quantization)
 
     @pytest.mark.parametrize("value", [0, -1, 10**7, "4", 2.5, True, None])
     def test_a_number_of_layers_that_no_model_has(self, copy, value):
@@ -241,15 +240,13 @@ class TestRefused:
     )
     def test_weights_that_the_model_would_ignore(self, copy, damage, name, later):
         damage(copy)
-        with pytest.raises(ModelError, match=f"has the weight {name}.* config.json does not have"):
-            npt.load_base(str(copy), device="cpu", layers_later=later)
+        refused(copy, f"has the weight {name}.* config.json does not have", layers_later=later)
 
     @pytest.mark.parametrize("later", [False, True])
     def test_layers_in_4_bits_that_the_model_would_ignore(self, load_model, copy, later):
         load_model("nf4").save_pretrained(copy)
         in_config(num_hidden_layers=3)(copy)
-        with pytest.raises(ModelError, match=r"has the weight model\.layers\.3\..* \(9 in all\)"):
-            npt.load_base(str(copy), device="cpu", layers_later=later)
+        refused(copy, r"has the weight model\.layers\.3\..* \(9 in all\)", layers_later=later)
 
 
 def test_buffers_and_tied_heads_of_older_checkpoints_are_no_extra_weights(copy):
@@ -356,8 +353,7 @@ class TestNothingOfACheckpointIsRun:
         self.in_tokenizer(
             trapped, tokenizer_class="Trap", auto_map={"AutoTokenizer": ["trap.Trap", None]}
         )
-        with pytest.raises(ModelError, match=r"cannot load the tokenizer of .*custom code"):
-            npt.load_base(str(trapped), device="cpu")
+        refused(trapped, r"cannot load the tokenizer of .*custom code")
         assert not (trapped / "sprung").exists()
 
     def test_a_pickle_of_weights_is_refused(self, trapped):
@@ -368,9 +364,6 @@ class TestNothingOfACheckpointIsRun:
         (trapped / "model.safetensors").unlink()
         for weights in (Trap(), {SOME_WEIGHT: torch.zeros(2)}):
             torch.save(weights, trapped / "pytorch_model.bin")
-            with pytest.raises(
-                ModelError,
-                match=r"cannot load the weights of .*model\.safetensors.*a local folder with safet",
-            ):
-                npt.load_base(str(trapped), device="cpu")
+            said = r"cannot load the weights of .*model\.safetensors.*a local folder with safet"
+            refused(trapped, said)
         assert not (trapped / "sprung").exists()

@@ -50,6 +50,12 @@ def lines(path: Path, *values: str) -> None:
     path.write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
 
 
+def refused(path: Path, words: str, **settings) -> None:
+    """Have a dataset refused before it is read, in words that the pattern finds."""
+    with pytest.raises(DataError, match=words):
+        check_source(config(path, **settings))
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -138,26 +144,24 @@ class TestSplits:
         line = passed_over(config(tmp_path, dataset_split="test"))
         assert line == f"not read in {tmp_path}: {train} (split train)"
         for name in ("validation", "train[:5]"):
-            with pytest.raises(DataError, match=r"has no split .*; choose .* from test, train$"):
-                check_source(config(tmp_path, dataset_split=name))
+            said = r"has no split .*; choose .* from test, train$"
+            refused(tmp_path, said, dataset_split=name)
 
     def test_the_hub_has_splits_of_any_name(self, tmp_path):
         for split in ("train_sft", "test_sft"):
             lines(tmp_path / "data" / f"{split}-00000-of-00001.jsonl", split)
         assert texts(tmp_path, dataset_split="test_sft") == ["test_sft"]
-        with pytest.raises(DataError, match=r"no split 'train'; .* from test_sft, train_sft$"):
-            check_source(config(tmp_path))
+        refused(tmp_path, r"no split 'train'; .* from test_sft, train_sft$")
 
     def test_files_of_one_split_or_none_are_read_as_one(self, tmp_path):
         for name in ("trained", "contest", "test"):
             lines(tmp_path / f"{name}.jsonl", name)
         assert texts(tmp_path) == ["contest", "test", "trained"]
         assert texts(tmp_path, dataset_split="test") == ["test"]
-        with pytest.raises(DataError, match=r"no split 'validation'; choose .* from test$"):
-            check_source(config(tmp_path, dataset_split="validation"))
+        said = r"no split 'validation'; choose .* from test$"
+        refused(tmp_path, said, dataset_split="validation")
         (tmp_path / "test.jsonl").unlink()
-        with pytest.raises(DataError, match="--dataset_split test has no effect on"):
-            check_source(config(tmp_path, dataset_split="test"))
+        refused(tmp_path, "--dataset_split test has no effect on", dataset_split="test")
 
     def test_a_glob_takes_what_it_names(self, tmp_path):
         lines(tmp_path / "train.jsonl", "trained on")
@@ -172,8 +176,7 @@ class TestSaved:
         self.ROWS.save_to_disk(tmp_path / "saved")
         assert texts(tmp_path / "saved") == ["one", "two"]
         assert passed_over(config(tmp_path / "saved")) is None
-        with pytest.raises(DataError, match="--dataset_split test has no effect on"):
-            check_source(config(tmp_path / "saved", dataset_split="test"))
+        refused(tmp_path / "saved", "--dataset_split test has no effect on", dataset_split="test")
         (file,) = (tmp_path / "saved").glob("*.arrow")
         assert texts(file) == ["one", "two"]
 
@@ -183,8 +186,7 @@ class TestSaved:
         assert texts(tmp_path) == ["one", "two"]
         assert texts(tmp_path, dataset_split="odd") == ["three"]
         assert passed_over(config(tmp_path)) == f"not read in {tmp_path}: odd/ (split odd)"
-        with pytest.raises(DataError, match=r"no split 'test'; choose .* from odd, train$"):
-            check_source(config(tmp_path, dataset_split="test"))
+        refused(tmp_path, r"no split 'test'; choose .* from odd, train$", dataset_split="test")
         report = examine(config(tmp_path), load_tokenizer("tiny"), 2048)
         assert not report.problems and report.counts.records == 2
 
@@ -198,8 +200,7 @@ class TestSaved:
     @pytest.mark.parametrize("content", ["no", "{}", '{"splits": 1}', '{"splits": ["../x"]}'])
     def test_damaged_splits_are_one_line(self, tmp_path, content):
         (tmp_path / "dataset_dict.json").write_text(content)
-        with pytest.raises(DataError, match=r"dataset_dict\.json|no split 'train'"):
-            check_source(config(tmp_path))
+        refused(tmp_path, r"dataset_dict\.json|no split 'train'")
 
     def test_without_datasets_the_extra_is_named(self, tmp_path, monkeypatch):
         self.ROWS.save_to_disk(tmp_path / "saved")

@@ -30,7 +30,7 @@ def judged(case: RowCase, trainer: str) -> Line:
 # What two processes add to a fault of one: one of them has nothing left, or both refuse, or a step
 # is undone on both. debug/inject_fault.py plants all of PAIR_CASES.
 CHOSEN = {
-    "accelerate": ("pair-all", "pair-first", "pair-step"),
+    "accelerate": ("pair-first", "pair-step"),  # and pair-all by the script, below
     "hf": ("pair-three", "pair-both"),
     "grpo": ("pair-all",),
     "fsdp": ("pair-three", "pair-label"),
@@ -106,3 +106,5 @@ def test_the_script_starts_two_processes(monkeypatch, capsys) -> None:
     assert inject_fault.main() == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["passed"], figures["total"], figures["false_alarms"]) == (1, 1, 0)
+    (case,) = figures["cases"]
+    assert (case["id"], case["located"], case["unguarded"]) == ("pair-all", True, "changed")

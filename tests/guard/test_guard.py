@@ -4,7 +4,7 @@ them.
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 
 import hypothesis.strategies as st
@@ -155,6 +155,25 @@ def test_too_many_refusals_stop_with_the_state_before_them() -> None:
         guarded_run(guarded, [[Micro(1)], *[[Micro(2, fault="loss")]] * 5], max_refused=3)
     plain_run(plain, [[Micro(1)]], "sum")
     assert_same_state(guarded, plain)
+
+
+@pytest.mark.parametrize(
+    ("windows", "stops"),
+    [
+        ([[1, 0], [0, 1], [1, 0, 0]], False),
+        ([[0], [0], [1], [0], [0]], False),
+        ([[1, 0], [0], [0], [1]], True),
+        ([[1, 0], [0, 0, 0]], True),
+        ([[1, 0, 0, 0]], True),
+        # the row reaches over a window's start and ends inside it
+        ([[0], [1, 0, 0], [0, 1]], True),
+    ],
+)
+def test_refusals_are_in_a_row_by_their_order_wherever_windows_begin(windows, stops) -> None:
+    """1 is a micro-batch that counts, 0 one that is refused."""
+    made = [[Micro(i, fault=None if good else "loss") for i, good in enumerate(w)] for w in windows]
+    with pytest.raises(TooManyRefusalsError) if stops else nullcontext():
+        guarded_run(World(), made, max_refused=3)
 
 
 def test_a_loop_continues_after_too_many_refusals() -> None:

@@ -1,5 +1,6 @@
 """TRL's Trainers that generate under a guard: a refused slice of a generation leaves no trace."""
 
+import functools
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -80,16 +81,31 @@ GENERATIONS = {
 }
 
 
-@pytest.mark.parametrize("given", GENERATIONS.values(), ids=GENERATIONS)
+BAD = (0, 5)
+"""The first slice of a generation, and another."""
+
+
+@pytest.fixture(scope="module")
+def stock_of(tokenizer) -> Any:
+    """What a training that passed over BAD leaves, by the name of its generations; made once."""
+
+    @functools.cache
+    def made(name: str) -> tuple[Any, ...]:
+        stock = trained(tokenizer, "GRPO", BAD, None, False, **GENERATIONS[name])
+        return state_of(stock), stock._step, logged(stock)
+
+    return made
+
+
 @pytest.mark.parametrize("fault", ["loss-nan", "raises-backward"])
-def test_a_refused_slice_leaves_no_trace(given, fault, tokenizer) -> None:
-    """The first slice of a generation, and others; the log holds nothing of them."""
-    bad = (0, 5)
-    guarded = trained(tokenizer, "GRPO", bad, fault, True, **given)
-    stock = trained(tokenizer, "GRPO", bad, None, False, **given)
-    assert_equal(state_of(guarded), state_of(stock), "state")
-    assert guarded._step == stock._step
-    assert logged(guarded) == logged(stock)
+@pytest.mark.parametrize("name", GENERATIONS)  # outermost, for the cases with one stock training
+def test_a_refused_slice_leaves_no_trace(name, fault, tokenizer, stock_of) -> None:
+    """The log holds nothing of it."""
+    state, step, log = stock_of(name)
+    guarded = trained(tokenizer, "GRPO", BAD, fault, True, **GENERATIONS[name])
+    assert_equal(state_of(guarded), state, "state")
+    assert guarded._step == step
+    assert logged(guarded) == log
     assert all(math.isfinite(entry["entropy"]) for entry in logged(guarded))
     assert guarded.guard.counts.refused == len(guarded.refusals) >= 2
 

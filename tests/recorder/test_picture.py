@@ -186,13 +186,13 @@ def test_nothing_to_draw_is_refused_and_writes_nothing(rows, tmp_path) -> None:
 
 
 def test_a_picture_that_fails_leaves_the_old_files(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(picture, "_png", lambda records: b"drawn")
+    monkeypatch.setattr(Figure, "savefig", lambda self, stream, **how: stream.write(b"drawn"))
     before = [path.read_bytes() for path in write_pictures([record(1)], tmp_path)]
 
-    def fail(*_):
+    def fail(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr(picture, "_page", fail)
+    monkeypatch.setattr(picture, "render", fail)
     with pytest.raises(MemoryError):
         write_pictures([record(2)], tmp_path)
     assert [(tmp_path / name).read_bytes() for name in ("health.png", "health.html")] == before

@@ -201,10 +201,13 @@ def test_a_manifest_whose_own_sum_is_right_may_say_anything(folder, case, monkey
     else:
         (folder / MANIFEST).write_text(json.dumps(MANIFESTS[case]))
     opened: list[Path] = []
-    original = manifest_module._sums
-    monkeypatch.setattr(
-        manifest_module, "_sums", lambda path: (opened.append(path), original(path))[1]
-    )
+    digest = hashlib.file_digest
+
+    def watched(stream: Any, name: str) -> Any:
+        opened.append(Path(stream.name))
+        return digest(stream, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", watched)
     refused(folder)
     assert all(folder in path.resolve().parents for path in opened)
 
@@ -218,10 +221,10 @@ def test_a_manifest_of_any_depth_or_length_is_refused_and_not_read(folder) -> No
 
 
 def test_an_unreadable_file_is_a_checkpoint_that_does_not_verify(folder, monkeypatch) -> None:
-    def failing(path: Path) -> None:
-        raise OSError(5, "Input/output error", str(path))
+    def failing(stream: Any, _: str) -> None:
+        raise OSError(5, "Input/output error", stream.name)
 
-    monkeypatch.setattr(manifest_module, "_sums", failing)
+    monkeypatch.setattr(hashlib, "file_digest", failing)
     assert "Input/output error" in refused(folder)
 
 

@@ -155,7 +155,8 @@ def test_wandb_is_told_everything_of_a_run_and_its_resumption(
 ) -> None:
     folder = tmp_path / "run"
     monkeypatch.setenv("WANDB_TAGS", "a,b")
-    monkeypatch.setattr("npt.recorder.picture._png", lambda records: b"drawn")
+    drawn = lambda self, stream, **how: stream.write(b"drawn")  # noqa: E731
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", drawn)
     asked = {"use_wandb": True, "use_tensorboard": True, "eval_steps": 2}
     _, result = trained(folder, **asked, trace_steps="2")
     found = told(folder)

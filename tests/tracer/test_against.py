@@ -15,6 +15,7 @@ import torch
 from mutations import mutated, mutated_bytes, mutated_tensors
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import npt
 from npt.batch import batches
@@ -346,21 +347,30 @@ def test_an_adapters_training_step(tmp_path: Path) -> None:
     assert "model.layers.7.npt.A has a relative" in verdict.explanation
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_compiled_model_is_compared_by_its_modules(backend, bases, tmp_path) -> None:
-    """With one that is not, with a file, and with another compiled one."""
+def is_compared_by_its_modules(model: Any, batch: Any, other: Any, place: str, how: str) -> None:
+    compiled: Any = torch.compile(model, backend=how)
+    assert npt.trace(compiled, batch, against=other) is None
+    model.get_submodule(place).variance_epsilon *= 1000
+    verdict = npt.trace(compiled, batch, against=other)
+    assert verdict is not None and (verdict.module, verdict.operation) == (place, "output")
+
+
+def test_a_compiled_model_is_compared_by_its_modules(bases) -> None:
     reference = copy.deepcopy(bases["fp32"])
     reference.model.layers, reference.config.num_hidden_layers = reference.model.layers[:1], 1
-    model = copy.deepcopy(reference)
-    compiled: Any = torch.compile(model, backend=backend)
-    others = [reference, tmp_path / "file.safetensors", torch.compile(reference, backend="eager")]
-    for other in others[: 1 if backend == "inductor" else 3]:
-        assert npt.trace(compiled, BATCH, against=other) is None
-        model.model.layers[0].input_layernorm.variance_epsilon *= 1000
-        verdict = npt.trace(compiled, BATCH, against=other)
-        assert verdict is not None and verdict.module == "model.layers.0.input_layernorm"
-        assert verdict.operation == "output"
-        model.model.layers[0].input_layernorm.variance_epsilon /= 1000
+    place = "model.layers.0.input_layernorm"
+    is_compared_by_its_modules(copy.deepcopy(reference), BATCH, reference, place, "inductor")
+
+
+@pytest.mark.parametrize("with_file", [True, False])
+def test_a_compiled_model_is_compared_with_a_file_and_with_a_compiled_one(
+    with_file, tmp_path
+) -> None:
+    reference = nn.Sequential(nn.Linear(8, 8), LlamaRMSNorm(8), nn.Linear(8, 8))
+    compiled = torch.compile(reference, backend="eager")
+    other = tmp_path / "file.safetensors" if with_file else compiled
+    x = 0.01 * torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    is_compared_by_its_modules(copy.deepcopy(reference), x, other, "1", "eager")
 
 
 class Rounded(nn.Module):

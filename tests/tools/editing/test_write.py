@@ -197,16 +197,21 @@ def test_a_fact_and_a_second_one_are_written_into_the_embedded_model():
 
 
 class TestRefused:
-    def test_what_cannot_be_written(self, load_model, tokenizer):
+    @pytest.mark.parametrize(
+        ("texts", "how", "said"),
+        [
+            *((["ab"], {"max_kl": n}, "--max_kl .* must be above 0") for n in (0, -1.0, math.nan)),
+            ([], {}, "nothing to write: pass texts or a context"),
+            (["ab"], {"max_kl": 1e-12}, "--max_kl 1e-12 is too low"),
+            ([], {"context": "x" * 128}, "positions: shorten the context"),
+            ([], {"context": "x"}, "too few tokens to learn from"),
+        ],
+    )
+    def test_what_cannot_be_written(self, load_model, tokenizer, texts, how, said):
         model = student(load_model)
-        text = general(model)
-        for max_kl in (0.0, -1.0, math.nan):
-            with pytest.raises(ConfigError, match=r"--max_kl .* must be above 0"):
-                find_update(model, tokenizer, as_facts("ab"), text, max_kl=max_kl)
-        with pytest.raises(ConfigError, match="nothing to write: pass texts or a context"):
-            find_update(model, tokenizer, [], text, max_kl=1.0)
-        with pytest.raises(ConfigError, match="--max_kl 1e-12 is too low"):
-            find_update(model, tokenizer, as_facts("ab"), text, max_kl=1e-12)
+        facts = [fact for text in texts for fact in as_facts(text)]
+        with pytest.raises(ConfigError, match=said):
+            find_update(model, tokenizer, facts, general(model), **{"max_kl": 1.0, **how})
         assert npt.consolidated(model) == ()
 
     def test_too_little_general_text(self, load_model, tokenizer):
@@ -228,15 +233,6 @@ class TestRefused:
             model.model.layers[0].input_layernorm.weight.fill_(math.nan)
         with pytest.raises(NumericalError, match="layer 1: a state of the probes is not fin"):
             outputs_with_context(model, PROBES, LAYERS)
-
-    def test_contexts_that_are_too_long_or_too_short(self, load_model, tokenizer):
-        model = student(load_model)
-        text = general(model)
-        long = "x" * model.config.max_position_embeddings
-        with pytest.raises(ConfigError, match="positions: shorten the context"):
-            find_update(model, tokenizer, [], text, max_kl=1.0, context=long)
-        with pytest.raises(ConfigError, match="too few tokens to learn from"):
-            find_update(model, tokenizer, [], text, max_kl=1.0, context="x")
 
     def test_an_interrupted_search_leaves_nothing(self, load_model, tokenizer, monkeypatch):
         model = student(load_model)

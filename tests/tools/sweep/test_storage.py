@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import sqlalchemy
 from forked import Forked
+from optuna import Study
+from optuna.storages import RDBStorage
 from storage_work import trials, work
 
 from npt.errors import ConfigError
@@ -237,10 +239,10 @@ def test_two_workers_that_take_an_attempt_at_once_do_not_both_get_it(url: str) -
 def test_a_database_that_is_out_of_reach_is_said_in_one_line(file: str, monkeypatch) -> None:
     storage, design = Storage(file, "work"), trials(1)
 
-    def unreached() -> dict[str, Any]:
+    def unreached(*_: Any, **__: Any) -> None:
         raise sqlalchemy.exc.OperationalError("select", {}, Exception("database is locked"))
 
-    monkeypatch.setattr(storage, "_attempts", unreached)
+    monkeypatch.setattr(Study, "get_trials", unreached)
     with (
         pytest.raises(
             ConfigError, match=r"cannot reach .*database is locked.*run npt sweep again"
@@ -276,11 +278,11 @@ def test_a_worker_that_sends_heartbeats_keeps_its_trial(file: str) -> None:
 def test_a_heartbeat_that_does_not_arrive_is_followed_by_others(file: str, monkeypatch) -> None:
     (own, _, claim), tried = claimed(file, beat=0.01), []
 
-    def refuse(id_: int) -> None:
+    def refuse(_: RDBStorage, id_: int) -> None:
         tried.append(id_)
         raise sqlalchemy.exc.OperationalError("insert", {}, Exception("database is locked"))
 
-    monkeypatch.setattr(own._storage, "record_heartbeat", refuse)
+    monkeypatch.setattr(RDBStorage, "record_heartbeat", refuse)
     with own.alive(claim):
         time.sleep(0.2)
     assert len(tried) > 1
