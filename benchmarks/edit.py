@@ -230,17 +230,19 @@ def cautious(bench: Bench) -> dict[str, Any]:
 def in_turn(bench: Bench) -> dict[str, Any]:
     every = bench.baseline(bench.facts)
     first = bench.baseline(bench.facts[:10])
-    seconds, had = 0.0, 0.0
-    for number, fact in enumerate(bench.facts):
+    seconds = 0.0
+    shares = {}
+    for number, fact in enumerate(bench.facts, 1):
         update, spent = bench.find([fact])
         seconds += spent
         apply_update(bench.model, update)
-        if number == min(9, len(bench.facts) - 1):
-            had = figures_of(first.against(bench.model))["answer_share"]
+        if number % 10 == 0 or number == len(bench.facts):
+            shares[number] = figures_of(first.against(bench.model))["answer_share"]
+            complain(f"in turn: {number} facts, {seconds:.0f} s, first ten {shares[number]:.3f}")
     found = figures_of(every.against(bench.model))
-    last = figures_of(first.against(bench.model))
     npt.unconsolidate(bench.model, None)
-    kept = {"first_share": last["answer_share"], "first_share_before": had}
+    of_first = list(shares.values())
+    kept = {"first_share": of_first[-1], "first_share_before": of_first[0], "first_shares": shares}
     return {**found, **kept, "seconds": seconds / len(bench.facts)}
 
 
