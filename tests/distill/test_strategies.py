@@ -16,7 +16,7 @@ import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.layer import COUNT_GRADIENT
 from npt.adapters.stream import open_stream
-from npt.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors
+from npt.batch import IGNORE_INDEX, Batch, batch_from_tensors
 from npt.config import NPTConfig, TrainConfig
 from npt.distill import hidden_losses
 from npt.distill.local import BatchSums
@@ -384,14 +384,6 @@ def student(load_model) -> nn.Module:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     return moved(model, 0.2)
-
-
-def samples(seed: int, lengths: list[int]) -> list[Sample]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
-        for i, n in enumerate(lengths)
-    ]
 
 
 @contextmanager
