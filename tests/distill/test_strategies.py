@@ -28,7 +28,6 @@ from npt.distill.strategies import drive
 ROUNDING = 2e-5
 
 NAMES = ("local", "propagated", "end_to_end")
-PAD = 2
 FORMS = (
     NPTConfig(rank=4, layers="all"),
     NPTConfig(rank=3, layers="1,3", targets=("gate",), modulation="additive"),
@@ -384,18 +383,6 @@ def student(load_model) -> nn.Module:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     return moved(model, 0.2)
-
-
-@contextmanager
-def pad_row(model: nn.Module, value: float) -> Iterator[None]:
-    """The pad token's embedding set to `value`."""
-    weight = model.model.embed_tokens.weight
-    before = weight.data[PAD].clone()
-    weight.data[PAD] = value
-    try:
-        yield
-    finally:
-        weight.data[PAD] = before
 
 
 @pytest.mark.parametrize("name", NAMES)
