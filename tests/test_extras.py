@@ -57,7 +57,6 @@ assert "matplotlib.pyplot" not in sys.modules
 """
 
 
-DISTILL = [package for package, extra in EXTRAS.items() if extra == "distill"]
 BESIDE = [package for package, extra in EXTRAS.items() if extra != "distill"]
 
 GUARD_ALONE = """

@@ -16,10 +16,6 @@ from npt.adapters.products import Modulation, Product
 from npt.config import NPTConfig
 
 Weights = tuple[Tensor | None, Tensor | None]
-NONE: Weights = (None, None)
-FORMS = pytest.mark.parametrize(
-    ("mult", "add"), [(True, True), (True, False), (False, True), (False, False)]
-)
 
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Tensor:

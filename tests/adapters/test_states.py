@@ -42,12 +42,6 @@ def state(model: Any) -> dict[str, Any]:
     }
 
 
-def with_update(load_model: LoadModel) -> Any:
-    model = student(load_model)
-    apply_update(model, random_update(model))
-    return model
-
-
 def with_other_ranks(model: Any) -> None:
     """Do the last thing that a calibration with a budget of ranks does."""
     config = attached_config(model)

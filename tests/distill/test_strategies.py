@@ -16,7 +16,7 @@ import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.layer import COUNT_GRADIENT
 from npt.adapters.stream import open_stream
-from npt.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors
+from npt.batch import IGNORE_INDEX, Batch, batch_from_tensors
 from npt.config import NPTConfig, TrainConfig
 from npt.distill import hidden_losses
 from npt.distill.local import BatchSums
@@ -28,7 +28,6 @@ from npt.distill.strategies import drive
 ROUNDING = 2e-5
 
 NAMES = ("local", "propagated", "end_to_end")
-PAD = 2
 FORMS = (
     NPTConfig(rank=4, layers="all"),
     NPTConfig(rank=3, layers="1,3", targets=("gate",), modulation="additive"),
@@ -384,26 +383,6 @@ def student(load_model) -> nn.Module:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     return moved(model, 0.2)
-
-
-def samples(seed: int, lengths: list[int]) -> list[Sample]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
-        for i, n in enumerate(lengths)
-    ]
-
-
-@contextmanager
-def pad_row(model: nn.Module, value: float) -> Iterator[None]:
-    """The pad token's embedding set to `value`."""
-    weight = model.model.embed_tokens.weight
-    before = weight.data[PAD].clone()
-    weight.data[PAD] = value
-    try:
-        yield
-    finally:
-        weight.data[PAD] = before
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -185,21 +185,9 @@ def test_a_process_that_is_lost_in_an_evaluation_is_named(base: str, tmp_path: P
     assert "process 1 no longer responds" in str(left.error)
 
 
-@pytest.mark.parametrize("plant", ["kill"])
-def test_a_process_that_ends_early_ends_the_other_too(
-    base: str, tmp_path: Path, plant: str
-) -> None:
-    ended = several(
-        2,
-        run,
-        base,
-        str(tmp_path / "run"),
-        True,
-        plant=plant,
-        at=1,
-        gradient_accumulation_steps=2,
-        count=13,
-    )
+def test_a_process_that_ends_early_ends_the_other_too(base: str, tmp_path: Path) -> None:
+    settings = {"plant": "kill", "at": 1, "gradient_accumulation_steps": 2, "count": 13}
+    ended = several(2, run, base, str(tmp_path / "run"), True, **settings)
     assert ended[0].kind == "ProcessError" and "process 1" in str(ended[0].error), ended[0].trace
     assert ended[0].seconds < 15  # far below the timeout of 20
 

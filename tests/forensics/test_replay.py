@@ -36,8 +36,6 @@ from npt.manifest import write_manifest
 from npt.runs.run_folder import RunFolder
 from npt.train.data import RunData
 
-ROOT = Path(npt.__file__).parent.parent
-
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

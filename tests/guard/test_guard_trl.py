@@ -14,16 +14,10 @@ from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard import TrainerMixin, protect, replay
 
 BAD = 5
+FAULT = "raises-forward"
 METRICS = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens")
-METRICS += (
-    "objective/kl",
-    "objective/scores",
-    "beta",
-    "rewards/margins",
-    "rewards/accuracies",
-    "logps/chosen",
-    "logits/chosen",
-)
+METRICS += ("objective/kl", "objective/scores", "beta", "rewards/margins", "rewards/accuracies")
+METRICS += ("logps/chosen", "logits/chosen")
 
 
 def trained(kind: Any, arguments: Any, rows: list[Any], model: Any, **rest: Any) -> Any:
@@ -48,17 +42,16 @@ def trained(kind: Any, arguments: Any, rows: list[Any], model: Any, **rest: Any)
     return {**state_of(trainer), "logged": logged}
 
 
-@pytest.mark.parametrize("fault", ["raises-forward"])
-def test_sft_of_a_refused_row_leaves_no_trace(fault, tmp_path) -> None:
+def test_sft_of_a_refused_row_leaves_no_trace(tmp_path) -> None:
     trl = pytest.importorskip("trl")  # not before: importing it takes seconds
     given = {**ARGUMENTS, "gradient_accumulation_steps": 4, "bf16": False, "max_length": None}
 
     def rows(bad: int | None) -> list[Any]:
-        made = [row(i, fault if i == bad else None) for i in range(8) if i == bad or i != BAD]
+        made = [row(i, FAULT if i == bad else None) for i in range(8) if i == bad or i != BAD]
         return [{name: ids.tolist() for name, ids in one.items()} for one in made]
 
     config = trl.SFTConfig(str(tmp_path), **given)
-    guarded = trained(trl.SFTTrainer, config, rows(BAD), plant(small_llama(), fault))
+    guarded = trained(trl.SFTTrainer, config, rows(BAD), plant(small_llama(), FAULT))
     stock = trained(trl.SFTTrainer, config, rows(None), small_llama())
     assert_equal(guarded, stock, "state")
 
@@ -102,7 +95,7 @@ def test_online_dpo_of_a_refused_prompt_leaves_no_trace(size, tmp_path) -> None:
     (mark,) = tokenizer(" #", add_special_tokens=False)["input_ids"]
     words = ["alpha", "beta", "gamma", "delta", "epsilon", "#", "eta", "theta"]
     states = []
-    for fault in ("raises-forward", None):
+    for fault in (FAULT, None):
         rows = [{"prompt": f"say {word}: "} for word in words if fault or word != "#"]
         policy = small_policy(tokenizer)
         given = {**ARGUMENTS, "gradient_accumulation_steps": size, "bf16": False}

@@ -348,27 +348,20 @@ def test_one_of_two_processes_halves_and_both_hold_the_same_bits(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     windows = [["good a", "lack b", "good c", "lack d"], ["good e", "lack f", "good g", "good h"]]
-    plans = [
-        {"out": str(tmp_path / f"loop-{late}"), "windows": windows, "late": late}
-        for late in (True,)
-    ]
-    together = values(several(2, loops, str(tiny_folder), plans))
-    alone = values(
-        several(
-            1, loops, str(tiny_folder), [{**plan, "out": f"{plan['out']}-alone"} for plan in plans]
-        )
-    )
-    for number in range(len(plans)):
-        one, other, single = together[0][number], together[1][number], alone[0][number]
-        assert [e["event"] for e in single["events"]] == ["out_of_memory"]
-        for name, value in one["state"].items():
-            assert np.array_equal(value, other["state"][name]), name
-            difference = np.abs(value - single["state"][name])  # another order of summing, as above
-            assert np.median(difference) < 1e-6 and difference.max() < 2e-3, name
-        assert (
-            one["tokens"] == other["tokens"] == single["tokens"]
-            and one["refused"] == single["refused"] == {}
-        )
+
+    def run(size: int) -> list[Any]:
+        plan = {"out": str(tmp_path / f"of-{size}"), "windows": windows, "late": True}
+        return [found for (found,) in values(several(size, loops, str(tiny_folder), [plan]))]
+
+    one, other = run(2)
+    (single,) = run(1)
+    assert [e["event"] for e in single["events"]] == ["out_of_memory"]
+    for name, value in one["state"].items():
+        assert np.array_equal(value, other["state"][name]), name
+        difference = np.abs(value - single["state"][name])  # another order of summing, as above
+        assert np.median(difference) < 1e-6 and difference.max() < 2e-3, name
+    assert one["tokens"] == other["tokens"] == single["tokens"]
+    assert one["refused"] == single["refused"] == {}
 
 
 def test_nothing_of_a_failed_micro_batch_is_alive_when_it_is_begun_again(runs) -> None:

@@ -36,9 +36,6 @@ def named(function: Callable[[Tensor], Tensor], **arguments) -> str | None:
     return None if found is None else found.operation
 
 
-ONES = torch.ones(1, 3)
-
-
 def zero(x: Tensor) -> Tensor:
     return x - x
 

@@ -34,17 +34,16 @@ def taught(here: Runs, folder: str, precision: str, source: Any, **changed: Any)
     )
 
 
-@pytest.mark.parametrize("precision", ["bf16"])
-def test_a_kept_residual_learns_from_the_unquantised_base(here, llama_folder, precision) -> None:
+def test_a_kept_residual_learns_from_the_unquantised_base(here, llama_folder) -> None:
     adapter = {"rank": 8, "residual": "keep", "layers": "all"}
     result = taught(
-        here, "run", precision, llama_folder, adapter=adapter, max_steps=24, num_epochs=20
+        here, "run", "bf16", llama_folder, adapter=adapter, max_steps=24, num_epochs=20
     ).train()
     metrics = [line["loss_nmse"] for line in lines(result.folder, "metrics")]
     assert sum(metrics[-8:]) < 0.9 * sum(metrics[:8])  # means of an epoch each
     assert result.diverged == ()  # although its KL to the 4-bit base rises from 0
     settings = read_json(result.folder / "run.json", ConfigError)["settings"]
-    assert settings["teacher_precision"] == precision and len(settings["teacher"]) == 64
+    assert settings["teacher_precision"] == "bf16" and len(settings["teacher"]) == 64
 
 
 def test_another_teacher_is_refused_on_resume_and_none_as_well(here, llama_folder) -> None:
@@ -89,10 +88,9 @@ def test_a_run_that_stops_is_replayed_with_its_strategy_and_its_teacher(
     assert "state" in str(result)
 
 
-@pytest.mark.parametrize("own", ["eager"])
-def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_folder, own) -> None:
+def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_folder) -> None:
     data = [*records(3), {"id": "outside", "input_ids": [5, 999, 7]}]
-    teacher = load_teacher(str(llama_folder), "fp32", device="cpu", attn_implementation=own)
+    teacher = load_teacher(str(llama_folder), "fp32", device="cpu", attn_implementation="eager")
     trainer = here.trainer(
         "run", data=lambda: data, teacher=teacher, max_steps=4, max_consecutive_bad=1, batch_size=1
     )
@@ -100,9 +98,9 @@ def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_f
         trainer.train()
     (bundle,) = (here.place / "run" / "postmortem").iterdir()
     student = read_student(bundle)
-    assert student.entry["settings"]["teacher_attention"] == own
+    assert student.entry["settings"]["teacher_attention"] == "eager"
     model, found = student.load(str(llama_folder))
-    assert attention_name(model) == "sdpa" and attention_name(found) == own
+    assert attention_name(model) == "sdpa" and attention_name(found) == "eager"
 
 
 def test_a_teacher_with_adapters_or_of_another_precision_is_refused(here, load_model) -> None:
