@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapters_disabled, attached_config, evaluating, npt_layers
+from npt.adapters.converted import attached_config, evaluating, npt_layers
 from npt.adapters.layer import Mode
 from npt.batch import Batch, Sample, batches
 from npt.calibration.samples import samples_of
@@ -32,6 +32,7 @@ from npt.evaluation.metrics import (
     per_sample_sums,
     predicting,
 )
+from npt.evaluation.reading import reading
 from npt.figures import Change, nan_for_null
 from npt.random_state import kept_random_state
 
@@ -138,7 +139,6 @@ class Reference:
     head: nn.Module
 
 
-@torch.no_grad()
 @kept_random_state()
 def reference_outputs(
     model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8
@@ -153,7 +153,7 @@ def reference_outputs(
         DataError: token ids lie outside the vocabulary.
     """
     states: list[Tensor] = []
-    with evaluating(model), adapters_disabled(model):
+    with reading(model, "teacher"):
         for batch in checked_batches(model, batches(samples, batch_size), "evaluation data"):
             predicted = predicting(batch).sum(dim=-1).tolist()
             states += final_states(model, batch.taught).cpu().split(predicted)

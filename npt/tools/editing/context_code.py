@@ -43,9 +43,9 @@ from npt.adapters.layer import NPTAdapter
 from npt.adapters.token_modulation import as_row, recoded
 from npt.config.adapter import STREAM
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
+from npt.evaluation.reading import stages_at
 from npt.files import to_json, write_bytes
 from npt.stored import RESTORE, described, non_finite, opened, parse_json, read_headers, shown
-from npt.tools.editing.layerwise import stages_at
 
 RECORD = "npt_context_code"
 """Entry of the file's metadata that holds the record, as JSON."""

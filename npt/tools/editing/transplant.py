@@ -27,8 +27,8 @@ from npt.adapters.token_modulation import (
 )
 from npt.distill.logit_losses import kl_of_logs
 from npt.errors import ConfigError, ModelError
+from npt.evaluation.reading import reading
 from npt.tools.editing.context_code import ContextCode
-from npt.tools.editing.layerwise import reading
 
 
 @contextmanager
