@@ -210,6 +210,7 @@ def evaluate(
     samples = list(itertools.islice(every, max_samples))
     if not samples:
         raise DataError("no text of two tokens or more to evaluate on; check the data")
+    # run before the student, whose passes then need its states alone
     reference = unquantized
     if isinstance(unquantized, PreTrainedModel):
         reference = reference_outputs(unquantized, samples, batch_size=batch_size)
@@ -218,6 +219,7 @@ def evaluate(
             f"unquantized holds outputs of {len(reference.states)} samples, but {len(samples)} are"
             " evaluated; run reference_outputs on the same samples"
         )
+    # all that is compared on a batch, so that each model's head runs once
     pairs: list[Pair] = [(mode, "teacher") for mode in MODES]
     aimed_at = ("student", "teacher")
     comparisons = {}
@@ -250,7 +252,7 @@ def evaluate(
             hidden = _states_by_mode(model, batch, layer_errors)
             heads = dict.fromkeys(hidden, model.lm_head)
             end = done + len(batch.input_ids)
-            if reference is not None:
+            if reference is not None:  # whose samples are in the order of the batches
                 states = torch.cat(reference.states[done:end])
                 hidden["unquantized"] = states.to(batch.input_ids.device)
                 heads["unquantized"] = reference.head

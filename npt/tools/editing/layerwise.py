@@ -124,6 +124,7 @@ def moment_factors(
         with reading(model):
             for index, layer in _span(model, layers):
                 seen = seen_by(layer, stream)
+                # nothing is patched yet: the next layer reads what this one gives
                 stream = replace(stream, hidden=seen.output)
                 if index in layers:
                     rows = seen.product[valid].to(torch.float32)
@@ -135,6 +136,7 @@ def moment_factors(
                 " trace"
             )
         total /= tokens
+        # some inner products are 0 in all of the text, so that C alone has no factor
         total.diagonal().add_(DAMPING * total.diagonal().mean())
         sums[index] = cholesky(total)
     return sums
