@@ -26,8 +26,9 @@ from npt.data.chat import has_template, render
 from npt.data.continuation import bare_tokens, opening_tokens
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.metrics import compare_tokens, final_states
+from npt.evaluation.reading import reading
 from npt.tools.editing.edit_metrics import Forgetting
-from npt.tools.editing.layerwise import opened, reading, seen_by, wanted_outputs
+from npt.tools.editing.layerwise import opened, seen_by, wanted_outputs
 from npt.tools.editing.probes import TEMPERATURE, Probe, written
 from npt.tools.editing.write import find_update, gathered
 

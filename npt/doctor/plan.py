@@ -52,9 +52,9 @@ def available(device: torch.device) -> int | None:
             return None
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
+        _, _, rest = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")
+        return 1024 * int(rest.split()[0])
+    except (OSError, IndexError, ValueError):
         return None
 
 

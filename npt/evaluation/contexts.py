@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, evaluating, npt_layers
-from npt.adapters.token_modulation import observed
 from npt.batch import Sample, batches
 from npt.evaluation.metrics import checked_batches
+from npt.evaluation.reading import stages_at
 
 PASSAGES = 3
 """Passages of each number, from different samples."""
@@ -39,7 +35,6 @@ class Passage(NamedTuple):
     ids: tuple[int, ...]
 
 
-@torch.no_grad()
 def passages_of(
     model: PreTrainedModel,
     samples: Sequence[Sample],
@@ -56,20 +51,13 @@ def passages_of(
     """
     # largest first; the sample's index decides between equal sizes
     best: dict[Number, list[tuple[float, int, Passage]]] = {number: [] for number in numbers}
-    codes: dict[int, Tensor] = {}
-
-    def keep(index: int, stages: dict[str, Tensor | None]) -> None:
-        if (z := stages.get("z")) is not None:
-            codes[index] = z
-
-    watched = [(layer.npt, partial(keep, index)) for index, layer in npt_layers(model)]
     done = 0
-    with evaluating(model), adapter_mode(model, "student"), observed(watched):
+    with stages_at(model, ..., "z") as kept:
         for batch in checked_batches(model, batches(samples, batch_size), "the text"):
             model.model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
             padding = ~batch.attention_mask.bool()
             for number, found in best.items():
-                values = codes[number.layer][..., number.row]  # [B, T]
+                values = kept[number.layer]["z"][..., number.row]  # [B, T]
                 tops = (number.sign * values.masked_fill(padding, 0)).max(dim=1)
                 # read at once, so that the loop does not wait for the device at each sample
                 places = tops.indices.tolist()

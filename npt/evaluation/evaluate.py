@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapters_disabled, attached_config, evaluating, npt_layers
+from npt.adapters.converted import attached_config, evaluating, npt_layers
 from npt.adapters.layer import Mode
 from npt.batch import Batch, Sample, batches
 from npt.calibration.samples import samples_of
@@ -32,6 +32,7 @@ from npt.evaluation.metrics import (
     per_sample_sums,
     predicting,
 )
+from npt.evaluation.reading import reading
 from npt.figures import Change, nan_for_null
 from npt.random_state import kept_random_state
 
@@ -138,7 +139,6 @@ class Reference:
     head: nn.Module
 
 
-@torch.no_grad()
 @kept_random_state()
 def reference_outputs(
     model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8
@@ -153,7 +153,7 @@ def reference_outputs(
         DataError: token ids lie outside the vocabulary.
     """
     states: list[Tensor] = []
-    with evaluating(model), adapters_disabled(model):
+    with reading(model, "teacher"):
         for batch in checked_batches(model, batches(samples, batch_size), "evaluation data"):
             predicted = predicting(batch).sum(dim=-1).tolist()
             states += final_states(model, batch.taught).cpu().split(predicted)
@@ -210,6 +210,7 @@ def evaluate(
     samples = list(itertools.islice(every, max_samples))
     if not samples:
         raise DataError("no text of two tokens or more to evaluate on; check the data")
+    # run before the student, whose passes then need its states alone
     reference = unquantized
     if isinstance(unquantized, PreTrainedModel):
         reference = reference_outputs(unquantized, samples, batch_size=batch_size)
@@ -218,6 +219,7 @@ def evaluate(
             f"unquantized holds outputs of {len(reference.states)} samples, but {len(samples)} are"
             " evaluated; run reference_outputs on the same samples"
         )
+    # all that is compared on a batch, so that each model's head runs once
     pairs: list[Pair] = [(mode, "teacher") for mode in MODES]
     aimed_at = ("student", "teacher")
     comparisons = {}
@@ -250,7 +252,7 @@ def evaluate(
             hidden = _states_by_mode(model, batch, layer_errors)
             heads = dict.fromkeys(hidden, model.lm_head)
             end = done + len(batch.input_ids)
-            if reference is not None:
+            if reference is not None:  # whose samples are in the order of the batches
                 states = torch.cat(reference.states[done:end])
                 hidden["unquantized"] = states.to(batch.input_ids.device)
                 heads["unquantized"] = reference.head

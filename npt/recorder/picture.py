@@ -17,18 +17,12 @@ from npt.files import write_bytes
 from npt.recorder.ranking import FACTOR, explosions, growths
 from npt.recorder.record import Direction, Record, Row, short_names
 from npt.report.generated import colour
-from npt.report.pages import render
+from npt.report.pages import TEMPLATES, render
 from npt.report.words import clean, number
 
 BAD = "#d01c2c"
-INK = "#707a85"  # legible on white and on a dark page, since the picture is transparent
-_SETTINGS: Any = {
-    "text.parse_math": False,
-    "font.size": 9,
-    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
-    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
-}
+INK = "#707a85"  # as in the settings
+_SETTINGS = TEMPLATES / "recorder.mplstyle"
 LISTED = 100  # the most non-finite tensors listed
 
 
@@ -62,7 +56,6 @@ def _drawn(records: Sequence[Record]) -> list[Row]:
 
 def _png(records: Sequence[Record]) -> bytes:
     import matplotlib
-    import matplotlib.style
     from matplotlib.figure import Figure
 
     rows = _drawn(records)
@@ -76,8 +69,7 @@ def _png(records: Sequence[Record]) -> bytes:
     down = len(directions) * math.ceil(len(records) / 2)
     size = (2 + across * (width + 0.2), 2 + down * (height + 0.5))
     # without the user's settings of matplotlib, and with `$` in a name as text
-    settings = matplotlib.rc_context(_SETTINGS)
-    with matplotlib.style.context("default"), settings, warnings.catch_warnings():
+    with matplotlib.rc_context(fname=_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=size, layout="constrained")
         grids = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)

@@ -8,13 +8,13 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
 from markupsafe import Markup
 
+from npt.report.pages import TEMPLATES
 from npt.report.words import clean, number
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ FLAT = 0.02  # of the room around them: numbers this close are drawn as a flat l
 SOFT = "#59636e"
 BAD = "#c5162a"
 _LOOKS = (("#0a58a8", "-"), ("#a35200", "--"), (SOFT, ":"))  # colour and dashes of each line
-_SETTINGS = Path(__file__).parent / "templates" / "charts.mplstyle"
+_SETTINGS = TEMPLATES / "charts.mplstyle"
 
 
 @dataclass(frozen=True)

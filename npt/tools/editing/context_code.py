@@ -43,9 +43,9 @@ from npt.adapters.layer import NPTAdapter
 from npt.adapters.token_modulation import as_row, recoded
 from npt.config.adapter import STREAM
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
+from npt.evaluation.reading import stages_at
 from npt.files import to_json, write_bytes
 from npt.stored import RESTORE, described, non_finite, opened, parse_json, read_headers, shown
-from npt.tools.editing.layerwise import stages_at
 
 RECORD = "npt_context_code"
 """Entry of the file's metadata that holds the record, as JSON."""
@@ -91,6 +91,7 @@ class ContextCode:
         Raises:
             ModelError: they are of different adapters, or have other layers or ranks.
         """
+        # numbers of a code have a meaning only beside those of the same layer and rank
         for index in sorted({*self.codes, *other.codes}):
             here = self._form_of(index)
             there = other._form_of(index)
@@ -147,6 +148,7 @@ class ContextCode:
                     f"{path} holds no code of a context: pass a file written by npt transplant"
                     " --output or ContextCode.save"
                 )
+            # by the header, before a tensor is read into memory
             for name, header in headers.items():
                 if not _LAYER.fullmatch(name):
                     raise DataError(f"{path} has the extra tensor {shown(name)}; {RESTORE}")
@@ -204,6 +206,7 @@ def context_code(
                 f"query {count} ends with token {last} after the context and with token {other}"
                 " alone; end both with the same token"
             )
+        # what the code is to reach is known at once, what it has only when earlier layers have it
         queries.append(alone[0])
         states = _last_states(model, with_context)
         for index, state in states.items():

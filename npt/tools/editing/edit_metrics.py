@@ -32,8 +32,9 @@ from npt.evaluation.metrics import (
     per_sample_sums,
     predicting,
 )
+from npt.evaluation.reading import reading, stages_at
 from npt.figures import FIGURES
-from npt.tools.editing.layerwise import opened, reading, stages_at
+from npt.tools.editing.layerwise import opened
 from npt.tools.editing.probes import BATCH, Probe, log_probabilities
 
 FORGETTING = ("tokens", "perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl", "kl_se")

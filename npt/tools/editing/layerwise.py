@@ -8,9 +8,7 @@ to be patched give the same states in every attempt, so these are computed once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.consolidate import patched_module, summed
-from npt.adapters.converted import adapter_mode, decoder_layers, evaluating, npt_layers
-from npt.adapters.layer import Mode, NPTLayer
+from npt.adapters.converted import decoder_layers
+from npt.adapters.layer import NPTLayer
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.token_modulation import observed
 from npt.base.linear import Patch, patch_term
 from npt.batch import IGNORE_INDEX, Sample, batches
 from npt.errors import NumericalError
 from npt.evaluation.metrics import checked_batches
+from npt.evaluation.reading import reading
 from npt.tools.editing.probes import BATCH, Probe
 
 DAMPING = 1e-4
@@ -66,38 +65,6 @@ class Seen(NamedTuple):
     product: Tensor
     scale: Tensor
     output: Tensor
-
-
-@contextmanager
-def reading(model: PreTrainedModel, stream: Mode = "student") -> Iterator[None]:
-    """Within the context, layers compute as in evaluation, in a mode of the adapters, without
-    gradients.
-    """
-    with evaluating(model), adapter_mode(model, stream), torch.no_grad():
-        yield
-
-
-@contextmanager
-def stages_at(
-    model: PreTrainedModel, place: Any, *names: str
-) -> Iterator[dict[int, dict[str, Tensor]]]:
-    """Within the context, keep the named stages of the student's converted layers, as far as its
-    form has them, by layer. place: an index into [B, T, ...].
-    """
-    found: dict[int, dict[str, Tensor]] = {}
-    observers = []
-
-    def keep(kept: dict[str, Tensor], stages: dict[str, Tensor | None]) -> None:
-        for name in names:
-            stage = stages.get(name)
-            if stage is not None:
-                kept[name] = stage[place].clone()  # not a view, which would hold the whole stage
-
-    for index, layer in npt_layers(model):
-        found[index] = {}
-        observers.append((layer.npt, partial(keep, found[index])))
-    with observed(observers), reading(model):
-        yield found
 
 
 def opened(
@@ -157,6 +124,7 @@ def moment_factors(
         with reading(model):
             for index, layer in _span(model, layers):
                 seen = seen_by(layer, stream)
+                # nothing is patched yet: the next layer reads what this one gives
                 stream = replace(stream, hidden=seen.output)
                 if index in layers:
                     rows = seen.product[valid].to(torch.float32)
@@ -168,6 +136,7 @@ def moment_factors(
                 " trace"
             )
         total /= tokens
+        # some inner products are 0 in all of the text, so that C alone has no factor
         total.diagonal().add_(DAMPING * total.diagonal().mean())
         sums[index] = cholesky(total)
     return sums

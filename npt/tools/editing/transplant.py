@@ -27,8 +27,8 @@ from npt.adapters.token_modulation import (
 )
 from npt.distill.logit_losses import kl_of_logs
 from npt.errors import ConfigError, ModelError
+from npt.evaluation.reading import reading
 from npt.tools.editing.context_code import ContextCode
-from npt.tools.editing.layerwise import reading
 
 
 @contextmanager
@@ -64,6 +64,7 @@ def transplanted(
         raise ConfigError(
             f"the position is {position}; it must be 0 or above, counted from the start of the row"
         )
+    # refused here, before the first pass: within one, layers below would have the code already
     for index, values in code.codes.items():
         rank = len(layers[index].npt.A) if index in layers else None
         if rank != len(values):

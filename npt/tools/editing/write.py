@@ -33,8 +33,9 @@ from npt.calibration.samples import draw_samples, first_tokens
 from npt.data.continuation import bare_tokens
 from npt.data.source import Given
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
+from npt.evaluation.reading import reading
 from npt.tools.editing.edit_metrics import Forgetting, mean_log_probability
-from npt.tools.editing.layerwise import Rows, moment_factors, opened, reading, solve, wanted_outputs
+from npt.tools.editing.layerwise import Rows, moment_factors, opened, solve, wanted_outputs
 from npt.tools.editing.probes import (
     CONTINUATION_TOKENS,
     Fact,
