@@ -313,8 +313,9 @@ def read_text(name: str, flag: str) -> str:
     try:
         text = read_bytes(Path(name), TEXT_BYTES).decode().removeprefix("\ufeff")
     except OSError as error:
-        why = error.strerror or str(error)
-        raise DataError(f"{flag} {name} cannot be read: {why}; name a text file") from error
+        raise DataError(
+            f"{flag} {name} cannot be read: {error.strerror}; name a text file"
+        ) from error
     except ValueError as error:  # a null character in the path, or bytes that are not UTF-8
         raise DataError(f"{flag} {name} is not UTF-8 text: save it as UTF-8") from error
     if not text.strip():

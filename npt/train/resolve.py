@@ -149,11 +149,13 @@ def resolve(
         ConfigError: settings do not work together, or one of them cannot have an effect.
     """
     given = with_safe_mode(_with_config(flags))
+    # the default is chosen together with others, or recorded
     if given.get("init") == AUTO:
         del given["init"]
     origin = _origin(given)
     values = {**origin.flags, **given}
     notes: list[str] = []
+    # a run that goes on has chosen already
     if not origin.record:
         values, notes = with_defaults(values, shape or values.get("model_name", EMBEDDED))
     start = origin.start
