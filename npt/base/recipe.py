@@ -97,8 +97,11 @@ class Recipe:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All arguments of `load_base` that a recipe knows."""
-        return asdict(self) | self.storage
+        """Arguments of `load_base` that differ from its defaults."""
+        default = Recipe()
+        usual = asdict(default) | default.storage
+        mine = asdict(self) | self.storage
+        return {name: value for name, value in mine.items() if value != usual[name]}
 
 
 _WHOLE = {
