@@ -183,7 +183,7 @@ def collate(
         positions[cells] = torch.cat([torch.arange(each) for each in lengths])
         documents[cells] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     teacher = None
-    if any(sample.taught is not None for sample in samples):
+    if any(sample.taught for sample in samples):
         teacher = collate([sample.taught or sample for sample in samples], pad_id, side=side)
     return Batch(
         input_ids=ids,

@@ -94,7 +94,7 @@ class RecordCounts:
     unused: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
-        return {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self).items()}
+        return dict(vars(self))
 
 
 def lost(counts: RecordCounts) -> str:

@@ -120,9 +120,8 @@ def suffixes() -> str:
 def is_local(name: str) -> bool:
     """Return whether a dataset's name is a local path, a glob or has a known suffix."""
     path = Path(os.path.expanduser(name))
-    is_glob = any(c in name for c in "*?[")
     is_path = path.is_absolute() or os.path.exists(path) or kind_of_path(path) is not None
-    return name not in READERS and (is_path or is_glob)
+    return name not in READERS and (is_path or glob.has_magic(name))
 
 
 def reader_of(name: str | Path) -> Reader:
