@@ -99,7 +99,9 @@ class Batch:
     @property
     def row_tensors(self) -> dict[str, Tensor]:
         tensors = {name: getattr(self, name) for name in ROW_TENSORS}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        if self.documents is None:
+            del tensors["documents"]
+        return tensors
 
     @property
     def inputs(self) -> dict[str, Tensor]:

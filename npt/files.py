@@ -64,10 +64,11 @@ def check_folder(
         size: bytes that it will hold, at least.
     """
     with about_output(path, flag):
-        if path.exists() and not path.is_dir():
-            raise ConfigError("is a file: name a folder")
-        if empty and path.exists() and any(path.iterdir()):
-            raise ConfigError("exists and is not empty; choose another folder")
+        if path.exists():
+            if not path.is_dir():
+                raise ConfigError("is a file: name a folder")
+            if empty and any(path.iterdir()):
+                raise ConfigError("exists and is not empty; choose another folder")
         if not in_place and (path.name in ("", "..") or path.is_mount()):
             raise ConfigError("cannot be replaced as a whole: name a folder in it")
         _probe(path / PARTIAL if in_place else path, size)

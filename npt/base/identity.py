@@ -113,8 +113,9 @@ class IdentityReader:
     def __init__(self, model: PreTrainedModel):
         settings = model.config.to_dict()
         computing = {key: settings.get(key) for key in (*_SIZES, *_OTHERS, *_ROPE)}
-        of_family = {key: settings.get(key) for key in _IN_SOME_FAMILIES}
-        computing |= {key: value for key, value in of_family.items() if value is not None}
+        for key in _IN_SOME_FAMILIES:
+            if settings.get(key) is not None:
+                computing[key] = settings[key]
         self._config = _hash_of(_canonical(computing))
         self._strict = _hash_of(computing)
         self._codes = hashlib.sha256()

@@ -121,8 +121,9 @@ class LayersLater:
                     key = key.removeprefix("model.")
                 if not empty.is_meta or key not in self._files:
                     continue
-                of_weight = [k for k in self._files if k.startswith(f"{key}.")]
-                statistics = {k: self._tensor(k).to(device) for k in of_weight}
+                statistics = {
+                    k: self._tensor(k).to(device) for k in self._files if k.startswith(f"{key}.")
+                }
                 parent, _, leaf = name.rpartition(".")
                 owner = module.get_submodule(parent)
                 # no name for the stored tensor, which would keep its file open

@@ -58,12 +58,11 @@ class Recipe:
             return None
         names = {dtype: name for name, dtype in STORED.items()}
         linears = [module for _, module in quantized_linears(model)]
-        states = [module.weight.quant_state for module in linears]
         in_bf16 = all(module.compute_dtype == torch.bfloat16 for module in linears)
         unpacked = names.get(model.get_input_embeddings().weight.dtype)
         return cls(
             packed,
-            double_quant=any(state is not None and state.nested for state in states),
+            double_quant=any(getattr(m.weight.quant_state, "nested", False) for m in linears),
             compute_dtype="bf16" if in_bf16 else "fp32",
             dtype=getattr(model, _DTYPE, unpacked),
         )

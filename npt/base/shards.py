@@ -19,7 +19,7 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> tuple[i
     """Write (name, tensor) pairs to files; return the number of files and the tensors' bytes."""
     parts: list[list[str]] = []
     held: dict[str, Tensor] = {}
-    total = 0
+    size = total = 0
 
     def flush() -> None:
         save_file(held, folder / f"{len(parts)}.part", metadata={"format": "pt"})
@@ -27,10 +27,11 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> tuple[i
         held.clear()
 
     for name, tensor in tensors:
-        size = sum(each.nbytes for each in held.values())
         if held and size + tensor.nbytes > SHARD_BYTES:
             flush()
+            size = 0
         held[name] = tensor.detach().to("cpu").contiguous()
+        size += tensor.nbytes
         total += tensor.nbytes
     flush()
     # a name holds the number of files, which is known only now
@@ -38,8 +39,9 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> tuple[i
     if len(parts) == 1:
         files = [SAFE_WEIGHTS_NAME]
     else:
-        by_file = zip(files, parts, strict=True)
-        where = {name: file for file, names in by_file for name in names}
+        where: dict[str, str] = {}
+        for file, names in zip(files, parts, strict=True):
+            where |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": total}, "weight_map": where}
         write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
     for number, file in enumerate(files):

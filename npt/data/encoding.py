@@ -111,11 +111,10 @@ def lost(counts: RecordCounts) -> str:
 
 def unused_columns(counts: RecordCounts) -> str:
     """Return the columns that nothing is made of, in words; empty if there is none."""
-
-    def named(column: str, count: int) -> str:
-        return f"{column!r} in {count:,} record{'' if count == 1 else 's'}"
-
-    return ", ".join(named(*each) for each in sorted(counts.unused.items()))
+    return ", ".join(
+        f"{column!r} in {count:,} record{'' if count == 1 else 's'}"
+        for column, count in sorted(counts.unused.items())
+    )
 
 
 def no_sample(counts: RecordCounts) -> DataError:

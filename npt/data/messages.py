@@ -54,19 +54,20 @@ def as_message(name: str, entry: Any) -> Any:
     it is. DataError, which names the record `name`, for an unknown speaker."""
     if not isinstance(entry, Mapping):
         return entry
-    role = entry.get("role")
-    if isinstance(role, str) and role in ROLES:
+    role = str(entry.get("role"))
+    if role in ROLES:
         return {**entry, "role": ROLES[role]}
     if "from" not in entry or "value" not in entry:
         return entry
-    others = {key: value for key, value in entry.items() if key not in ("from", "value")}
-    speaker = str(entry["from"]).lower()
+    others = dict(entry)
+    content = others.pop("value")
+    speaker = str(others.pop("from")).lower()
     if speaker not in _KNOWN:
         raise DataError(
             f"record {name}: a turn is from {speaker[:40]!r}; rename it to one of"
             f" {', '.join(sorted(_KNOWN))}"
         )
-    return {"role": ROLES.get(speaker, speaker), "content": entry["value"], **others}
+    return {"role": ROLES.get(speaker, speaker), "content": content, **others}
 
 
 def with_system(messages: list[Any], text: Any) -> list[Any]:

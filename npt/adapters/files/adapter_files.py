@@ -237,8 +237,7 @@ def from_pretrained(
     """
     stored = find_adapter(adapter, revision)
     recipe = stored.recipe
-    recorded = stored.record.get("base_model_name_or_path")
-    name = base_name or recorded
+    name = base_name or stored.record.get("base_model_name_or_path")
     if recipe is None or not isinstance(name, str):
         raise AdapterFileError(
             f"{stored.folder} does not record how its base was loaded: load the base as in training"

@@ -181,12 +181,11 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _patches(model: PreTrainedModel) -> dict[int, Patch]:
     """Return the patches of consolidated updates by layer."""
-    patches = {}
-    for index, layer in enumerate(decoder_layers(model)):
-        patch = patch_of(patched_module(layer))
-        if patch is not None:
-            patches[index] = patch
-    return patches
+    return {
+        index: patch
+        for index, layer in enumerate(decoder_layers(model))
+        if (patch := patch_of(patched_module(layer))) is not None
+    }
 
 
 def _check_patches(model: PreTrainedModel, adapter: str) -> None:

@@ -88,11 +88,11 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
             if type_ in _SPELT
         ]
         backend.add_tokens(spelt)
-        special = {}
-        for name in ("bos", "eos", "unk", "pad"):
-            index = file.token_id(name)
-            if index is not None:
-                special[f"{name}_token"] = tokens[index]
+        special = {
+            f"{name}_token": tokens[index]
+            for name in ("bos", "eos", "unk", "pad")
+            if (index := file.token_id(name)) is not None
+        }
         return PreTrainedTokenizerFast(
             tokenizer_object=backend,
             clean_up_tokenization_spaces=False,
@@ -111,8 +111,8 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
 
 def end_ids(file: GGUFFile) -> list[int]:
     """Return the ids of the tokens that end a text, a turn or a message."""
-    ids = (file.token_id(name) for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(i for i in ids if i is not None))
+    ids = dict.fromkeys(map(file.token_id, ("eos", "eot", "eom")))
+    return [index for index in ids if index is not None]
 
 
 def _byte_level(file: GGUFFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
