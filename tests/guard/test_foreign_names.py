@@ -36,6 +36,7 @@ FOREIGN = {
     "_is_flat_param": "torch.distributed.fsdp._flat_param",
     "_is_overflow": "accelerate.optimizer",
     "_last_world_entropy": "trl.trainer.grpo_trainer",
+    "_logs": "trl.trainer.grpo_trainer",
     "_metrics": "trl.trainer.grpo_trainer",
     "_opt_called": "torch.optim.lr_scheduler",
     "_orig_mod": "torch._dynamo.eval_frame",
