@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npt.adapters.products import Modulation
+from npt.adapters.products import Gradients, Modulation
 from npt.base.precision import tf32_allowed
 
 SMALL = 32
@@ -52,8 +52,8 @@ def _sigmoid(x):
 
 @triton.jit
 def _tile(z, count, width, low_width, rank, RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Return rows, columns and mask of a program's tile, its offsets in the products and the room,
-    and the codes of its rows.
+    """Return rows and mask of a program's tile, its offsets in the products and the room, and what
+    `_low` reads there.
     """
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -69,12 +69,13 @@ def _tile(z, count, width, low_width, rank, RANK: tl.constexpr, BM: tl.constexpr
         entry = tl.arange(0, RANK)[None, :]
         known = (row < count) & (entry < rank)
         code = tl.load(z + row * rank + entry, mask=known, other=0.0)
-    return rows, columns, within, at, low_at, code
+    return rows, within, at, low_at, (code, low_at, within, columns, width, rank)
 
 
 @triton.jit
-def _low(term, code, at, within, columns, width, rank, RANK: tl.constexpr):
+def _low(term, place, RANK: tl.constexpr):
     """Return a tile of M z or B z: the product with the weight `term`, or `term` at RANK 0."""
+    code, at, within, columns, width, rank = place
     if RANK:
         # the weight [O, R] is read transposed, [RANK, BN]
         entry = tl.arange(0, RANK)[:, None]
@@ -86,18 +87,16 @@ def _low(term, code, at, within, columns, width, rank, RANK: tl.constexpr):
 
 
 @triton.jit
-def _modulated(
-    y, mult, add, code, at, within, columns, width, rank, alpha, slope, RANK: tl.constexpr
-):
+def _modulated(y, mult, add, place, alpha, slope, RANK: tl.constexpr):
     """Return a tile of m y + s, and its c and s, 0 if the form lacks the term."""
     c = tl.full(y.shape, 0.0, tl.float32)
     s = c
     moved = y
     if mult is not None:
-        c = _sigmoid(_low(mult, code, at, within, columns, width, rank, RANK)) - 0.5
+        c = _sigmoid(_low(mult, place, RANK)) - 0.5
         moved = y + slope * c * y
     if add is not None:
-        s = alpha * _low(add, code, at, within, columns, width, rank, RANK)
+        s = alpha * _low(add, place, RANK)
         moved = moved + s
     return moved, c, s
 
@@ -109,18 +108,14 @@ def _forward(
     RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Compute `TritonModulation.forward` for a tile; energy: [count, tiles of columns]."""
-    rows, columns, within, at, low_at, code = _tile(z, count, width, low_width, rank, RANK, BM, BN)
+    rows, within, at, _, place = _tile(z, count, width, low_width, rank, RANK, BM, BN)
     y = tl.load(gate + at, mask=within, other=0.0)
-    moved, c, s = _modulated(
-        y, mult, add, code, low_at, within, columns, width, rank, alpha, slope, RANK
-    )
+    moved, c, s = _modulated(y, mult, add, place, alpha, slope, RANK)
     squares = slope * slope * c * c + s * s
     if up is not None:
         silu = moved * _sigmoid(moved)
         y = tl.load(up + at, mask=within, other=0.0)
-        moved, c, s = _modulated(
-            y, up_mult, up_add, code, low_at, within, columns, width, rank, alpha, slope, RANK
-        )
+        moved, c, s = _modulated(y, up_mult, up_add, place, alpha, slope, RANK)
         squares += slope * slope * c * c + s * s
         moved = silu * moved
     if taught is not None:
@@ -156,20 +151,16 @@ def _backward(
     RANK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Write the requested gradients of a tile. Those of M z and B z may overwrite them."""
-    rows, columns, within, at, low_at, code = _tile(z, count, width, low_width, rank, RANK, BM, BN)
+    rows, within, at, low_at, place = _tile(z, count, width, low_width, rank, RANK, BM, BN)
     of_out = tl.load(grad + at, mask=within, other=0.0)
     weight = 0.0  # the gradient of the energy, a mean of squares, times 2 / F
     if of_energy is not None:
         weight = tl.load(of_energy + rows, mask=rows < count, other=0.0)[:, None] * (2.0 / width)
     y = tl.load(gate + at, mask=within, other=0.0)
-    moved, c, s = _modulated(
-        y, mult, add, code, low_at, within, columns, width, rank, alpha, slope, RANK
-    )
+    moved, c, s = _modulated(y, mult, add, place, alpha, slope, RANK)
     if up is not None:
         y_up = tl.load(up + at, mask=within, other=0.0)
-        moved_up, c_up, s_up = _modulated(
-            y_up, up_mult, up_add, code, low_at, within, columns, width, rank, alpha, slope, RANK
-        )
+        moved_up, c_up, s_up = _modulated(y_up, up_mult, up_add, place, alpha, slope, RANK)
         # silu(x) = x sigmoid(x), and its derivative is sigmoid(x) (1 + x (1 - sigmoid(x)))
         opened = _sigmoid(moved)
         _leave(
@@ -198,7 +189,7 @@ class TritonModulation(Modulation):
 
     def backward(
         self, grad: Tensor, grad_energy: Tensor | None, into: Sequence[Tensor | None]
-    ) -> tuple[Tensor, list[Tensor | None]]:
+    ) -> Gradients:
         work = _Work(self, leaves=True)
         if grad_energy is not None:
             # the gradient of a sum is one expanded number; the kernels read N

@@ -12,11 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from npt.config import NPTConfig
+
+Gradients = tuple[Tensor, list[Any]]
+"""The gradient of z, and those of M and B of each product in turn, None if absent."""
 
 
 class Product(NamedTuple):
@@ -52,9 +55,8 @@ class Modulation(ABC):
     @abstractmethod
     def backward(
         self, grad: Tensor, grad_energy: Tensor | None, into: Sequence[Tensor | None]
-    ) -> tuple[Tensor, list[Tensor | None]]:
+    ) -> Gradients:
         """Backpropagate the gradients of `out` [N, O] and of the energy [N].
 
-        Write the gradient of each product's y to its tensor in `into`, if it has one. Return the
-        gradient of z, and those of M and B of each product in turn.
+        Write the gradient of each product's y to its tensor in `into`, if it has one.
         """

@@ -70,6 +70,11 @@ class LayerSums(NamedTuple):
     nmse: Tensor
     reg: Tensor
 
+    def learned(self) -> LayerSums:
+        """Run backward of the loss; return the sums without its graph."""
+        self.loss.backward()
+        return self._replace(loss=self.loss.detach())
+
 
 def local(
     model: PreTrainedModel,
@@ -112,22 +117,8 @@ def local(
                 continue
             guide = guide.through([guide_layers[index]])
             if isinstance(layer, NPTLayer):
-                with torch.enable_grad():
-                    states, of_layer = layer_loss(
-                        layer,
-                        stream,
-                        config,
-                        count,
-                        stream.hidden,
-                        guide.hidden,
-                        taught,
-                        graph=False,
-                    )
-                    of_layer.loss.backward()
-                sums.append(of_layer._replace(loss=of_layer.loss.detach()))
-                if own_stream:
-                    stream = replace(stream, hidden=states.detach())
-                del taught, states, of_layer  # with the graph
+                stream, of_layer = _learn(layer, stream, config, count, guide.hidden, taught)
+                sums.append(of_layer)
             elif own_stream:
                 stream = stream.through([layer])
     return batch_sums(config, batch, sums)
@@ -146,8 +137,20 @@ def _learn_and_teach(
         output, energy, target = trained_output(layer, h, attention, teach=True)
         assert target is not None
         of_layer = layer_sums(config, count, output, target, h, energy)
-        of_layer.loss.backward()
-    return of_layer._replace(loss=of_layer.loss.detach()), target
+        return of_layer.learned(), target
+
+
+def _learn(
+    layer: NPTLayer, stream: Stream, config: TrainConfig, count: int, target: Tensor, taught: Tensor
+) -> tuple[Stream, LayerSums]:
+    """Run forward and backward of one of `count` converted layers on the student's stream; return
+    the stream after it and the layer's sums. `target` and `taught`: see `layer_loss`.
+    """
+    with torch.enable_grad():
+        states, of_layer = layer_loss(
+            layer, stream, config, count, stream.hidden, target, taught, graph=False
+        )
+        return replace(stream, hidden=states.detach()), of_layer.learned()
 
 
 def propagated(

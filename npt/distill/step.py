@@ -110,24 +110,19 @@ def parameter_groups(model: PreTrainedModel, config: TrainConfig) -> list[dict[s
         share = PRODUCT_RATE
     if form.token_part:
         share *= NATS
-    stream = []
-    products = []
-    threshold = []
-    for name, parameter in adapter_parameters(model).items():
-        leaf = name.rpartition(".")[2]
-        if leaf == "log_tau":
-            threshold.append(parameter)
-        elif share != 1.0 and leaf in PRODUCTS:
-            products.append(parameter)
-        else:
-            stream.append(parameter)
-    groups: list[dict[str, Any]] = [{"params": stream}]
-    if products:
-        groups.append({"params": products, RATE_SCALE: share})
-    if threshold:
+    groups: dict[str, dict[str, Any]] = {
+        "stream": {"params": []},
+        "products": {"params": [], RATE_SCALE: share},
         # decay would pull the logarithm to 0, and so the threshold to 1
-        groups.append({"params": threshold, RATE_SCALE: THRESHOLD_RATE, "weight_decay": 0.0})
-    return groups
+        "threshold": {"params": [], RATE_SCALE: THRESHOLD_RATE, "weight_decay": 0.0},
+    }
+    kinds = {"log_tau": "threshold"}
+    if share != 1.0:
+        kinds |= dict.fromkeys(PRODUCTS, "products")
+    for name, parameter in adapter_parameters(model).items():
+        kind = kinds.get(name.rpartition(".")[2], "stream")
+        groups[kind]["params"].append(parameter)
+    return [group for group in groups.values() if group["params"]]
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
