@@ -46,6 +46,8 @@ _ENGINE = "_engine_run_backward"
 only started it.
 """
 
+# what torch.compile adds to names
+_COMPILED = re.compile(r"^_orig_mod\.?|\._orig_mod")
 _TEXT_MAX = 160
 
 
@@ -62,7 +64,7 @@ class Place(NamedTuple):
 
 def plain_name(name: str) -> str:
     """Return a module's or tensor's name in a model that was not compiled."""
-    return re.sub(r"^_orig_mod\.?|\._orig_mod", "", name)
+    return _COMPILED.sub("", name)
 
 
 def layer_of(name: str) -> int | None:
@@ -89,35 +91,29 @@ class Stack(NamedTuple):
 
 def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
     """Walk outwards from `frame` to where the engine or the trace was entered."""
-    frames, nested = _around(frame)
-    modules = (_module(inner, names) for inner in frames)
-    module = next((name for name in modules if name is not None), "")
-    files = [inner.f_code.co_filename for inner in frames]
-    user = _first_outside(_LIBRARIES, frames)
-    # an operation of a library, if no user code asked for it
-    source = user or _first_outside(_DISPATCH, frames)
-    return Stack(Place(module, source), bool(user), _CHECKPOINT in files, nested)
-
-
-def _around(frame: FrameType | None) -> tuple[list[FrameType], bool]:
-    """Return the frames around an operation, the innermost first, and whether they end at the
-    engine.
-    """
-    frames: list[FrameType] = []
-    while frame is not None and frame.f_code.co_filename not in _TRACER:
-        if frame.f_code.co_name == _ENGINE:
-            return frames, True
-        if not frame.f_code.co_filename.startswith(_HERE):
-            frames.append(frame)
+    module: str | None = None
+    source = ""
+    fallback = ""
+    recomputing = False
+    nested = False
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        nested = code.co_name == _ENGINE
+        if nested or file in _TRACER:
+            break
+        if not file.startswith(_HERE):
+            if not source and not file.startswith(_LIBRARIES):
+                source = _line(code, frame.f_lasti)
+            # an operation of a library, if no user code asked for it
+            if not fallback and not file.startswith(_DISPATCH):
+                fallback = _line(code, frame.f_lasti)
+            recomputing |= file == _CHECKPOINT
+            if module is None:
+                module = _module(frame, names)
         frame = frame.f_back
-    return frames, False
-
-
-def _first_outside(folders: tuple[str, ...], frames: list[FrameType]) -> str:
-    for frame in frames:
-        if not frame.f_code.co_filename.startswith(folders):
-            return _line(frame.f_code, frame.f_lasti)
-    return ""
+    user_code = bool(source)
+    return Stack(Place(module or "", source or fallback), user_code, recomputing, nested)
 
 
 def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
@@ -128,7 +124,7 @@ def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
     code = frame.f_code
     values = frame.f_locals
     first_argument = code.co_varnames[: min(code.co_argcount, 1)]
-    module = None
+    module: str | None = None
     for variable in ("self", *first_argument):
         if module is None:
             module = names.get(id(values.get(variable)))
@@ -136,9 +132,11 @@ def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
         return module
     line = frame.f_lineno
     # the innermost loop comes last
-    around = [name for start, end, name in _loops(code.co_filename) if start <= line <= end]
-    looped = [names.get(id(values.get(variable))) for variable in reversed(around)]
-    return next((name for name in looped if name is not None), module)
+    for start, end, variable in reversed(_loops(code.co_filename)):
+        looped = names.get(id(values.get(variable)))
+        if start <= line <= end and looped is not None:
+            return looped
+    return module
 
 
 @functools.lru_cache(maxsize=256)

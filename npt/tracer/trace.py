@@ -61,6 +61,8 @@ OPERANDS_SHOWN = 6
 EXPLOSION = 1e18
 """A magnitude whose square nearly overflows fp32, traced if only a sum of squares overflowed."""
 
+# A bad number of which only the name is left.
+_LOST = torch.tensor(math.nan)
 _MEDIA = ("pixel_values", "input_features")
 _OVERFLOWS = {
     "exploding product",
@@ -537,16 +539,14 @@ def _unexplained(sinks: list[Sink]) -> Verdict | None:
     return _without_operation("outside of torch", sink.label, explanation, sink.tensor)
 
 
-def _without_operation(
-    cause: str, label: str, explanation: str, tensor: Tensor | None = None
-) -> Verdict:
-    index = () if tensor is None else first_bad(tensor)
+def _without_operation(cause: str, label: str, explanation: str, tensor: Tensor = _LOST) -> Verdict:
+    index = first_bad(tensor)
     return Verdict(
         cause=cause,
         phase="backward" if label.startswith("gradient") else "forward",
         tensor=label,
         index=index,
-        value=math.nan if tensor is None else element(tensor, index),
+        value=element(tensor, index),
         reached=label,
         explanation=explanation,
     )
