@@ -27,7 +27,7 @@ from npt.base.load import EMBEDDED_FOLDER
 from npt.errors import DataError
 from npt.guard import Guard, Refusal, TrainerMixin
 from npt.guard.ids import refuse_bad_ids
-from npt.guard.sharding import full, local
+from npt.guard.parallel import full, local
 from random_base import random_base, shard
 
 RATE, MAX_NORM, WARMUP = 0.01, 0.1, 4

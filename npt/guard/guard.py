@@ -35,16 +35,9 @@ from npt.errors import ConfigError, DataError, TooManyRefusalsError, let_go
 from npt.guard.forensics import Finding, StoredMicroBatch, values_in
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
-from npt.guard.parameters import (
-    guarded_parameters,
-    share_buffers,
-    stepped_parameters,
-    unsynchronised,
-    unwrapped,
-    whole,
-)
+from npt.guard.parallel import reshard, sharding_of, share_buffers, unsynchronised, whole
+from npt.guard.parameters import guarded_parameters, stepped_parameters, unwrapped
 from npt.guard.settings import GuardSettings
-from npt.guard.sharding import reshard, sharding_of
 from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Buffers, Draws, Seeded
 from npt.guard.update import GuardedUpdate, Holdings

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from npt.batch import IGNORE_INDEX
 from npt.errors import DataError
-from npt.guard.sharding import sharded_modules
+from npt.guard.parallel import sharded_modules
 from npt.tracer.token_ids import LOOKED_UP, reads_labels
 
 PADDING = (

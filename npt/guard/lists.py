@@ -1,4 +1,4 @@
-"""Operations on many tensors in few launches; none reads a flag on the host."""
+"""Many tensors at once: in few launches, and without asking twice what the same ones have told."""
 
 from __future__ import annotations
 

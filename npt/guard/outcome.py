@@ -179,11 +179,10 @@ class RunCounts:
     def _count_in_a_row(
         self, bad: list[int | None], outcome: Outcome, processes: ProcessGroup
     ) -> int:
-        order = bad
-        # survivors of a window that was refused as a whole do not end a run of refusals
-        survivors = processes.gather(outcome.places)  # their numbers may differ
-        if outcome.applied:
-            order = sorted([*chain(*survivors), *bad])
+        # refusals are the same on all processes, survivors are not
+        survivors = processes.gather(outcome.places)
+        # those of a window that was refused as a whole do not end a run of refusals
+        order = sorted([*chain(*survivors), *bad]) if outcome.applied else bad
         longest = 0
         for index in order:
             self.in_a_row = self.in_a_row + 1 if index in bad else 0

@@ -1,18 +1,16 @@
-"""The parameters of a guard, by name, and the checks that it can guard them."""
+"""The parameters of a guard, by name, and the optimizer that steps them."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from npt.errors import ConfigError
+from npt.guard.parallel import refuse_unfit, reshard, sharded_modules, whole
 from npt.guard.refusal import UNGUARDED
-from npt.guard.sharding import refuse_unfit, reshard, sharded_modules
 
 IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
 """Classes of lomo_optim, and of transformers for layerwise GaLore and Apollo."""
@@ -122,34 +120,3 @@ def unwrapped(
 def plain_name(name: str) -> str:
     """Return the name in a model that was not compiled, and not wrapped by Fabric."""
     return name.replace("_orig_mod.", "").replace("_forward_module.", "")
-
-
-def whole(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _parallel(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DistributedDataParallel around a model, compiled or not; None without one."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, DistributedDataParallel) else None
-
-
-def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which processes compute independently: backward spreads no NaN to the
-    others, and forward waits for no buffers from a process that refused its micro-batch.
-    """
-    wrapped = _parallel(model)
-    if wrapped is None:
-        return nullcontext()
-    wrapped.require_forward_param_sync = False
-    return wrapped.no_sync()
-
-
-def share_buffers(model: nn.Module) -> None:
-    """Send process 0's buffers to all, as DistributedDataParallel does in a window's first forward.
-
-    All processes must call it.
-    """
-    wrapped = _parallel(model)
-    if wrapped is not None and wrapped.broadcast_buffers and wrapped.modules_buffers:
-        wrapped._sync_buffers()

@@ -21,7 +21,7 @@ from npt.guard.forensics import StoredMicroBatch, loss_in
 from npt.guard.lists import same_bits
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import Judged, MicroBatch
-from npt.guard.parameters import unsynchronised
+from npt.guard.parallel import unsynchronised
 from npt.guard.traces import Buffers, Copy
 from npt.guard.update import Holdings
 from npt.guard.window import GradientWindow

@@ -28,8 +28,8 @@ from transformers.trainer_callback import TrainerCallback
 from npt.guard.forensics import Finding, StoredMicroBatch, loss_in
 from npt.guard.lists import bits_of, norms_of
 from npt.guard.outcome import MicroBatch, Refusal
-from npt.guard.parameters import plain_name, whole
-from npt.guard.sharding import is_of_fsdp1, is_sharded, local
+from npt.guard.parallel import is_of_fsdp1, is_sharded, local, whole
+from npt.guard.parameters import plain_name
 from npt.guard.trainer_window import uncounted
 from npt.guard.watching import Forensics, Hook
 from npt.random_state import random_state

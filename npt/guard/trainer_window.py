@@ -25,7 +25,7 @@ from npt.guard.generations import Batch, Generations, NoGenerations
 from npt.guard.guard import Guard
 from npt.guard.ids import refuse_bad_ids
 from npt.guard.outcome import Outcome
-from npt.guard.parameters import share_buffers, whole
+from npt.guard.parallel import share_buffers, whole
 from npt.guard.refusal import UNGUARDED, Refusal
 from npt.guard.settings import trainer_settings
 

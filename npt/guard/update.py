@@ -34,7 +34,7 @@ from npt.guard.lists import (
     norms_of,
     same_bits,
 )
-from npt.guard.sharding import is_sharded, local
+from npt.guard.parallel import is_sharded, local
 from npt.random_state import random_state, set_random_state
 
 Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from npt.guard.forensics import Finding, StoredMicroBatch, autocast, autocast_now, traced
 from npt.guard.outcome import MicroBatch, Outcome
-from npt.guard.parameters import unsynchronised, whole
+from npt.guard.parallel import unsynchronised, whole
 from npt.random_state import random_state
 
 KEPT = 4

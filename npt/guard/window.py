@@ -44,9 +44,9 @@ from npt.guard.outcome import (
     refusal_of,
     send_record,
 )
+from npt.guard.parallel import Sharding, as_gradient, full, is_sharded, local
 from npt.guard.parameters import Guarded
 from npt.guard.refusal import BEFORE
-from npt.guard.sharding import Sharding, as_gradient, full, is_sharded, local
 from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Spoilt
 from npt.guard.update import EXACT, GuardedUpdate

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from npt.errors import ConfigError, NumericalError, kind_of
-from npt.guard.sharding import local
+from npt.guard.parallel import local
 from npt.recorder.observations import Observations
 from npt.recorder.record import Row
 from npt.recorder.sites import Site

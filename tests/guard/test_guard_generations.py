@@ -23,7 +23,7 @@ from faults.row_trainers import kinds
 from npt.base.load import EMBEDDED_FOLDER
 from npt.errors import ConfigError
 from npt.guard.generations import Generations
-from npt.guard.sharding import is_sharded
+from npt.guard.parallel import is_sharded
 from npt.guard.trainer import _refuse_unfit
 
 WINDOW = 4

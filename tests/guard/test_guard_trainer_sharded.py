@@ -18,7 +18,7 @@ from faults.row_faults import VOCABULARY, plant, row
 from npt.errors import DataError, TooManyRefusalsError
 from npt.guard import Guard, TrainerMixin, read_postmortem
 from npt.guard.ids import refuse_bad_ids
-from npt.guard.sharding import full
+from npt.guard.parallel import full
 
 WINDOW = {"gradient_accumulation_steps": 4, "max_steps": 3, "max_grad_norm": 0.1}
 BAD = {"gradient-nan": 11, "loss-nan": 8, "id-large": 13, "label": 15, "tensor-nan": 14}

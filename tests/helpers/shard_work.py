@@ -27,7 +27,7 @@ from npt.distributed.processes import ProcessGroup
 from npt.doctor.measure import measure_window, storage_bytes, tensors_of
 from npt.doctor.plan import Workload
 from npt.evaluation import evaluate
-from npt.guard.sharding import local
+from npt.guard.parallel import local
 from npt.packed import quantized_linears
 from npt.tracer.watchdogs import base_fault
 

@@ -1,22 +1,25 @@
-"""FSDP2 under a guard: parameters sharded over several processes.
+"""A guarded model on several processes: in DistributedDataParallel, or sharded by FSDP2.
 
-Each forward and backward gathers layers from all processes. So all compute the same number of
-micro-batches, in step. A stand-in that does not count replaces one refused before its forward.
+Under DistributedDataParallel each process computes alone; the window sums gradients.
 
-If trained parameters are sharded too, backward sums gradients over the processes, and one process's
-NaN reaches all shards. So micro-batches computed together are refused together. Each gradient is
-checked before the sum, to name its process.
+Under FSDP2 each forward and backward gathers layers from all processes. So all compute the same
+number of micro-batches, in step. A stand-in that does not count replaces one refused before its
+forward. If trained parameters are sharded too, backward sums gradients over the processes, and one
+process's NaN reaches all shards. So micro-batches computed together are refused together. Each
+gradient is checked before the sum, to name its process.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from npt.distributed.processes import DTENSOR, ProcessGroup, is_sharded
 from npt.errors import ConfigError, ProcessError
@@ -27,6 +30,37 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 FSDP = "torch.distributed.fsdp"
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _parallel(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DistributedDataParallel around a model, compiled or not; None without one."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which processes compute independently: backward spreads no NaN to the
+    others, and forward waits for no buffers from a process that refused its micro-batch.
+    """
+    wrapped = _parallel(model)
+    if wrapped is None:
+        return nullcontext()
+    wrapped.require_forward_param_sync = False
+    return wrapped.no_sync()
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Send process 0's buffers to all, as DistributedDataParallel does in a window's first forward.
+
+    All processes must call it.
+    """
+    wrapped = _parallel(model)
+    if wrapped is not None and wrapped.broadcast_buffers and wrapped.modules_buffers:
+        wrapped._sync_buffers()
 
 
 def local(tensor: Tensor) -> Tensor:
