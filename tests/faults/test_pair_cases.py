@@ -15,7 +15,7 @@ from faults.row_faults import row
 from faults.row_runs import Compared, compared, line_of
 from faults.row_trainers import student
 from faults.verdict import Line
-from npt.guard import guard, sharding
+from npt.guard import guard, parallel
 from random_base import shard
 
 
@@ -78,7 +78,7 @@ def test_a_4_bit_base_computes_the_same_in_shards() -> None:
         ("hf", guard.Guard, "begin_again", lambda *_: []),
         (
             "fsdp_sharded",
-            sharding.Sharding,
+            parallel.Sharding,
             "exchange",
             lambda _, code, norms: (code.expand(2), norms),
         ),
