@@ -218,9 +218,8 @@ def add_multipliers(model: PreTrainedModel) -> None:
         for _, layer in npt_layers(model):
             adapter = layer.npt
             adapter.config = replace(adapter.config, modulation="both")
-            zeros = {t: torch.zeros_like(adapter.B[t]) for t in adapter.config.multiplied}
             # as a dict, so that torch sorts them as it does in `attach`
-            adapter.M.update({t: nn.Parameter(zero) for t, zero in zeros.items()})
+            adapter.M.update({t: torch.zeros_like(adapter.B[t]) for t in adapter.config.multiplied})
 
 
 def at_random_start(model: PreTrainedModel) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -110,18 +110,23 @@ def is_sharded(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
+def attribute_set(name: str, values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Within the context, set an attribute of each object to the value beside it."""
+    outer = [(owner, getattr(owner, name)) for owner, _ in values]
+    try:
+        for owner, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, value in outer:
+            setattr(owner, name, value)
+
+
+def adapter_mode(model: PreTrainedModel, mode: Mode) -> AbstractContextManager[None]:
     """Within the context, make every converted layer of a model compute in a mode: `student`,
     `teacher` or `floor`. Contexts nest.
     """
-    outer = [(layer.npt, layer.npt.mode) for _, layer in npt_layers(model)]
-    for adapter, _ in outer:
-        adapter.mode = mode
-    try:
-        yield
-    finally:
-        for adapter, outer_mode in outer:
-            adapter.mode = outer_mode
+    return attribute_set("mode", [(layer.npt, mode) for _, layer in npt_layers(model)])
 
 
 def adapters_disabled(model: PreTrainedModel) -> AbstractContextManager[None]:

@@ -6,8 +6,8 @@ another token (npt/tools/editing/transplant.py), or made part of the model (cons
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
+from npt.adapters.converted import (
+    adapter_mode,
+    attached_config,
+    attribute_set,
+    evaluating,
+    npt_layers,
+)
 from npt.adapters.layer import NPTAdapter, Observer
 from npt.errors import ConfigError, ModelError, NumericalError
 
@@ -24,23 +30,16 @@ LayerTerms = dict[str, tuple[Tensor | None, Tensor | None]]
 """(m, s) by target, [O] each in fp32; None if the adapter's form lacks the term."""
 
 
-@contextmanager
-def observed(observers: Sequence[tuple[NPTAdapter, Observer | None]]) -> Iterator[None]:
+def observed(
+    observers: Sequence[tuple[NPTAdapter, Observer | None]],
+) -> AbstractContextManager[None]:
     """Within the context, pass each adapter's stages to its observer."""
-    outer = [(adapter, adapter.observer) for adapter, _ in observers]
-    try:
-        for adapter, observer in observers:
-            adapter.observer = observer
-        yield
-    finally:
-        for adapter, observer in outer:
-            adapter.observer = observer
+    return attribute_set("observer", observers)
 
 
-@contextmanager
 def recoded(
     model: PreTrainedModel, recodes: Mapping[int, Callable[[Tensor], Tensor]]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Within the context, replace the codes of these layers: z to z, [..., R].
 
     Raises:
@@ -52,13 +51,7 @@ def recoded(
             raise ModelError(
                 "a code is transplanted already; exit that npt.transplanted context first"
             )
-    try:
-        for index, adapter in adapters.items():
-            adapter.recode = recodes[index]
-        yield
-    finally:
-        for adapter in adapters.values():
-            adapter.recode = None
+    return attribute_set("recode", [(adapter, recodes[i]) for i, adapter in adapters.items()])
 
 
 @dataclass(frozen=True)
@@ -106,20 +99,16 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
     observers = [(layer.npt, partial(keep, index)) for index, layer in npt_layers(model)]
     with observed(observers), evaluating(model), adapter_mode(model, "student"):
         model.model(ids, use_cache=False)
-    codes: dict[int, Tensor] = {}
     terms: dict[int, LayerTerms] = {}
     for index, kept in stages.items():
-        codes[index] = kept["z"]
-        terms[index] = {}
-        for target in targets:
-            pair = kept.get(f"m_{target}"), kept[f"s_{target}"]
-            terms[index][target] = pair
-            for term in pair:
-                if term is not None and not term.isfinite().all():
-                    raise NumericalError(
-                        f"layer {index}: the {target} modulation of token {token} is not finite;"
-                        " find the cause with npt trace"
-                    )
+        terms[index] = {t: (kept.get(f"m_{t}"), kept[f"s_{t}"]) for t in targets}
+        for name, stage in kept.items():
+            if name != "z" and stage is not None and not stage.isfinite().all():
+                raise NumericalError(
+                    f"layer {index}: the {name[2:]} modulation of token {token} is not finite;"
+                    " find the cause with npt trace"
+                )
+    codes = {index: kept["z"] for index, kept in stages.items()}
     return TokenModulation(codes, terms, token, int(ids[0, token]))
 
 

@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
+from npt.adapters.converted import attribute_set
 from npt.adapters.layer import (
     MULTIPLIERS,
     NPTAdapter,
@@ -43,7 +44,7 @@ from npt.adapters.layer import (
     student_output,
     student_stream,
 )
-from npt.adapters.products import Modulation, Product
+from npt.adapters.products import Gradients, Modulation, Product
 from npt.base.linear import (
     effective_dtype,
     is_plain_linear,
@@ -105,23 +106,28 @@ def trained_output(
 def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
     """Return whether the fused form supports a layer's MLP for h [N, D] (see the module)."""
     form = layer.npt.config
-    if is_unfused() or form.mult_form != "sigmoid":
+    supported = (
+        not is_unfused(),
+        hidden.dtype == layer.npt.A.dtype == torch.float32,
+        form.mult_form == "sigmoid",
+        {STREAM, *_PRODUCTS}.issuperset(form.targets),
+    )
+    if not all(supported) or torch.is_autocast_enabled(hidden.device.type):
         return False
-    if not {STREAM, *_PRODUCTS}.issuperset(form.targets):
-        return False
-    if torch.is_autocast_enabled(hidden.device.type):
-        return False
-    if not hidden.dtype == layer.npt.A.dtype == torch.float32:
-        return False
+    # not asked once and for all: hooks, modules and dtypes may change between two passes
     parts = _parts(layer.mlp)
     _, activation, *linears = parts
     if type(activation) not in (nn.SiLU, SiLUActivation) or any(map(may_change, parts)):
         return False
-    return all(map(is_plain_linear, linears)) and all(map(_in_fp32_or_packed, linears))
+    return all(map(_is_supported, linears))
 
 
-def _in_fp32_or_packed(linear: nn.Module) -> bool:
-    """Return whether a linear layer computes in fp32, or dequantises 4-bit weights to bf16."""
+def _is_supported(linear: nn.Module) -> bool:
+    """Return whether a module is a plain linear layer that computes in fp32, or dequantises 4-bit
+    weights to bf16.
+    """
+    if not is_plain_linear(linear):
+        return False
     dtype = effective_dtype(linear)
     return dtype == "float32" or (dtype == "bfloat16" and isinstance(linear, bnb.nn.Linear4bit))
 
@@ -239,8 +245,6 @@ class _MLP(torch.autograd.Function):
         ctx.mlp = mlp
         ctx.config = config
         ctx.backend = backend
-        ctx.width = down.shape[-1]
-        ctx.goes_on = ctx.needs_input_grad[1]  # the gradient, to x
         if teach:
             # can be freed early in backward, but would defeat gradient checkpointing
             ctx.freed = own, weight, product
@@ -248,7 +252,7 @@ class _MLP(torch.autograd.Function):
         else:
             ctx.freed = None
             # if the gradient goes on, all layers' graphs coexist: dense weights would fill memory
-            kept = None if ctx.goes_on else weight
+            kept = None if ctx.needs_input_grad[1] else weight
             ctx.save_for_backward(gate, up, z, *weights, own, kept, None)
         ctx.set_materialize_grads(False)  # an energy that no loss reads has no gradient
         ctx.mark_non_differentiable(teacher)
@@ -264,12 +268,13 @@ class _MLP(torch.autograd.Function):
         own, weight, product = ctx.freed or others[6:]
         ctx.freed = None
         if grad is None:
-            grad = z.new_zeros(len(z), ctx.width)
+            grad = z.new_zeros(len(z), mlp.down_proj.out_features)
+        goes_on = ctx.needs_input_grad[1]  # to x
         grad_z = None
         grad_x = None
         grads: list[Tensor | None] = [None] * 6
         # without M and B of gate and up, nobody needs the gradient of p
-        deeper = ctx.goes_on or not {"gate", "up"}.isdisjoint(ctx.config.targets)
+        deeper = goes_on or not {"gate", "up"}.isdisjoint(ctx.config.targets)
         if own is not None:
             of_down = ctx.backend(z, ctx.config, [Product(own, *others[4:6])])
             of_y = torch.empty_like(own) if deeper else None
@@ -284,11 +289,11 @@ class _MLP(torch.autograd.Function):
             del weight  # free it before the next products
             of_both = [Product(gate, *others[:2]), Product(up, *others[2:4])]
             of_mlp = ctx.backend(z, ctx.config, of_both)
-            into = [torch.empty_like(y) if ctx.goes_on else None for y in (gate, up)]
+            into = [torch.empty_like(y) if goes_on else None for y in (gate, up)]
             of_z, grads[:4] = of_mlp.backward(of_product, grad_energy, into)
             grad_z = of_z if grad_z is None else of_z + grad_z
             del of_product
-            if ctx.goes_on:
+            if goes_on:
                 of_gate, of_up = into
                 grad_x = _input_gradient(mlp.gate_proj, of_gate)
                 grad_x.add_(_input_gradient(mlp.up_proj, of_up))
@@ -354,17 +359,17 @@ class TorchModulation(Modulation):
 
     def backward(
         self, grad: Tensor, grad_energy: Tensor | None, into: Sequence[Tensor | None]
-    ) -> tuple[Tensor, list[Tensor | None]]:
+    ) -> Gradients:
         grad_z = torch.zeros_like(self.z)
-        for part in self._parts:
-            part.begin_backward(grad_z, grad_energy)
+        for part, of_y in zip(self._parts, into, strict=True):
+            part.begin_backward(grad_z, grad_energy, of_y)
         for rows in self._blocks(grad):
             cs = [part.c(rows) for part in self._parts]
             of_parts = [grad[rows]]
             if len(cs) > 1:
                 of_parts = self._through_silu(rows, of_parts[0], cs)
-            for part, of_part, c, of_y in zip(self._parts, of_parts, cs, into, strict=True):
-                part.backward(rows, of_part, c, of_y)
+            for part, of_part, c in zip(self._parts, of_parts, cs, strict=True):
+                part.backward(rows, of_part, c)
         return grad_z, [of_weight for part in self._parts for of_weight in part.grads]
 
     def _through_silu(self, rows: slice, grad: Tensor, cs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -400,7 +405,8 @@ class _ProductInBlocks:
     ):
         self.z = z
         self.y = y
-        self.mult = mult
+        self.mult: Any = mult
+        self.grads: list[Any] = []
         self.alpha = config.additive_scale
         self.slope = 2.0 * config.mult_bound
         self.add = None if add is None else self.alpha * add
@@ -414,12 +420,10 @@ class _ProductInBlocks:
     def modulated(self, rows: slice, c: Tensor | None) -> Tensor:
         """Return m y + s of these rows [n, O]; a view of y without modulation."""
         y = self.y[rows]
-        moved = y
-        if self.add is not None:
-            moved = torch.addmm(y, self.z[rows], self.add.t())
-        if c is not None:
-            moved = torch.addcmul(moved, c, y, value=self.slope)
-        return moved
+        if self.add is None:
+            return y if c is None else torch.addcmul(y, c, y, value=self.slope)
+        moved = torch.addmm(y, self.z[rows], self.add.t())
+        return moved if c is None else moved.addcmul_(c, y, value=self.slope)
 
     def forward(self, rows: slice, energy: Tensor) -> Tensor:
         """Return `modulated`; add the mean over channels of (m - 1)^2 to the energy [N]."""
@@ -431,48 +435,41 @@ class _ProductInBlocks:
         return self.modulated(rows, c)
 
     def add_energy_of_shift(self, energy: Tensor) -> None:
-        """Add the mean over channels of s^2 to the energy [N].
-
-        |s|^2 = z'(alpha^2 B'B) z, so s itself is not computed.
-        """
+        """Add the mean over channels of s^2 to the energy [N]."""
         if self.add is not None:
-            gram = self.add.t() @ self.add
-            squares = ((self.z @ gram) * self.z).sum(dim=-1)
-            # rounding may leave a negative sum of squares
-            energy += squares.clamp_min_(0.0) / len(self.add)
+            energy += _squared_norms(self.z, self.add.t() @ self.add) / len(self.add)
 
-    def begin_backward(self, grad_z: Tensor, grad_energy: Tensor | None) -> None:
+    def begin_backward(
+        self, grad_z: Tensor, grad_energy: Tensor | None, grad_y: Tensor | None
+    ) -> None:
         """Start the sums of gradients with those of the additive energy."""
         self.grad_z = grad_z
         self.grad_energy = grad_energy
-        self.grads = [None if w is None else torch.zeros_like(w) for w in (self.mult, self.add)]
-        into = self.grads[1]
-        if self.add is None or into is None or grad_energy is None:
-            return
-        weight = 2.0 / len(self.add) * grad_energy
-        weighted = weight.unsqueeze(-1) * self.z
-        grad_z.addmm_(weighted, self.add.t() @ self.add)
-        into.addmm_(self.add, weighted.t() @ self.z, alpha=self.alpha)
+        self.grad_y = grad_y
+        weights = (self.mult, self.add)
+        self.grads = [None if weight is None else torch.zeros_like(weight) for weight in weights]
+        if self.add is not None and grad_energy is not None:
+            weight = 2.0 / len(self.add) * grad_energy
+            weighted = weight.unsqueeze(-1) * self.z
+            grad_z.addmm_(weighted, self.add.t() @ self.add)
+            self.grads[1].addmm_(self.add, weighted.t() @ self.z, alpha=self.alpha)
 
-    def backward(self, rows: slice, grad: Tensor, c: Tensor | None, grad_y: Tensor | None) -> None:
-        """Backpropagate m y + s for a block: add to the gradients of z, M and B; write `grad_y`.
-
-        It overwrites c.
+    def backward(self, rows: slice, grad: Tensor, c: Tensor | None) -> None:
+        """Backpropagate m y + s for a block: add to the gradients of z, M and B, and write that of
+        y, if wanted. It overwrites c.
         """
         codes = self.z[rows]
         grad_z = self.grad_z[rows]
         into_mult, into_add = self.grads
-        if grad_y is not None:
-            into_y = grad_y[rows].copy_(grad)
+        if self.grad_y is not None:
+            into_y = self.grad_y[rows].copy_(grad)
             if c is not None:
                 into_y.addcmul_(c, grad, value=self.slope)
         if c is not None:
-            assert self.mult is not None and into_mult is not None
             of_u = self._gradient_of_u(rows, grad, c)
             into_mult.addmm_(of_u.t(), codes, alpha=-self.slope)
             grad_z.addmm_(of_u, self.mult, alpha=-self.slope)
         if self.add is not None:
-            assert into_add is not None
             into_add.addmm_(grad.t(), codes, alpha=self.alpha)
             grad_z.addmm_(grad, self.add)  # which holds alpha already
 
@@ -487,6 +484,13 @@ class _ProductInBlocks:
         weight = 2.0 * self.grad_energy[rows].unsqueeze(-1) / y.shape[-1]
         of_u = torch.addcmul(weight * (self.slope * c), grad, y)
         return of_u.mul_(c.square_().sub_(0.25))
+
+
+def _squared_norms(z: Tensor, gram: Tensor) -> Tensor:
+    """Return |s|^2 [N] from z [N, R] and alpha^2 B'B. The wide s itself is not computed."""
+    squares = ((z @ gram) * z).sum(dim=-1)
+    # rounding may leave a negative sum
+    return squares.clamp_min_(0.0)
 
 
 MODULATION = ("multiplier_change", "at_bounds", "code_norm", "shift_norm", "active")
@@ -511,17 +515,13 @@ class ModulationMeter:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Add up the figures of a pass over a micro-batch or a part of it. An error drops all."""
-        outer = {adapter: adapter.recode for adapter in self._spreads}
+        recodes = [(each, partial(self._measure, each, each.recode)) for each in self._spreads]
         try:
-            for adapter, recode in outer.items():
-                adapter.recode = partial(self._measure, adapter, recode)
-            yield
+            with attribute_set("recode", recodes):
+                yield
         except BaseException:
             self._sums = {}
             raise
-        finally:
-            for adapter, recode in outer.items():
-                adapter.recode = recode
 
     def take(self) -> Tensor:
         """Return and forget the sums: for each layer the number of tokens, then `MODULATION` summed
@@ -569,12 +569,10 @@ def _strength(adapter: NPTAdapter, z: Tensor, middle: float, half: float) -> Ten
     norms = torch.linalg.vector_norm(z, dim=-1)
     sums[3] = norms.sum()
     sums[5] = torch.count_nonzero(z)
-    # |s|^2 = z'(alpha^2 B'B) z, so the wide s is not computed
     gram = z.new_zeros(z.shape[-1], z.shape[-1])
     for target, add in adapter.B.items():
         if target == STREAM and adapter.scale is not None:
             add = add / adapter.scale  # in units of the token's size r
         gram.addmm_(add.t(), add, alpha=form.additive_scale**2)
-    squares = ((z @ gram) * z).sum(dim=-1)
-    sums[4] = squares.clamp_min_(0.0).sqrt_().sum()
+    sums[4] = _squared_norms(z, gram).sqrt_().sum()
     return sums
