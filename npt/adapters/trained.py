@@ -509,13 +509,13 @@ class ModulationMeter:
     """
 
     def __init__(self, adapters: Sequence[NPTAdapter]):
-        self._adapters = adapters
+        self._spreads = {adapter: adapter.config.multiplier_spread for adapter in adapters}
         self._sums: dict[NPTAdapter, Tensor] = {}
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Add up the figures of a pass over a micro-batch or a part of it. An error drops all."""
-        recodes = [(each, partial(self._measure, each, each.recode)) for each in self._adapters]
+        recodes = [(each, partial(self._measure, each, each.recode)) for each in self._spreads]
         try:
             with attribute_set("recode", recodes):
                 yield
@@ -529,15 +529,16 @@ class ModulationMeter:
         """
         sums = self._sums
         self._sums = {}
-        none = torch.zeros(1 + len(MODULATION), device=self._adapters[0].A.device)
-        return torch.cat([sums.get(adapter, none) for adapter in self._adapters])
+        device = next(iter(self._spreads)).A.device
+        none = torch.zeros(1 + len(MODULATION), device=device)
+        return torch.cat([sums.get(adapter, none) for adapter in self._spreads])
 
     def _measure(
         self, adapter: NPTAdapter, recode: Callable[[Tensor], Tensor] | None, z: Tensor
     ) -> Tensor:
         if recode is not None:
             z = recode(z)
-        sums = _strength(adapter, z.detach().flatten(0, -2))
+        sums = _strength(adapter, z.detach().flatten(0, -2), *self._spreads[adapter])
         if adapter in self._sums:
             sums = self._sums[adapter] + sums
         self._sums[adapter] = sums
@@ -545,10 +546,12 @@ class ModulationMeter:
 
 
 @torch.no_grad()
-def _strength(adapter: NPTAdapter, z: Tensor) -> Tensor:
-    """Return the number of tokens and the sums of `MODULATION` over them, from z [N, R]: [6]."""
+def _strength(adapter: NPTAdapter, z: Tensor, middle: float, half: float) -> Tensor:
+    """Return the number of tokens and the sums of `MODULATION` over them, from z [N, R]: [6].
+
+    middle, half: the middle of the multipliers' range, and half its width.
+    """
     form = adapter.config
-    middle, half = form.multiplier_spread
     sums = z.new_zeros(1 + len(MODULATION))
     multiplier = MULTIPLIERS[form.mult_form]
     channels = sum(len(mult) for mult in adapter.M.values())
