@@ -224,8 +224,6 @@ class NPTAdapter(nn.Module):
             if self.config.active:
                 self.show(u=z)
                 z = _Threshold.apply(z, self.log_tau, self.config.active)
-        if self.recode is not None:
-            z = self.recode(z)
         return z
 
     def size_of(self, state: Tensor) -> Tensor:
@@ -349,6 +347,8 @@ def student_stream(
     if adapter.scale is None:
         if not floor:
             z = adapter.code(attention)
+            if adapter.recode is not None:
+                z = adapter.recode(z)
         read = z
         kept = hidden
         if adapter.config.residual == "keep":
@@ -363,6 +363,8 @@ def student_stream(
         if not floor:
             size = adapter.size_of(state)
             z = adapter.code((attention - own) / size)
+            if adapter.recode is not None:
+                z = adapter.recode(z)
             # back from nats to the units of the stream
             read = size * (z / adapter.scale)
         kept = state + own
