@@ -48,12 +48,15 @@ def format_layers(layers: tuple[int, ...]) -> str:
     """Return indices as ranges, (4, 5, 6, 9) -> '4-6,9', which `resolve_layers` reads."""
     spans = []
     # consecutive indices differ from their places by the same number
-    runs = itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
+    placed = enumerate(layers)
+    runs = itertools.groupby(placed, key=lambda pair: pair[1] - pair[0])
     for _, run in runs:
         indices = [index for _, index in run]
-        span = str(indices[0])
-        if len(indices) > 1:
-            span += f"-{indices[-1]}"
+        first = indices[0]
+        last = indices[-1]
+        span = str(first)
+        if last != first:
+            span += f"-{last}"
         spans.append(span)
     return ",".join(spans)
 

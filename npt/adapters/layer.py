@@ -113,7 +113,8 @@ def modulate(
     out = y.to(z.dtype)
     m = None
     if mult is not None:
-        m = MULTIPLIERS[form.mult_form](F.linear(z, mult), form.mult_bound)
+        multiplier = MULTIPLIERS[form.mult_form]
+        m = multiplier(F.linear(z, mult), form.mult_bound)
         out = m * out
     s = None
     if add is not None:

@@ -112,12 +112,14 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
         form.mult_form == "sigmoid",
         {STREAM, *_PRODUCTS}.issuperset(form.targets),
     )
-    if not all(supported) or torch.is_autocast_enabled(hidden.device.type):
+    autocasts = torch.is_autocast_enabled(hidden.device.type)
+    if autocasts or not all(supported):
         return False
     # not asked once and for all: hooks, modules and dtypes may change between two passes
     parts = _parts(layer.mlp)
     _, activation, *linears = parts
-    if type(activation) not in (nn.SiLU, SiLUActivation) or any(map(may_change, parts)):
+    is_silu = type(activation) in (nn.SiLU, SiLUActivation)
+    if not is_silu or any(map(may_change, parts)):
         return False
     return all(map(_is_supported, linears))
 
@@ -155,11 +157,12 @@ def _plain_output(
 
 def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the student's x [N, D] with its graph, and the input rows of `_MLP`."""
+    norm = layer.post_attention_layernorm
     if taught is None:
-        read = layer.post_attention_layernorm(stream)
+        read = norm(stream)
         return read, read.detach()
     n = len(stream)
-    both = layer.post_attention_layernorm(torch.cat([stream, taught]))
+    both = norm(torch.cat([stream, taught]))
     own = both[:n]
     # gate needs its rows adjacent, and so does up
     x = torch.cat([both, own])

@@ -55,7 +55,8 @@ def sdpa_attention(
     length = query.shape[2]
     inputs = (query, key, value)
     # torch counts a causal mask from the first key, but with a cache the queries are the last ones
-    aligned = attention_mask is not None or key.shape[2] == length
+    masked = attention_mask is not None
+    aligned = masked or key.shape[2] == length
     fused = aligned and length != 1 and not dropout
     if not fused or not _on_cuda_in_fp32(*inputs):
         return sdpa_attention_forward(
@@ -69,15 +70,17 @@ def sdpa_attention(
         )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    causal = attention_mask is None and bool(is_causal)
-    graph = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    causal = not masked and bool(is_causal)
+    trained = any(x.requires_grad for x in inputs)
+    graph = torch.is_grad_enabled() and trained
     if graph and _has_backward(query, causal):
         # None for the default: torch's shape function of the backward supports no other scale
         default = query.shape[-1] ** -0.5
-        if scaling is not None and math.isclose(scaling, default, rel_tol=1e-12):
+        is_default = scaling is not None and math.isclose(scaling, default, rel_tol=1e-12)
+        if is_default:
             scaling = None
         output = FusedAttention.apply(query, key, value, attention_mask, causal, scaling, exact)
-    elif not graph and attention_mask is None and _takes_fp16(query, key, causal):
+    elif not graph and not masked and _takes_fp16(query, key, causal):
         output = _in_fp16(query, key, value, causal, scaling)
     else:
         # for grouped queries torch has only the math kernel

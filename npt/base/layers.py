@@ -230,9 +230,11 @@ def shape_faults(
         count = state.shape.numel()
         # two codes a byte; half of the last byte may be unused
         codes = 2 * weight.numel() * weight.element_size()
-        shapes[f"{name}'s 4-bit codes"] = (codes,), (count + count % 2,)
+        padded = count + count % 2
+        shapes[f"{name}'s 4-bit codes"] = (codes,), (padded,)
         blocks = -(-count // state.blocksize)
-        shapes[f"{name}.absmax"] = (state.absmax.numel(),), (blocks,)
+        scales = state.absmax.numel()
+        shapes[f"{name}.absmax"] = (scales,), (blocks,)
     return [
         f"has the weight {key} in shape {tuple(stored)}, not {tuple(wanted)}"
         for key, (stored, wanted) in sorted(shapes.items())

@@ -187,7 +187,8 @@ def load_teacher(
     """
     check_choice("teacher_precision", precision, tuple(COMPUTE))
     check_attention(attn_implementation)
-    check_teacher(name, read_config(name))
+    config = read_config(name)
+    check_teacher(name, config)
     device = torch.device(device or default_device())
     check_card(device)
     model = _read_weights(name, device, attn_implementation, dtype=COMPUTE[precision])

@@ -170,7 +170,9 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if name.endswith(".npt.log_tau"):
             tensor = tensor.clone()  # layers share it, but a file may not
         # adapters stay in fp32, and statistics of 4-bit weights as they are
-        if ".npt." not in name and ".weight." not in name:
+        of_adapter = ".npt." in name
+        is_statistic = ".weight." in name
+        if not of_adapter and not is_statistic:
             tensor = _smallest(tensor)
         yield name, tensor
     for index, (outer, inner) in _patches(model).items():

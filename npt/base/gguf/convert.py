@@ -110,7 +110,10 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, t
     names = get_tensor_name_map(kind, config.num_hidden_layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    heads = {}
+    if file.architecture in _ROTATED:
+        heads["q_proj"] = config.num_attention_heads
+        heads["k_proj"] = config.num_key_value_heads
     weights: dict[str, tuple[Any, torch.Size, int]] = {}
     left: dict[Any, Any] = dict(file.tensors)
     for name, parameter in model.named_parameters():  # tied ones once
@@ -125,8 +128,7 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, t
                 f" {list(parameter.shape)}; download it again"
             )
         module = name.split(".")[-2]
-        rotated = heads.get(module, 0) if file.architecture in _ROTATED else 0
-        weights[name] = stored, parameter.shape, rotated
+        weights[name] = stored, parameter.shape, heads.get(module, 0)
     extra = sorted(left.keys() - {ROPE_FACTORS})
     if extra:
         raise file.refusal(
