@@ -75,12 +75,16 @@ class Cut:
         back = across @ chosen
         # the code has unit variance, so a column of P carries the square of its norm
         sizes = back.square().sum(dim=0)
-        kept = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]) / sizes.sum()
+        none = sizes.new_zeros(1)
+        carried = torch.cat([none, sizes.cumsum(0)])
+        whole = sizes.sum()
+        kept = carried / whole
+        lost = 1.0 - kept
         return cls(
             worth=worth.clamp_min(0.0).tolist(),
             code=code.to(torch.float32),
             back=back.to(torch.float32),
-            lost=(1.0 - kept).clamp_min(0.0).tolist(),
+            lost=lost.clamp_min(0.0).tolist(),
         )
 
     def to(self, device: torch.device) -> Cut:

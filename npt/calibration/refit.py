@@ -84,7 +84,8 @@ def refit(
     first = min(converted)
     device = next(model.parameters()).device
     with evaluating(model), adapters_disabled(model):
-        walks = together(processes, partial(_opened, model, numbered, layers[:first]), model)
+        open_walks = partial(_opened, model, numbered, layers[:first])
+        walks = together(processes, open_walks, model)
         shown = track(
             range(first, max(converted) + 1),
             "fitting again",
@@ -95,18 +96,22 @@ def refit(
         for index in shown:
             layer: Any = layers[index]
             if index not in converted:
-                together(processes, partial(_through, layer, walks), model)
+                pass_through = partial(_through, layer, walks)
+                together(processes, pass_through, model)
                 continue
-            total = together(processes, partial(_moments, layer, walks), model)
+            measure = partial(_moments, layer, walks)
+            total = together(processes, measure, model)
             total = processes.sum_(total)
             solve = partial(_solved, layer, total, sensitivity.get(index))
-            solved = together(processes, partial(on_device_or_host, solve, device, console))
+            solve_where_it_fits = partial(on_device_or_host, solve, device, console)
+            solved = together(processes, solve_where_it_fits)
             tensors = adapter_tensors(model)
             # one process solved the layer, the others hold zeros
             for name, tensor in solved.items():
                 tensors[f"model.layers.{index}.npt.{name}"].copy_(processes.sum_(tensor))
             # only now: the layers above are fitted to the errors that remain here
-            together(processes, partial(_steps, layer, walks), model)
+            step = partial(_steps, layer, walks)
+            together(processes, step, model)
 
 
 def _opened(
@@ -133,13 +138,15 @@ def _moments(layer: NPTLayer, walks: list[Walk]) -> Tensor:
     """Take the teacher's stream through the layer. Return the sums over tokens that `_solved`
     reads, of what the layer is to add and what it can read.
     """
-    width = len(layer.npt.b)
-    device = layer.npt.b.device
-    read = read_width(width, layer.npt.config.token_rank)
-    shape = 2 * width + read, width + read
-    total = torch.zeros(shape, dtype=torch.float64, device=device)
+    adapter = layer.npt
+    width = len(adapter.b)
+    read = read_width(width, adapter.config.token_rank)
+    rows = 2 * width + read
+    columns = width + read
+    total = torch.zeros(rows, columns, dtype=torch.float64, device=adapter.b.device)
     for walk in walks:
-        part = within(layer, partial(_look, layer, walk))
+        look = partial(_look, layer, walk)
+        part = within(layer, look)
         if walk.counts:
             total += part
     return total

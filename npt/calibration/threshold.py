@@ -49,9 +49,12 @@ def set_threshold(
     log_tau.fill_(-100.0)
     for _ in range(ROUNDS):
         sizes, tokens = student_codes(model, samples, batch_size)
-        wanted = active * tokens * len(layers)
-        kept = min(wanted, len(sizes))
-        smallest, _ = torch.kthvalue(sizes, len(sizes) - kept + 1)
+        codes = tokens * len(layers)
+        wanted = active * codes
+        known = len(sizes)
+        kept = min(wanted, known)
+        left_out = known - kept
+        smallest, _ = torch.kthvalue(sizes, left_out + 1)
         tau = smallest.clamp_min(SMALLEST)
         log_tau.fill_(tau.log())
     return float(log_tau)

@@ -106,7 +106,9 @@ def parameter_groups(model: PreTrainedModel, config: TrainConfig) -> list[dict[s
     """
     form = attached_config(model)
     share = 1.0
-    if form.init == "calibrated" and config.judged_by == "kl":
+    is_calibrated = form.init == "calibrated"
+    imitates = config.judged_by == "kl"
+    if is_calibrated and imitates:
         share = PRODUCT_RATE
     if form.token_part:
         share *= NATS
@@ -120,8 +122,10 @@ def parameter_groups(model: PreTrainedModel, config: TrainConfig) -> list[dict[s
     if share != 1.0:
         kinds |= dict.fromkeys(PRODUCTS, "products")
     for name, parameter in adapter_parameters(model).items():
-        kind = kinds.get(name.rpartition(".")[2], "stream")
-        groups[kind]["params"].append(parameter)
+        *_, tensor = name.split(".")
+        kind = kinds.get(tensor, "stream")
+        members = groups[kind]["params"]
+        members.append(parameter)
     return [group for group in groups.values() if group["params"]]
 
 
@@ -213,8 +217,11 @@ def summed(
     while True:
         sums = []
         try:
-            parts = [batch] if splitter is None else splitter.parts(batch)
-            with draws, torch.autocast(device.type, enabled=False):
+            parts = [batch]
+            if splitter is not None:
+                parts = splitter.parts(batch)
+            no_autocast = torch.autocast(device.type, enabled=False)
+            with draws, no_autocast:
                 for part in parts:
                     compute = partial(strategy, model, part.to(device), config)
                     with observe(part):
