@@ -86,7 +86,9 @@ def write(model: Any, tokenizer: Any, prompt: Sequence[int], max_new_tokens: int
         NumericalError: logits are not finite.
     """
     positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and len(prompt) + max_new_tokens > positions:
+    needed = len(prompt) + max_new_tokens
+    exceeds = positions is not None and needed > positions
+    if exceeds:
         raise ConfigError(
             f"the prompt's {len(prompt)} tokens and --max_new_tokens {max_new_tokens} exceed the"
             f" model's {positions} positions; lower --max_new_tokens or shorten the prompt"
@@ -98,7 +100,8 @@ def write(model: Any, tokenizer: Any, prompt: Sequence[int], max_new_tokens: int
         (new,) = continue_greedily(model, [prompt], [max_new_tokens], ends, ["the prompt"])
     seconds = time.perf_counter() - started
     text = continuation_text(tokenizer, prompt, new)
-    return Written(tuple(new), text, seconds, bool(new) and new[-1] in ends)
+    has_ended = bool(new) and new[-1] in ends
+    return Written(tuple(new), text, seconds, has_ended)
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -111,13 +111,17 @@ def _padded(prompts: Sequence[Sequence[int]], apart: bool) -> tuple[Batch, Tenso
     masks = []
     for prompt in prompts:
         missing = width - len(prompt)
-        rows.append([prompt[0]] * missing + list(prompt))
-        masks.append([0] * missing + [1] * len(prompt))
+        padding = [prompt[0]] * missing
+        rows.append([*padding, *prompt])
+        hidden = [0] * missing
+        shown = [1] * len(prompt)
+        masks.append(hidden + shown)
     ids = torch.tensor(rows)
     mask = torch.tensor(masks)
     batch = batch_from_tensors(ids, mask)
     if apart and batch.padded:
-        every = batch_from_tensors(ids, torch.ones_like(mask))
+        unmasked = torch.ones_like(mask)
+        every = batch_from_tensors(ids, unmasked)
         batch = replace(every, documents=mask, position_ids=batch.position_ids)
     return batch, mask
 

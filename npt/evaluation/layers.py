@@ -60,7 +60,8 @@ class LayerErrors:
         attention: list[Tensor] = []
 
         def forced(_: Any, args: tuple[Tensor, ...], named: dict[str, Any], output: Tensor) -> None:
-            t = self._targets[index] = _rows(batch, output)
+            t = _rows(batch, output)
+            self._targets[index] = t
             hidden = args[0] if args else named["hidden_states"]
             h = _rows(batch, hidden).to(t.device)
             a = _rows(batch, attention.pop())
@@ -70,7 +71,8 @@ class LayerErrors:
                 for mode in COMPARED:
                     layer.npt.mode = mode
                     error = nmse_per_token(student_output(layer, h, a)[0], t)
-                    self._per_token[index, f"nmse_{mode}"] = error
+                    name = f"nmse_{mode}"
+                    self._per_token[index, name] = error
 
             try:
                 within(layer, compare)

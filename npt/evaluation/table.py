@@ -33,20 +33,24 @@ def print_fidelity(
         "student": fidelity.student,
         "teacher": fidelity.teacher,
     }
-    title = f"Fidelity on {fidelity.teacher.tokens:,} {text}"
+    tokens = fidelity.teacher.tokens
+    title = f"Fidelity on {tokens:,} {text} (± standard error)"
     measured = {name: f for name, f in models.items() if f is not None}
-    console.print(_figures_table(f"{title} (± standard error)", measured))
+    console.print(_figures_table(title, measured))
     if fidelity.layers:
         console.print(_layers_table(fidelity))
     if fidelity.positions:
         console.print(_positions_table(fidelity.positions))
     if fidelity.attribution:
         columns = {COMPARISON_NAMES[name]: f for name, f in fidelity.attribution.items()}
-        console.print(_figures_table("Cost of quantisation and of conversion", columns))
+        title = "Cost of quantisation and of conversion"
+        console.print(_figures_table(title, columns))
     if fidelity.change is not None:
-        console.print(Text(change_line(fidelity.change, text)))
+        change = change_line(fidelity.change, text)
+        console.print(Text(change))
     if fidelity.divergence is not None:
-        console.print(Text(divergence_line(fidelity.divergence)))
+        divergence = divergence_line(fidelity.divergence)
+        console.print(Text(divergence))
 
 
 def divergence_line(d: Divergence) -> str:

@@ -46,13 +46,16 @@ def mode_view(model: PreTrainedModel, mode: Mode) -> Any:
     model = viewed(model)
     attached_config(model)
     view = copy.copy(model)
+    attributes = vars(view)
     for name, value in vars(model).items():
-        # Start without hooks: those of the model run when the view calls it.
-        if name.startswith(("_forward_", "_backward_")):
-            vars(view)[name] = type(value)()
+        holds_hooks = name.startswith(("_forward_", "_backward_"))
+        if holds_hooks:
+            # Start without any: those of the model run when the view calls it.
+            kind = type(value)
+            attributes[name] = kind()
         elif isinstance(value, dict | set):
-            vars(view)[name] = copy.copy(value)
-    vars(view)[VIEWED] = model  # Module.__setattr__ would register it as a child
+            attributes[name] = copy.copy(value)
+    attributes[VIEWED] = model  # Module.__setattr__ would register it as a child
     view.config = copy.deepcopy(model.config)
     view.generation_config = copy.deepcopy(model.generation_config)
 

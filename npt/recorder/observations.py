@@ -102,12 +102,15 @@ class Observations:
     def _append(
         self, site: Site, stage: str, direction: Direction, tensor: Tensor, summary: int
     ) -> Entry:
-        self._calls[site.name, stage, direction] += 1
-        call = self._calls[site.name, stage, direction]
+        place = site.name, stage, direction
+        self._calls[place] += 1
+        call = self._calls[place]
         if call > 1:
-            stage = f"{stage}{'#' if direction == 'forward' else '@'}{call}"
+            mark = "#" if direction == "forward" else "@"
+            stage = f"{stage}{mark}{call}"
         shape = tuple(tensor.shape)
-        entry = Entry(site, stage, direction, shape, dtype_name(tensor.dtype), summary)
+        dtype = dtype_name(tensor.dtype)
+        entry = Entry(site, stage, direction, shape, dtype, summary)
         self.entries.append(entry)
         return entry
 

@@ -99,8 +99,8 @@ class Recorder:
             if valid.ndim != 2:
                 raise ValueError(f"valid has the shape {tuple(valid.shape)}: pass a mask [B, T]")
             # once, so that no reduction waits for the copy
-            device = next((p.device for p in model.parameters()), valid.device)
-            valid = valid.detach().bool().to(device)
+            first = next(model.parameters(), valid)
+            valid = valid.detach().bool().to(first.device)
         self.model = model
         self.gradients = gradients
         self._valid = valid
@@ -226,11 +226,13 @@ class Recorder:
         name, tensor = next(outputs, ("", None))
         if tensor is None:
             return
-        stage = "out" if name in ("", "0") else f"out.{name}"
+        is_first = name in ("", "0")
+        stage = "out" if is_first else f"out.{name}"
         if source is None:
             self._add(site, stage, tensor)
         else:
-            reduced = self._add(site, stage, tensor, source.entries[0])
+            read = source.entries[0]
+            reduced = self._add(site, stage, tensor, read)
             if site.element:
                 self._observed.add_update(reduced, tensor, source)
         for name, tensor in outputs:
