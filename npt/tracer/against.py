@@ -175,7 +175,8 @@ def _told(name: str, tensor: Tensor, other: Tensor, is_buffer: bool) -> str:
         return f"; {name} has only zeros in the reference"
     if apart > explained:
         return f"; {name} has a relative difference of {apart:.2g}"
-    if not is_buffer or fine == coarse or not apart > 0:
+    was_rounded = is_buffer and fine != coarse and apart > 0
+    if not was_rounded:
         return ""
     where = "this pass" if coarse == tensor.dtype else "the reference"
     return (

@@ -276,7 +276,8 @@ class Ledger(Observer):
             name = node.name().rpartition("::")[2]
         if not place.module:
             place = Place(self._leaf(node), place.source)
-        return Location("backward", place, name, self.sequence(node, stack.nested))
+        sequence = self.sequence(node, stack.nested)
+        return Location("backward", place, name, sequence)
 
     def _from_outside(
         self, call: TorchCall, label: str, was: Badness, result: Tensor, badness: Badness

@@ -241,7 +241,8 @@ def _mask(origin: Origin) -> Reason | None:
     for axis in reversed(range(logits.ndim)):
         others = origin.index[:axis] + origin.index[axis + 1 :]
         row = logits.movedim(axis, -1)[others]
-        if bool((row == -math.inf).all()):
+        masked = row == -math.inf
+        if bool(masked.all()):
             return Reason(
                 "fully masked row",
                 f"all {len(row)} logits of the row are -Inf, so softmax divides 0 by 0",

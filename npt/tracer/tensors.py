@@ -229,11 +229,14 @@ def stretch_of(tensor: Tensor) -> Stretch:
     strides = tensor.stride()
     layout = tuple(zip(tensor.shape, strides, strict=True))
     # in elements, from the first to the last
-    length = 1 + sum(map(mul, tensor.shape, strides)) - sum(strides)
+    last = sum(map(mul, tensor.shape, strides)) - sum(strides)
+    length = last + 1
+    dense = tensor.numel() == length
     size = tensor.dtype.itemsize
-    start = int(tensor.storage_offset()) * size
+    offset = int(tensor.storage_offset())
+    start = offset * size
     end = start + length * size
-    return Stretch(key, start, end, layout, dense=tensor.numel() == length)
+    return Stretch(key, start, end, layout, dense)
 
 
 def storage_key(tensor: Tensor) -> int:

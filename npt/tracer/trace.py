@@ -309,7 +309,8 @@ class _Tracer:
         if not origins:
             return _unexplained(sinks)
         origin, label = origins[0]
-        if origin.inputs or origin.external is not None:
+        has_cause = origin.inputs or origin.external is not None
+        if has_cause:
             return self._explained(origin, origins)
         reason = rules.Reason("unknown", f"{origin} gave {origin.value:g}")
         return self._verdict_on(origin, reason, label)
@@ -518,11 +519,14 @@ def _lookups(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, str]:
     """Return the operation that looks up the ids of each entry."""
     # transformers' language models ignore the label -100 only; other losses may ignore any.
     inner = getattr(model, "get_base_model", lambda: model)()
-    stock = type(inner).__module__.startswith(("transformers.", "npt."))
+    source = type(inner).__module__
+    stock = source.startswith(("transformers.", "npt."))
     if stock and reads_labels(inner):
-        return dict.fromkeys((*LOOKED_UP, "labels"), "embedding")
+        ids = (*LOOKED_UP, "labels")
+        return dict.fromkeys(ids, "embedding")
     # placeholders beyond the vocabulary are replaced before the lookup
-    if not entries.keys().isdisjoint(_MEDIA):
+    has_media = not entries.keys().isdisjoint(_MEDIA)
+    if has_media:
         return {}
     lookups = {"input_ids": "embedding"}
     if stock and hasattr(inner, "lm_head"):

@@ -100,10 +100,12 @@ def _whole_tensors(model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]
             name = f"{prefix}{name}"
             yield dict(_statistics(name, module))
             yield {f"{name}: dequantised weight": unpacked(module)}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
         if id(tensor) in packed or is_sharded(tensor):
             continue
-        if tensor.is_floating_point() and ADAPTER not in f".{name}":
+        of_adapter = ADAPTER in f".{name}"
+        if tensor.is_floating_point() and not of_adapter:
             yield {f"{prefix}{name}": tensor}
 
 
