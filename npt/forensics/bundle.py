@@ -256,12 +256,16 @@ def _entries(
     entries = []
     for number, stored in enumerate(micro_batches):
         autocast = {k: str(d).removeprefix("torch.") for k, d in stored.autocast.items()}
+        name = f"{kind}.{number}"
+        inputs = _described(stored.inputs, name, tensors)
+        random = _described(stored.random, f"random.{name}", tensors)
+        refusal = None if stored.refusal is None else stored.refusal.as_dict()
         entry = {
-            "inputs": _described(stored.inputs, f"{kind}.{number}", tensors),
+            "inputs": inputs,
             "sample_ids": list(stored.sample_ids),
             "tokens": _plain(stored.tokens),
-            "refusal": None if stored.refusal is None else stored.refusal.as_dict(),
-            "random": _described(stored.random, f"random.{kind}.{number}", tensors),
+            "refusal": refusal,
+            "random": random,
             "autocast": autocast,
         }
         entries.append(entry)

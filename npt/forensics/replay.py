@@ -107,19 +107,22 @@ class Replay:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        record = self.postmortem.record
+        postmortem = self.postmortem
+        record = postmortem.record
+        recorded = [refusal.as_dict() for refusal in postmortem.recorded.values()]
+        found = [refusal.as_dict() for refusal in self.refusals]
         verdicts = []
         for index, finding in self.traces.items():
             verdict = finding.verdict and finding.verdict.as_dict()
             verdicts.append({"micro_batch": index, "verdict": verdict})
         return {
-            "bundle": str(self.postmortem.folder),
-            "step": self.postmortem.step,
+            "bundle": str(postmortem.folder),
+            "step": postmortem.step,
             "reason": record["reason"],
             "classification": self.classification,
             "reproduced": self.reproduced,
-            "recorded": [refusal.as_dict() for refusal in self.postmortem.recorded.values()],
-            "found": [refusal.as_dict() for refusal in self.refusals],
+            "recorded": recorded,
+            "found": found,
             "verdict": self.verdict and self.verdict.as_dict(),
             "verdicts": verdicts,
             "accepted_failed": sum(self.trials),
@@ -206,13 +209,16 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
         findings = state.findings()
         outcome = state.window(postmortem.micro_batches, postmortem.limits, TRACED)
         trials = _trials(state, outcome.refused)
+    own = outcome.own
+    records = tuple(m for m in own if m.grad_norm is not None)
+    traces = {m.index: m.finding for m in own if m.finding is not None}
     return Replay(
         postmortem,
         device=str(state.device),
         refusals=outcome.refused,
-        records=tuple(m for m in outcome.own if m.grad_norm is not None),
+        records=records,
         findings=findings,
-        traces={m.index: m.finding for m in outcome.own if m.finding is not None},
+        traces=traces,
         trials=trials,
     )
 

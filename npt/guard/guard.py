@@ -367,7 +367,8 @@ class Guard(Generic[Result]):
         if self.settings.loss != "share":  # a Trainer shares them when a window begins
             share_buffers(self._model)
         outcomes = self._known(outcomes)
-        return cast(Result, outcomes if self.lists else outcomes[0])
+        result = outcomes if self.lists else outcomes[0]
+        return cast(Result, result)
 
     def flush(self) -> list[Outcome]:
         """Wait for the outcomes that have not arrived, and return them."""
@@ -390,14 +391,16 @@ class Guard(Generic[Result]):
             The refusals of all processes, which the outcome will list too. If there are none, or
             the loss scale caused all of them, the list is empty and the window unchanged.
         """
-        refused = self.window.refused()
+        window = self.window
+        refused = window.refused()
         here = [micro.refusal for micro in refused if micro.refusal is not None]
-        refusals = [*chain(*self.window.processes.gather(here))]
-        if self._scale.lost(refusals, self.window.place):
+        everywhere = window.processes.gather(here)
+        refusals = [*chain(*everywhere)]
+        if self._scale.lost(refusals, window.place):
             return []
         if refusals:
             self.forensics.trace(refused)
-            self.window.begin_again()
+            window.begin_again()
             self._rewind()
         return refusals
 
@@ -458,13 +461,14 @@ class Guard(Generic[Result]):
         """
         if self.lists:
             return
-        now = stepped_parameters(self.update.optimizer)
+        optimizer = self.update.optimizer
+        now = stepped_parameters(optimizer)
         joined = now.keys() - map(id, self.update.parameters)
         if self.window.place:
             for key in joined:
                 now[key].grad = None
         elif joined or self._norm_has_grown():
-            guarded = guarded_parameters(self._model, self.update.optimizer, self.whole_norm)
+            guarded = guarded_parameters(self._model, optimizer, self.whole_norm)
             self.window.hold(guarded)
 
     def _norm_has_grown(self) -> bool:

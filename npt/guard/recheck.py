@@ -118,7 +118,8 @@ class Recheck:
         ran = self._window.open.ran
         if not self._can_run_again(len(ran)):
             return faults
-        kept = self._computed([judged for _, judged in ran], random_state())
+        judged = [judgement for _, judgement in ran]
+        kept = self._computed(judged, random_state())
         second = self._again(ran)
         (differing,) = self._processes.sums([not kept.equals(second)])
         if differing:
@@ -230,7 +231,9 @@ class Recheck:
             loss = loss_in(stored.compute())
             if loss is None:
                 raise ConfigError(f"recheck computes the loss again: {WITH_RUN}")
-            if all(p.grad is None for p in self._window.gradients.parameters):
+            parameters = self._window.gradients.parameters
+            has_gradients = any(p.grad is not None for p in parameters)
+            if not has_gradients:
                 self._scale.scaled(loss).backward()
         result: Tensor = loss.detach()
         return result

@@ -115,11 +115,13 @@ class Report(TrainerCallback):
         self._forget()
         self.counts.clear()
         self._forensics = Forensics(model, self._left)
-        hook = whole(model).register_forward_hook(Hook(self._look), with_kwargs=True)
-        self._stack.callback(hook.remove)
+        watched = whole(model)
+        look = Hook(self._look)
+        handle = watched.register_forward_hook(look, with_kwargs=True)
+        self._stack.callback(handle.remove)
         trainer = self._trainer()
         if trainer is not None:
-            self._wrap(trainer, whole(model))
+            self._wrap(trainer, watched)
         self._look_at_weights(model, state.global_step)
 
     def on_step_begin(self, *_: object, **kwargs: object) -> None:

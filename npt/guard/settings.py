@@ -46,17 +46,20 @@ class GuardSettings:
     postmortem: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.refuse, tuple) and all(map(_is_exception, self.refuse))):
+        are_exceptions = isinstance(self.refuse, tuple) and all(map(_is_exception, self.refuse))
+        if not are_exceptions:
             raise ConfigError(f"refuse is {self.refuse!r}; pass a tuple of exception classes")
-        if self.loss not in get_args(Loss):
-            raise ConfigError(f"loss is {self.loss!r}; choose from {', '.join(get_args(Loss))}")
+        losses = get_args(Loss)
+        if self.loss not in losses:
+            raise ConfigError(f"loss is {self.loss!r}; choose from {', '.join(losses)}")
         for name in ("max_grad_norm", "spike_sigmas", "max_refused"):
             number = getattr(self, name)
             if number is not None and not number > 0:
                 raise ConfigError(f"{name} is {number}; it must be above 0")
         for name in ("trace", "recheck"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+            number = getattr(self, name)
+            if number < 0:
+                raise ConfigError(f"{name} is {number}; it must be 0 or more")
 
 
 def _is_exception(kind: object) -> bool:

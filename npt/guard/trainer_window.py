@@ -123,7 +123,8 @@ class TrainerWindow:
         self._inputs.append(inputs)
         loss = self._compute(guard, model, inputs, items)
         self.generations.advance()
-        if not trainer.accelerator.gradient_state.sync_gradients:
+        is_last = trainer.accelerator.gradient_state.sync_gradients
+        if not is_last:
             return loss
         # each share of the loss depends on how many count, so survivors are computed once more
         losses = None

@@ -109,7 +109,8 @@ class Gradients:
                 gradient = gradient.to_dense().resolve_conj().resolve_neg()
             view = self.sum_views[place]
             # gradients change in place, so none may share memory with itself
-            if gradient.stride() == self._strides[place] and gradient.dtype == view.dtype:
+            fits = gradient.stride() == self._strides[place] and gradient.dtype == view.dtype
+            if fits:
                 starts[place] = gradient.data_ptr()
             else:
                 gradient = torch.empty_like(view).copy_(gradient)
@@ -152,7 +153,9 @@ class Gradients:
             if not parameter.requires_grad:  # frozen since: not to be stepped
                 continue
             gradient = view.detach()  # a callback may replace its `.data`
-            parameter.grad = as_gradient(gradient, parameter) if self._sharded else gradient
+            if self._sharded:
+                gradient = as_gradient(gradient, parameter)
+            parameter.grad = gradient
         for place in unreached:
             self.parameters[place].grad = None
 
