@@ -377,7 +377,8 @@ class OnePass(Ledger):
         lost = any(call.writes(tensor) for _, tensor in call.read)
         if self._noted < _ORIGINS_KEPT and not lost:
             self._noted += 1
-            self._inputs = self._copied(call)
+            # an optimizer may overwrite externals before they are looked at
+            self._inputs = [(label, tensor.detach().clone()) for label, tensor in call.read]
             self._give_inputs(origin, call)
 
 
