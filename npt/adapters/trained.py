@@ -98,7 +98,8 @@ def trained_output(
         output = stream + down
         adapter.show(o=output)
     if taught is not None:
-        taught = taught + of_teacher
+        with torch.no_grad():
+            taught = taught + of_teacher
         adapter.show(t=taught)
     return output, energy, taught
 

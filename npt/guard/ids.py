@@ -50,7 +50,8 @@ def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Ite
     bad_ids = {name: _outside(_ids_in(given.get(name)), rows) for name in LOOKED_UP}
     checked = labels and _of_transformers(model)
     tokens = given.get("input_ids") is not None or reads_labels(model)
-    targets = _ids_in(given.get("labels") if checked and tokens else None)
+    unchanged = _ids_in(given.get("labels") if tokens else None)
+    targets = unchanged if checked else NOTHING
     bad_labels = _outside(targets.masked_fill(targets == IGNORE_INDEX, 0), classes)
     suspects = [bad.any() for bad in (*bad_ids.values(), bad_labels) if bad.numel()]
     if not suspects or not bool(torch.stack(suspects).any()):  # read once for both
@@ -85,8 +86,8 @@ def refuse_bad_ids(inputs: object, model: nn.Module, labels: bool = True) -> Ite
     finally:
         for handle in handles:
             handle.remove()
-        if targets.numel():
-            held["labels"] = targets
+        if unchanged.numel():
+            held["labels"] = unchanged
     if found:
         raise found[0]
 

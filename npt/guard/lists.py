@@ -145,9 +145,16 @@ def has_norm(tensor: Tensor) -> bool:
 @torch.no_grad()
 def copied(tensors: list[Tensor]) -> list[Tensor]:
     """Return copies, made in few launches on a GPU."""
-    if not all(map(is_plain, tensors)):
-        return [tensor.clone() for tensor in tensors]
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    for pieces, group in alike(copies, tensors):
-        torch._foreach_copy_(pieces, group)
+    copies: list[Tensor] = []
+    together: list[Tensor] = []
+    pieces: list[Tensor] = []
+    for tensor in tensors:
+        if is_plain(tensor):
+            copies.append(torch.empty_like(tensor))
+            together.append(tensor)
+            pieces.append(copies[-1])
+        else:
+            copies.append(tensor.clone())
+    for alike_pieces, group in alike(pieces, together):
+        torch._foreach_copy_(alike_pieces, group)
     return copies

@@ -129,14 +129,11 @@ class Report(TrainerCallback):
         rates = [group["lr"] for group in getattr(kwargs.get("optimizer"), "param_groups", [])]
         self._moves = any(isinstance(rate, Tensor) or rate > 0 for rate in rates)
         self._window = []
-        self.on_substep_end()
+        self._begin()
 
     def on_substep_end(self, *_: object, **kwargs: object) -> None:
         """Begin the next micro-batch."""
-        self._watched.close()
-        self._window.append(micro := _Computed(None, 1))
-        if self._forensics is not None:
-            self._watched.enter_context(self._forensics.watching(micro, StoredMicroBatch()))
+        self._begin()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: Any
@@ -193,6 +190,12 @@ class Report(TrainerCallback):
         lost = ", ".join(f"{kind} {number}" for kind, number in self.counts.items())
         text = f"faults during {self._steps} steps: {lost}" if lost else "nothing was lost"
         _log.log(logging.WARNING if lost else logging.INFO, "report: %s", text)
+
+    def _begin(self) -> None:
+        self._watched.close()
+        self._window.append(micro := _Computed(None, 1))
+        if self._forensics is not None:
+            self._watched.enter_context(self._forensics.watching(micro, StoredMicroBatch()))
 
     def _stop(self) -> None:
         self._watched.close()

@@ -78,8 +78,13 @@ class TrainerMixin(Trainer):
         after which `auto_find_batch_size` starts again."""
         _refuse_unfit(self)
         self.guard = None
-        compute = super().training_step
-        window = TrainerWindow(self, compute, self.guard_settings, self.on_refused)
+        # looked up when used: a callback may set either
+        window = TrainerWindow(
+            self,
+            super().training_step,
+            settings=lambda: self.guard_settings,
+            tell=lambda outcome: self.on_refused(outcome),
+        )
         self.__window = window
         try:
             return super()._inner_training_loop(*arguments, **named)

@@ -56,7 +56,7 @@ class TrainerWindow:
     Args:
         trainer: a Trainer that trains.
         compute: its class's own `training_step`.
-        settings: the user's, for the guard.
+        settings: returns the user's, for the guard.
         tell: called with each outcome that has a refusal or a repair.
 
     Attributes:
@@ -68,7 +68,7 @@ class TrainerWindow:
         self,
         trainer: Trainer,
         compute: Callable[..., Tensor],
-        settings: Mapping[str, Any],
+        settings: Callable[[], Mapping[str, Any]],
         tell: Callable[[Outcome], None],
     ):
         self.norm: float | None = None
@@ -197,13 +197,13 @@ class TrainerWindow:
             counted = [_blank(x) if i in refused else x for i, x in enumerate(window)]
             items = trainer._get_num_items_in_batch(counted, trainer.args.device)
         losses: list[Tensor] = []
-        survivors = set(range(len(window))) - refused
+        last = max(set(range(len(window))) - refused, default=None)
         for place, inputs in enumerate(window):
             self.generations.rewind_to(place)
             if place in refused:
                 self._pass_over(guard, model, inputs, items)
                 continue
-            trainer.accelerator.sync_gradients = place == max(survivors)  # GRPO's metrics read it
+            trainer.accelerator.sync_gradients = place == last  # GRPO's metrics read it
             try:
                 losses.append(self._compute(guard, model, inputs, items, calls=len(losses)))
             finally:
@@ -256,7 +256,7 @@ class TrainerWindow:
             raise ConfigError(
                 f"DeepSpeed makes its own step; train with DDP or one process, or {UNGUARDED}"
             )
-        settings = trainer_settings(self._settings, trainer.args.output_dir or ".")
+        settings = trainer_settings(self._settings(), trainer.args.output_dir or ".")
         settings["max_grad_norm"] = trainer.args.max_grad_norm or math.inf
         assert trainer.optimizer is not None
         self._guard = TrainerGuard(model, trainer.optimizer, **settings)

@@ -288,7 +288,13 @@ class GuardedUpdate:
     def put_back(self, holdings: Holdings, marks: Sequence[tuple[int, int]]) -> list[str]:
         """Restore what changed without an operation since holdings were made; return its names."""
         changed = holdings.put_back(marks)
-        return [name for name, value in self._held() if id(value) in changed]
+        names: list[str] = []
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if id(parameter) in changed:
+                names.append(name)
+            state = self.optimizer.state.get(parameter, {})
+            names += [f"{key} of {name}" for key, value in state.items() if id(value) in changed]
+        return names
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the names of their parameters."""
@@ -309,7 +315,7 @@ class GuardedUpdate:
         states = entries[id(self.optimizer.state)]
         snapshot: Snapshot = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            held = entries.get(id(states.get(parameter)), {})
+            held = entries[id(states[parameter])] if parameter in states else {}
             state = {key: copies.get(id(value), value) for key, value in held.items()}
             snapshot[name] = copies.get(id(parameter), parameter), state
         return snapshot
@@ -407,18 +413,14 @@ class GuardedUpdate:
         return self._check(map(own_part, tensors) if self._parts else tensors)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        return [(n, own_part(value)) for n, value in self._held() if isinstance(value, Tensor)]
-
-    def _held(self) -> list[tuple[str, object]]:
-        """Return parameters and their state by name, moments first: of the bad ones, the first is
-        reported.
-        """
-        held: list[tuple[str, object]] = []
+        """Return tensors by name, moments first: of the bad ones, the first is reported."""
+        named: list[tuple[str, Tensor]] = []
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            state = self.optimizer.state.get(parameter, {})
-            held += [(f"{key} of {name}", value) for key, value in state.items()]
-            held.append((name, parameter))
-        return held
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    named.append((f"{key} of {name}", own_part(value)))
+            named.append((name, own_part(parameter)))
+        return named
 
 
 def own_part(tensor: Tensor) -> Tensor:

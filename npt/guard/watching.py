@@ -117,19 +117,17 @@ class Forensics:
 
     def trace(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Trace the first refused micro-batches, except those refused before any computation."""
-        untraced = [
-            (micro, micro.stored, micro.refusal)
-            for micro in micro_batches
-            if micro.stored and micro.refusal and not micro.finding
-        ]
-        for micro, stored, refusal in untraced[: self.left]:
+        for micro in micro_batches:
+            # without a limit, `left` is negative
+            if micro.finding or not (self.left and micro.refusal and micro.stored):
+                continue
             self.left -= 1
-            stored.refusal = refusal
+            micro.stored.refusal = micro.refusal
             if self._together:  # a pass would need all processes
-                micro.finding = Finding(refusal, None, SHARDED)
+                micro.finding = Finding(micro.refusal, None, SHARDED)
             else:
                 with unsynchronised(self._parallel):  # other processes do not join in
-                    micro.finding = traced(self._model, stored)
+                    micro.finding = traced(self._model, micro.stored)
             self.findings.append(micro.finding)
 
     def keep(self, outcome: Outcome) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from npt.errors import ConfigError
+from npt.errors import ConfigError, ModelError
 from npt.packed import quantized_linears, unpacked
 from npt.tracer.held_pass import HeldPass, Units, compare
 from npt.tracer.pass_record import PassRecord, Step, rounding_in
@@ -254,7 +254,9 @@ def _state(model: nn.Module, module: str) -> dict[str, Tensor]:
     state = {plain_name(name): t.detach() for name, t in named if t.is_floating_point()}
     for name, linear in quantized_linears(held):
         if not name:
-            state[f"{module}.weight"] = unpacked(linear)
+            # the weight of a class with a forward of its own does not tell what it computes
+            with suppress(ModelError):
+                state[f"{module}.weight"] = unpacked(linear)
     return state
 
 

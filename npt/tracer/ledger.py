@@ -42,6 +42,7 @@ from npt.tracer.tensors import (
     nears_minimum,
     numbers,
     storage_key,
+    tensors_in,
 )
 from npt.tracer.verdict import Phase
 
@@ -70,8 +71,8 @@ class Ledger(Observer):
         modules: dotted names of modules by id.
         externals: tensors that exist before the pass.
         limit: the magnitude above which finite numbers count as bad.
-        keep: number and output of the operation whose origin, `kept`, keeps its arguments, and
-            whose inputs' origins are kept in `read_origins`.
+        keep: number and output of the operation whose origin, `kept`, keeps its arguments.
+        asked: number of the operation whose inputs' origins are kept in `read_origins`.
         watch: the forward operation to locate as `watched`, after a fault in its backward.
 
     Attributes:
@@ -85,6 +86,7 @@ class Ledger(Observer):
         externals: Iterable[External],
         limit: float = math.inf,
         keep: tuple[int, int] = (-1, -1),
+        asked: int = -1,
         watch: Sequence | None = None,
     ):
         super().__init__(modules)
@@ -96,6 +98,7 @@ class Ledger(Observer):
         # so that an infinity is beyond it
         self._limit = min(limit, sys.float_info.max)
         self._keep = keep
+        self._asked = asked
         self._watch = watch or _NEVER
         self._origins: Memory[tuple[int, Origin]] = Memory()
         self._externals: Memory[External] = Memory()
@@ -121,34 +124,33 @@ class Ledger(Observer):
         if away == self._watch[0] and now > self._watch[1]:
             self._watch = _NEVER
             self.watched = self._location(call.node)
-            self.hid = any(judge(result, self._limit) for result in results)
+            # of attention too, all results: its statistics overflow first
+            self.hid = any(judge(tensor, self._limit) for _, tensor in tensors_in(out))
         if call.name in BLANK:
-            owned = {storage_key(t): t.untyped_storage() for t in results if storage_key(t)}
-            self._blank |= {key: StorageWeakRef(storage) for key, storage in owned.items()}
+            for result in results:
+                key = storage_key(result)
+                if key:
+                    self._blank[key] = StorageWeakRef(result.untyped_storage())
         elif call.written or not call.is_view or call.name == "lift_fresh":
             for position, result in enumerate(results):
                 self._judge(call, position, result)
         return out
 
     def _look_at_inputs(self, call: TorchCall) -> None:
-        """Judge the inputs that the operation will overwrite, and keep those of one operation."""
+        """Judge the inputs that the operation will overwrite, and keep inputs if asked."""
         overwritten = {*map(storage_key, call.written.values())} - {0}  # 0: no memory
         for _, tensor in call.read if overwritten else ():
             if storage_key(tensor) in overwritten:
                 call.replaced[id(tensor)] = judge(tensor, self._limit)
         if call.number == self._keep[0]:
-            self._inputs = self._copied(call)
+            for label, tensor in call.read:
+                kept = tensor.detach()
+                if not self._externals.of(tensor):
+                    # later operations may overwrite it
+                    kept = kept.clone()
+                self._inputs.append((label, kept))
+        if call.number == self._asked:
             self.read_origins = {label: self.origin_of(tensor) for label, tensor in call.read}
-
-    def _copied(self, call: TorchCall) -> list[tuple[str, Tensor]]:
-        """Return an operation's inputs, copied if later operations may overwrite them."""
-        inputs = []
-        for label, tensor in call.read:
-            kept = tensor.detach()
-            if not self._externals.of(tensor):
-                kept = kept.clone()
-            inputs.append((label, kept))
-        return inputs
 
     def _judge(self, call: TorchCall, position: int, result: Tensor) -> None:
         badness = judge(result, self._limit)
@@ -378,7 +380,8 @@ class OnePass(Ledger):
         lost = any(call.writes(tensor) for _, tensor in call.read)
         if self._noted < _ORIGINS_KEPT and not lost:
             self._noted += 1
-            self._inputs = self._copied(call)
+            # an optimizer may overwrite externals before they are looked at
+            self._inputs = [(label, tensor.detach().clone()) for label, tensor in call.read]
             self._give_inputs(origin, call)
 
 

@@ -89,9 +89,13 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
 
     def check(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
+        if verdicts or not isinstance(mask, Tensor):
+            return
+        usual = mask.dtype == torch.bool or mask.is_floating_point()
+        if not usual or mask.ndim != 4 or not mask.numel():
+            return
         # every layer gets the same one
-        known = any(reference() is mask for reference in seen)
-        if verdicts or known or not isinstance(mask, Tensor):
+        if any(reference() is mask for reference in seen):
             return
         seen.append(weakref.ref(mask))
         if fault := _fault_of(mask.detach(), valid):
@@ -108,9 +112,6 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
 
 def _fault_of(mask: Tensor, valid: Tensor | None) -> BadNumber | None:
     """Return a mask's fault; None also if the valid queries are unknown."""
-    usual = mask.dtype == torch.bool or mask.is_floating_point()
-    if not usual or mask.ndim != 4 or not mask.numel():
-        return None
     rows, _, queries, keys = mask.shape
     square = keys == queries
     if valid is None and square:

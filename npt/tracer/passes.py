@@ -6,7 +6,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -207,46 +207,51 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
         ConfigError: the pass wrote to a weight.
     """
     writes = _writes(model)
-    with ExitStack() as after, kept_random_state():
-        after.callback(torch.clear_autocast_cache)
-        after.callback(random.setstate, random.getstate())
-        numpy: Any = sys.modules.get("numpy")  # torch may lack it
-        if numpy is not None:
-            after.callback(numpy.random.set_state, numpy.random.get_state())
-        for module in model.modules():
-            after.callback(setattr, module, "training", module.training)
-            _keep_buffers(module, after)
-        # cached casts of weights would have no origin in this pass
-        torch.clear_autocast_cache()
+    modes = [(module, module.training) for module in model.modules()]
+    inputs = (t for _, t in tensors_in(batch) if t.is_leaf and t.requires_grad)
+    gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
+    buffers = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers.append((module._buffers, name, buffer, buffer.detach().clone()))
+    python_state = random.getstate()
+    numpy: Any = sys.modules.get("numpy")  # torch may lack it
+    numpy_state = numpy and numpy.random.get_state()
+    # cached casts of weights would have no origin in this pass
+    torch.clear_autocast_cache()
+    try:
         with (
+            kept_random_state(),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autograd.set_detect_anomaly(False),
         ):
-            for _, leaf in (*model.named_parameters(), *_leaves(model, batch)):
-                after.callback(setattr, leaf, "grad", leaf.grad)
-                # a bad gradient from before would not have its origin in this pass
+            # a bad gradient from before would not have its origin in this pass
+            for leaf, _ in gradients:
                 leaf.grad = None
             yield
+    finally:
+        torch.clear_autocast_cache()
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        for module, training in modes:
+            module.training = training
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
+        with torch.no_grad():
+            for held, name, buffer, copy in buffers:
+                held[name] = buffer
+                # writing to one that is equal could spoil a graph that the caller holds
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)
     for name, count in _writes(model).items():
         if writes.get(name, count) != count:
             raise ConfigError(
-                f"run wrote to {name}: pass a run that computes loss and gradients without an"
-                " optimizer step"
+                f"run wrote to {plain_name(name)}: pass a run that computes loss and gradients"
+                " without an optimizer step"
             )
-
-
-def _keep_buffers(module: nn.Module, after: ExitStack) -> None:
-    @torch.no_grad()
-    def restore(name: str, buffer: Tensor, copy: Tensor) -> None:
-        module._buffers[name] = buffer
-        # writing to one that is equal could spoil a graph that the caller holds
-        if not torch.equal(buffer, copy):
-            buffer.copy_(copy)
-
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            after.callback(restore, name, buffer, buffer.detach().clone())
 
 
 def _writes(model: nn.Module) -> dict[str, int]:
@@ -254,5 +259,5 @@ def _writes(model: nn.Module) -> dict[str, int]:
     for name, parameter in model.named_parameters():
         # a pass may initialise lazy ones, and inference tensors have no version
         if not is_lazy(parameter) and not parameter.is_inference():
-            versions[plain_name(name)] = parameter._version
+            versions[name] = parameter._version
     return versions

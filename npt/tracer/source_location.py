@@ -47,7 +47,7 @@ only started it.
 """
 
 # what torch.compile adds to names
-_COMPILED = re.compile(r"^_orig_mod\.?|\._orig_mod")
+_COMPILED = "_orig_mod"
 _TEXT_MAX = 160
 
 
@@ -64,7 +64,9 @@ class Place(NamedTuple):
 
 def plain_name(name: str) -> str:
     """Return a module's or tensor's name in a model that was not compiled."""
-    return _COMPILED.sub("", name)
+    if _COMPILED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def layer_of(name: str) -> int | None:
@@ -248,7 +250,7 @@ class Tokens:
     def without_padding(self, tensor: Tensor) -> Tensor:
         """Return the tensor with 0 at padding, for the first four shapes of `locate`."""
         shape = tuple(tensor.shape)
-        if self.valid is None or shape in self.others:
+        if self.valid is None or shape in self.others or not shape:
             return tensor
         b, t = self.valid.shape
         heads = _heads(shape, b, t)
@@ -304,15 +306,16 @@ def _heads(shape: tuple[int, ...], b: int, t: int) -> list[int]:
     """Return the number of heads, 1 without heads, for each of the first four shapes of `locate`
     that this may be: all of them have the elements of [B, heads, T, ...] in order.
     """
-    first, second = (*shape, 0, 0)[:2]
-    heads = first // max(b, 1)
-    layouts = (
-        ((len(shape), *shape[::2]) == (4, b, t), second),
-        ((len(shape), *shape[:2]) == (3, b * heads, t), heads),
-        ((first, second) == (b, t), 1),
-        (first == b * t, 1),
-    )
-    return [heads for fits, heads in layouts if fits]
+    found = []
+    if len(shape) == 4 and shape[::2] == (b, t):
+        found.append(shape[1])
+    if len(shape) == 3 and b and shape[0] % b == 0 and shape[1] == t:
+        found.append(shape[0] // b)
+    if shape[:2] == (b, t):
+        found.append(1)
+    if shape[0] == b * t:
+        found.append(1)
+    return found
 
 
 def _agreed(readings: Iterable[int | None]) -> int | None:

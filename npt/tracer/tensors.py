@@ -48,7 +48,8 @@ def parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _attributes(value: Any) -> list[str]:
-    if hasattr(value, _WRAPS):
+    wraps = isinstance(value, Tensor) and hasattr(value, _WRAPS)
+    if wraps:
         names: list[str] = value.__tensor_flatten__()[0]
         return names
     is_data = is_dataclass(value) and not isinstance(value, type)

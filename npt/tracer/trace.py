@@ -372,8 +372,7 @@ class _Tracer:
         if size <= rules.HUGE:
             return None
         limit = math.sqrt(size)
-        keep = (origin.number, origin.output)
-        start = self._pass(limit=limit, keep=keep)[0].read_origins.get(label)
+        start = self._pass(limit=limit, asked=origin.number)[0].read_origins.get(label)
         if start is not None and start.sequence is not None:
             start = self._close_up(start, limit)
         return None if start is None else (start, limit)
@@ -525,8 +524,7 @@ def _lookups(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, str]:
         ids = (*LOOKED_UP, "labels")
         return dict.fromkeys(ids, "embedding")
     # placeholders beyond the vocabulary are replaced before the lookup
-    has_media = not entries.keys().isdisjoint(_MEDIA)
-    if has_media:
+    if any(name in entries for name in _MEDIA):
         return {}
     lookups = {"input_ids": "embedding"}
     if stock and hasattr(inner, "lm_head"):

@@ -66,12 +66,15 @@ def tensor_fault(named: Mapping[str, Tensor], limit: float = math.inf) -> BadNum
 
 def moments_fault(moments: Mapping[str, Tensor]) -> BadNumber | None:
     """Find a moment that is not finite, or a second moment below 0, whose square root is NaN."""
+    finding = tensor_fault(moments)
+    if finding is not None:
+        return finding
     for name, value in moments.items():
         negative = value < 0
         if name.startswith("exp_avg_sq of ") and bool(negative.any()):
             why = "a mean of squares cannot be negative"
-            return tensor_fault(moments) or _element(name, value, math.inf, negative, why)
-    return tensor_fault(moments)
+            return _element(name, value, math.inf, negative, why)
+    return None
 
 
 def base_fault(model: nn.Module) -> BadNumber | None:

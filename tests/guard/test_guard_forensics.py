@@ -22,6 +22,10 @@ from torch import nn
 from faults.row_faults import plant, row
 from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard import Guard, Outcome, TrainerMixin, protect
+from npt.guard.forensics import StoredMicroBatch
+from npt.guard.outcome import MicroBatch
+from npt.guard.refusal import Refusal
+from npt.guard.watching import Forensics
 
 FAULTS = ("loss", "gradient", "inf", "overflow")
 
@@ -57,6 +61,18 @@ def test_tracing_leaves_no_trace(fault, run) -> None:
     assert_same_state(traced, plain)
     assert [len(outcome.findings) for outcome in outcomes] == [1, 1, 0]
     assert [f.refusal for f in guard.findings] == [r for o in outcomes for r in o.refused]
+
+
+def test_a_negative_number_of_traces_is_no_limit() -> None:
+    model = nn.Linear(2, 1)
+    forensics = Forensics(model, -1)
+    micro_batches = [MicroBatch(None, 1, index=i) for i in range(2)]
+    for micro in micro_batches:
+        with forensics.watching(micro, StoredMicroBatch()):
+            model(torch.full((1, 2), math.nan))
+        micro.refusal = Refusal("loss", "not finite", micro.index)
+    forensics.trace(micro_batches)
+    assert [finding.refusal.micro_batch for finding in forensics.findings] == [0, 1]
 
 
 def test_bad_data_is_named_by_its_place() -> None:

@@ -88,6 +88,15 @@ def test_a_gradient_without_a_bad_loss_is_named_and_traced(tmp_path, caplog) -> 
     assert not any("the loss of micro-batch" in line for line in said[:2])
 
 
+def test_a_subclass_may_override_any_event(tmp_path) -> None:
+    class Own(Report):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            super().on_substep_end(args, state, control, **kwargs)
+
+    trained(tmp_path, "loss-nan", report := Own())
+    assert report.findings[0].refusal.micro_batch == 1
+
+
 def is_bad(inputs: Any) -> bool:
     return bool((inputs["input_ids"] == MARK).any())
 

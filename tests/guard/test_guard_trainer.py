@@ -305,6 +305,23 @@ def test_settings_and_bases_that_cannot_be_are_said_at_once(tmp_path) -> None:
     assert type(trainer) is InOrder
 
 
+def test_what_a_callback_sets_when_training_begins_counts(tmp_path) -> None:
+    """Settings until the first step, `on_refused` at any time."""
+    model = model_with("loss-nan")
+    trainer: Any = trainer_of(Safe, rows("loss-nan"), tmp_path, model, max_steps=ROWS)
+    told: list[Any] = []
+
+    class Late(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            trainer.guard_settings = {"trace": 0}
+            trainer.on_refused = told.append
+
+    trainer.add_callback(Late())
+    trainer.train()
+    assert trainer.guard.settings.trace == 0
+    assert len(told) == 1
+
+
 def test_a_trainer_keeps_its_own_names(tmp_path) -> None:
     """Beside what it overrides, the guard adds three public names and one that is mangled."""
     added = {"guard", "guard_settings", "on_refused", "_TrainerMixin__window"}

@@ -16,6 +16,7 @@ from resumed_runs import lines, strict
 from torch import nn
 
 import npt
+from npt.adapters.files.run_layout import checkpoints
 from npt.config import NPTConfig
 from npt.errors import CheckpointError, ConfigError
 from npt.files import new_folder
@@ -336,3 +337,14 @@ def test_a_line_without_room_is_lost_as_a_whole_and_counted(folder) -> None:
     folder.metrics({"step": 4})
     assert folder.lines_lost == 2
     assert lines(folder.path, "metrics") == [{"step": 1}, {"step": 4}]
+
+
+def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(tmp_path, monkeypatch) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError
+
+    (tmp_path / "step-00000001").mkdir()
+    monkeypatch.setattr("os.scandir", denied)
+    monkeypatch.setattr("os.listdir", denied)
+    with pytest.raises(PermissionError):
+        checkpoints(tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import bitsandbytes
 import pytest
 import safetensors.torch
 import torch
@@ -273,6 +274,27 @@ class Decay(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.project(x.to(self.project.weight.dtype))
         return (hidden.float() * torch.exp(-self.log_decay.float().exp())).square().sum()
+
+
+class Scaled(bitsandbytes.nn.Linear4bit):
+    """A 4-bit layer with a forward of its own, as of another library."""
+
+    scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+def test_a_parting_in_a_foreign_4_bit_layer_has_a_verdict() -> None:
+    torch.manual_seed(0)
+    weight = bitsandbytes.nn.Params4bit(torch.randn(64, 64), requires_grad=False, quant_type="nf4")
+    layer = Scaled(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    layer.weight = weight.to("cpu")
+    model, x = nn.Sequential(layer, nn.Linear(64, 64)), torch.randn(3, 64)
+    reference = copy.deepcopy(model)
+    model[0].scale = 2.5
+    verdict = npt.trace(model, x, against=reference)
+    assert verdict is not None and verdict.module == "0"
 
 
 def test_the_rounding_of_a_parameter_that_is_read_as_fp32_is_no_parting(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from npt.batch import Batch, batch_from_tensors
-from npt.tracer.source_location import Stack, Tokens, layer_of, read_stack
+from npt.tracer.source_location import Stack, Tokens, layer_of, plain_name, read_stack
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
@@ -179,6 +179,25 @@ def test_a_shape_that_a_weight_has_as_well_tells_nothing() -> None:
     for shape in ((18, 8), (8, 18), (13, 5), (13,)):
         assert Tokens(BATCH, weights).locate(shape, (4,) * len(shape)) == (None, None, None)
     assert Tokens(BATCH, weights).locate((18, 9), (13, 0)) == (2, 1, "s2")
+
+
+def test_a_scalar_has_no_padding_in_an_empty_batch_either() -> None:
+    tokens = Tokens({"attention_mask": torch.ones(0, 5)})
+    assert tokens.without_padding(torch.tensor(2.0)) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("_orig_mod", ""),
+        ("_orig_mod._orig_mod.a.w", "a.w"),
+        ("a._orig_mod._orig_mod.b", "a.b"),
+        ("a._orig_mod", "a"),
+        ("an_orig_model.b", "an_orig_model.b"),
+    ],
+)
+def test_a_plain_name_is_without_all_that_compilation_adds(name, plain) -> None:
+    assert plain_name(name) == plain
 
 
 def test_a_mapping_tells_rows_and_tokens_and_anything_else_nothing() -> None:

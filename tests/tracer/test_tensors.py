@@ -22,6 +22,7 @@ from npt.tracer.tensors import (
     judge,
     looks_like_a_mask,
     numbers,
+    tensors_in,
 )
 
 NAN, INF = math.nan, math.inf
@@ -95,6 +96,16 @@ def test_a_limit_counts_larger_numbers_and_below_it_possible_masks() -> None:
         and first_bad(x, 100.0, soft=False) == ()
     )
     assert judge(x, 10.0) == Badness.HARD and first_bad(x, 10.0) == (1,)
+
+
+def test_what_only_looks_like_a_wrapping_tensor_is_not_searched() -> None:
+    class Loose:
+        def __getattr__(self, name: str) -> None:
+            return None
+
+    wrapping = type("Wrapping", (torch.Tensor,), {"__tensor_flatten__": lambda self: ([], None)})
+    kept = torch.ones(1)
+    assert [*tensors_in({"object": Loose(), "class": wrapping, "x": kept})] == [("x", kept)]
 
 
 @given(

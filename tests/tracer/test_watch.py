@@ -85,6 +85,19 @@ def test_a_number_of_the_batch_and_of_a_weight_is_named() -> None:
     )
 
 
+def test_operands_are_shown_as_they_were_before_the_optimizer_stepped() -> None:
+    model, x = nn.Linear(3, 1, bias=False), torch.full((1, 3), 2e38)
+    nn.init.constant_(model.weight, 3.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    with npt.trace.watch(model, x) as watched:
+        model(x).sum().backward()
+        optimizer.step()
+        x.fill_(1.0)
+    assert watched.verdict is not None and watched.verdict.operation == "mm"
+    shown = {operand.name: operand.absmax for operand in watched.verdict.operands}
+    assert shown == {"input": pytest.approx(2e38), "weight": 3.0}
+
+
 def test_without_backward_the_loss_is_assigned() -> None:
     model = net()
     with torch.no_grad(), npt.trace.watch(model) as watched:

@@ -10,7 +10,7 @@ CHECKPOINTS = "checkpoints"
 BEST = "best"
 ADAPTER = "adapter"
 
-_STEP = re.compile(r"step-[0-9]{8,18}")
+_STEP = re.compile(r"step-([0-9]{8,18})")
 
 
 def step_name(step: int) -> str:
@@ -20,12 +20,15 @@ def step_name(step: int) -> str:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first, without symbolic links."""
-    found = [
-        path
-        for path in folder.glob("step-*")
-        if _STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-    ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    if not folder.is_dir():
+        return []
+    found = []
+    # not `glob`, to which a folder that cannot be read is empty
+    for path in folder.iterdir():
+        match = _STEP.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found)]
 
 
 def adapter_places(folder: Path) -> list[Path]:
