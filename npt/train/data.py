@@ -18,8 +18,7 @@ from functools import partial
 
 from transformers import LlamaForCausalLM
 
-from npt.adapters.attach import at_random_start
-from npt.adapters.converted import attached_config, npt_layers
+from npt.adapters.converted import attached, npt_layers
 from npt.adapters.fit import format_layers
 from npt.batch import Batch, Sample
 from npt.config import MAX_STEPS, DataConfig
@@ -343,4 +342,5 @@ class RunData:
 
 def makes_start(model: LlamaForCausalLM) -> bool:
     """Return whether the closed-form start is asked for and the adapters are untouched."""
-    return attached_config(model).init == "calibrated" and at_random_start(model)
+    record = attached(model)
+    return record.config.init == "calibrated" and record.random_start

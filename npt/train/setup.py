@@ -58,7 +58,7 @@ class RunSetup:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.model.device
 
     @property
     def window_size(self) -> int:

@@ -42,7 +42,7 @@ def fitting(
             # on a sharded base a retry would put this process out of step with the others
             if message is None or is_sharded(model):
                 raise
-        free_memory(next(model.parameters()).device)  # inside the handler the error holds the graph
+        free_memory(model.device)  # inside the handler the error holds the graph
         splitter.shrink(batch, message)
 
 
