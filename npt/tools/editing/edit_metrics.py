@@ -226,7 +226,7 @@ def mean_log_probability(
     return value
 
 
-def print_retention(retention: Retention, console: Console, text: str = "held-out tokens") -> None:
+def print_retention(retention: Retention, console: Console, text: str) -> None:
     """Print recall and forgetting of each stream; `text` describes the tokens of the latter."""
     for stream, r in retention["recall"].items():
         f = retention["forgetting"][stream]
