@@ -222,11 +222,6 @@ def add_multipliers(model: PreTrainedModel) -> None:
             adapter.M.update({t: torch.zeros_like(adapter.B[t]) for t in adapter.config.multiplied})
 
 
-def at_random_start(model: PreTrainedModel) -> bool:
-    """Return whether the adapters were neither calibrated nor loaded, trained or not."""
-    return attached(model).random_start
-
-
 def _refuse_to_save(*_: Any, **__: Any) -> None:
     """Replace `save_pretrained`, whose files would load as the base alone."""
     raise ModelError(

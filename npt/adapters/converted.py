@@ -30,7 +30,7 @@ class Attached:
     Attributes:
         config: their form.
         trainable_before: names of the parameters that were trainable before `attach`.
-        random_start: whether they were neither calibrated nor loaded.
+        random_start: whether they were neither calibrated nor loaded, trained or not.
     """
 
     config: NPTConfig

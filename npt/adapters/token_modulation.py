@@ -128,8 +128,7 @@ def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
         raise ConfigError(
             f"the text has token ids outside 0 to {last}; use the model's own tokenizer"
         )
-    device = next(model.parameters()).device
-    return row.to(device, torch.int64)
+    return row.to(model.device, torch.int64)
 
 
 def token_index(ids: Tensor, token: int) -> int:

@@ -211,7 +211,7 @@ def check_teacher(name: str, config: PreTrainedConfig) -> None:
         )
 
 
-def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
+def read_config(name: str) -> PreTrainedConfig:
     """Return the configuration of a base model; raise ModelError for an unsupported family."""
     source = _find(name)
     if not isinstance(source, str):

@@ -22,7 +22,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_shapes, at_random_start, set_adapters
+from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import (
     adapter_parameters,
     adapter_tensors,
@@ -140,7 +140,7 @@ def calibrate(
     processes.agree({**asdict(config), **own})
     count = tokens_of(fitted)
     say(console, f"calibrating layers {format_layers(tuple(layers))} on {count:,} tokens")
-    device = next(model.parameters()).device
+    device = model.device
     parts = share(list(batches(fitted, batch_size)), processes, is_sharded(model))
 
     def measured(matrices_on: torch.device) -> dict[int, Sensitivity]:
@@ -198,7 +198,7 @@ def calibrate(
             processes.sum_(tensor)
     before = {name: tensor.clone() for name, tensor in adapter_tensors(model).items()}
     form = attached_config(model)
-    at_random = at_random_start(model)
+    at_random = attached(model).random_start
     set_adapters(model, config, tensors)
     if config.token_part:
         find = partial(set_threshold, model, of_threshold, config.active, batch_size)
@@ -234,12 +234,6 @@ def share(
 def of_all(processes: ProcessGroup, own: Mapping[int, T]) -> dict[int, T]:
     """Return the values of all processes by layer, in order of depth."""
     return dict(sorted(item for theirs in processes.gather(own) for item in theirs.items()))
-
-
-def check_calibration(config: NPTConfig) -> None:
-    """Check the settings of a closed-form start before anything is loaded; see `check_form`."""
-    if config.init == "calibrated":
-        check_form(config)
 
 
 def check_form(config: NPTConfig) -> None:

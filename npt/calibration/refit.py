@@ -82,7 +82,7 @@ def refit(
     layers = decoder_layers(model)
     converted = dict(npt_layers(model))
     first = min(converted)
-    device = next(model.parameters()).device
+    device = model.device
     with evaluating(model), adapters_disabled(model):
         open_walks = partial(_opened, model, numbered, layers[:first])
         walks = together(processes, open_walks, model)
@@ -119,9 +119,8 @@ def _opened(
 ) -> list[Walk]:
     """Return the batches, taken through the layers below the first converted one."""
     walks = []
-    device = next(model.parameters()).device
     for number, batch in numbered:
-        stream = open_stream(model, batch.to(device))
+        stream = open_stream(model, batch.to(model.device))
         stream = within(model.model, partial(stream.through, below))
         walks.append(Walk(stream, stream.hidden, number is not None, stream.hidden))
     return walks

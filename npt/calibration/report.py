@@ -24,7 +24,7 @@ class LayerCalibration:
     rank: int
     nmse: float
     kl: float
-    known: float = 0.0
+    known: float
 
 
 @dataclass(frozen=True)

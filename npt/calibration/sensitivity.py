@@ -136,7 +136,7 @@ def measure(
     """
     converted = npt_layers(model)
     layers = decoder_layers(model)
-    device = next(model.parameters()).device
+    device = model.device
     generator = torch.Generator(device)
     first, _ = converted[0]
     to_the_end = is_sharded(model)

@@ -69,12 +69,11 @@ def student_codes(
     layers = npt_layers(model)
     last, _ = layers[-1]
     needed = decoder_layers(model)[: last + 1]
-    device = next(model.parameters()).device
     parts: list[Tensor] = []
     tokens = 0
     with evaluating(model), adapter_mode(model, "student"):
         for batch in batches(samples, batch_size):
-            stream = open_stream(model, batch.to(device))
+            stream = open_stream(model, batch.to(model.device))
 
             def keep(stages: dict[str, Tensor | None], stream=stream) -> None:
                 u = stages.get("u")

@@ -201,7 +201,7 @@ def check_run(run: RunSettings, *, starts: bool = True) -> None:
     """
     from npt.adapters.fit import check_fit
     from npt.base.load import check_teacher, read_config
-    from npt.calibration.calibrate import check_calibration
+    from npt.calibration.calibrate import check_form
     from npt.runs.trackers import check_trackers
     from npt.train.data import check_sources
     from npt.train.setup import check_trainable
@@ -212,8 +212,8 @@ def check_run(run: RunSettings, *, starts: bool = True) -> None:
     if own_teacher:
         check_teacher(name, config)
     check_fit(run.adapter, config, run.data.max_length)
-    if starts:
-        check_calibration(run.adapter)
+    if starts and run.adapter.init == "calibrated":
+        check_form(run.adapter)
     check_sources(run.data)
     check_trackers(run.training)
     check_trainable(run.adapter, run.data, own_teacher)
@@ -290,7 +290,7 @@ def load_adapter(
     a `Student`. `shard` reads layers that are still in their files; the identity needs them.
     """
     import npt
-    from npt.adapters.files.adapter_files import base_mismatch, read_adapter
+    from npt.adapters.files.adapter_files import read_adapter
 
     if stored.folder != Path(stored.name):
         console.say(f"adapter {stored.folder}")
@@ -300,7 +300,7 @@ def load_adapter(
         shard()
         attach = read_adapter  # what is attached is only checked
     base = npt.base_identity(model)
-    other = base_mismatch(stored, base) if any_base else None
+    other = base.mismatch(stored.record) if any_base else None
     attach(model, stored, base=base, check_base=not any_base)
     if other is None:
         return base, {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def _undo(task: Task, output: Path) -> int:
 def _write(task: Task, output: Path) -> int:
     """Find an update, measure it on text that nothing was chosen on, and save it."""
     import npt
-    from npt.adapters.consolidate import applied, apply_update
+    from npt.adapters.consolidate import applied
     from npt.adapters.files.adapter_files import adapter_hash
     from npt.adapters.fit import format_layers
     from npt.data.continuation import prompt_tokens
@@ -129,11 +128,11 @@ def _write(task: Task, output: Path) -> int:
     from npt.tools.editing.probes import answer_probe
     from npt.tools.editing.write import (
         as_facts,
-        check_gain,
         find_update,
         general_text,
         judged_probes,
         layers_to_patch,
+        write_update,
     )
 
     flags = task.flags
@@ -185,12 +184,14 @@ def _write(task: Task, output: Path) -> int:
     written_to = adapter_hash(model)
     with applied(model, update):
         retention = baseline.against(model)
-    gain = retention["recall"]["student"]["gain"]
-    # before anything is written
-    check_gain(gain, update.record["penalty"])
-    figures = {"gain": gain, "kl": retention["forgetting"]["student"]["kl"]}
-    record = {**update.record, **figures, "adapter_hash": written_to, **student.other}
-    apply_update(model, replace(update, record=record))
+    record = write_update(
+        model,
+        update,
+        gain=retention["recall"]["student"]["gain"],
+        kl=retention["forgetting"]["student"]["kl"],
+        adapter_hash=written_to,
+        **student.other,
+    ).record
     _save(student, output)
     if not flags["json"]:
         print_retention(retention, task.console, str(heldout))

@@ -38,20 +38,19 @@ def sweep(flags: dict[str, Any]) -> int:
         )
         return 0
     require("optuna", "a study")
-    from npt.tools.sweep.storage import Storage
     from npt.tools.sweep.study import (
         check_folder,
         open_folder,
+        open_storage,
         progress_line,
         run_workers,
-        storage_url,
         update_table,
     )
     from npt.versions import versions
 
     folder = Path("outputs") / design.name if flags["study"] is None else Path(flags["study"])
     check_folder(folder, spec, design)
-    storage = Storage(storage_url(folder, flags["storage"]), design.name)
+    storage = open_storage(folder, flags["storage"], design)
     open_folder(folder, spec, design, flags["storage"], versions())
     lines = [""]
 
@@ -104,13 +103,12 @@ def check_design(design: Any) -> None:
 def _work(flags: dict[str, Any], console: Any) -> None:
     """Run trials as a worker, by the design in the folder: SPEC may have been edited since."""
     from npt.tools.sweep.run import Bases
-    from npt.tools.sweep.storage import Storage
-    from npt.tools.sweep.study import design_in, storage_url
+    from npt.tools.sweep.study import design_in, open_storage
     from npt.tools.sweep.worker import work
 
     folder = Path(flags["study"])
     design = design_in(folder)
-    storage = Storage(storage_url(folder, flags["storage"]), design.name)
+    storage = open_storage(folder, flags["storage"], design)
     with storage.reached():
         work(design, storage, Bases(), console.say, flags["parent"])
 

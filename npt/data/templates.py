@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def render_template(template: str, **variables: Any) -> str:
         TemplateError: the template raises, is malformed or writes too much.
         TemplateLimitError: it does not end in RENDER_SECONDS, or fills the memory.
     """
-    request = json.dumps({"chat_template": template, **variables}, default=_plain)
+    request = json.dumps({"chat_template": template, **variables}, default=plain)
     answer = _renderer(os.getpid()).ask(f"{RENDER_SECONDS} {request}")
     if "limit" in answer:
         raise TemplateLimitError(answer["limit"])
@@ -56,8 +57,10 @@ def render_template(template: str, **variables: Any) -> str:
     return str(answer["text"])
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value that JSON lacks as one that it has: an array as lists, others as text."""
+    if isinstance(value, Mapping):
+        return dict(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

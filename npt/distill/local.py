@@ -185,7 +185,7 @@ def begin(
 
 
 def student_states(
-    layer: NPTLayer, stream: Stream, hidden: Tensor, *, graph: bool = True
+    layer: NPTLayer, stream: Stream, hidden: Tensor, *, graph: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the student's states after a converted layer [B, T, D] and the energy [N].
 

@@ -212,7 +212,7 @@ def summed(
     micro-batch starts again with zero gradients, smaller parts and the same random numbers.
     `observe` returns a context to enter around each part.
     """
-    device = next(model.parameters()).device
+    device = model.device
     draws: AbstractContextManager[None] = nullcontext()
     while True:
         sums = []

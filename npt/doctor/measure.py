@@ -72,7 +72,7 @@ def measure_window(
     """Train on windows of random tokens, `samples` rows per micro-batch. Return the peak of live
     bytes, with model and moments, and the seconds of one window.
     """
-    device = next(model.parameters()).device
+    device = model.device
     held = storage_bytes(tensors_of(model, teacher))
     guards: list[PlannedGuard] = []
     shape = (config.gradient_accumulation_steps, samples, length)

@@ -72,10 +72,6 @@ class Shape:
         """Return the width of a target: F for gate and up, D for stream and down."""
         return self.hidden if TARGETS[target].width == "hidden" else self.ffn
 
-    def modulated_width(self, config: NPTConfig) -> int:
-        """Return the total number of rows of all M and B of a layer."""
-        return sum(self.width(target) for target in (*config.shifted, *config.multiplied))
-
     def converted(self, config: NPTConfig) -> dict[int, int]:
         """Return the rank of each converted layer."""
         layers = resolve_layers(config.layers, self.layers)
@@ -87,7 +83,9 @@ class Shape:
         """
         ranks = self.converted(config).values()
         of_token = self.hidden * (2 * config.token_rank + 1) if config.token_part else 0
-        of_code = (self.hidden + self.modulated_width(config)) * sum(ranks)
+        # rows of all M and B of a layer
+        modulated = sum(self.width(target) for target in (*config.shifted, *config.multiplied))
+        of_code = (self.hidden + modulated) * sum(ranks)
         return of_code + of_token * len(ranks) + (config.active > 0)
 
 

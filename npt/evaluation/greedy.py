@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,11 +40,7 @@ from npt.evaluation.metrics import (
 
 MODES: tuple[Mode, ...] = ("teacher", "student")
 PROMPT_TOKENS = 32  # longest prompt to take from a text
-
-
-def most_likely_tokens(logits: Tensor) -> Tensor:
-    """Return the most likely tokens, [B, V] -> [B]."""
-    return logits.argmax(dim=-1)
+MOST_LIKELY = partial(torch.argmax, dim=-1)
 
 
 @torch.no_grad()
@@ -53,7 +50,7 @@ def continue_greedily(
     limits: Sequence[int],
     ends: Collection[int],
     names: Sequence[str],
-    pick: Callable[[Tensor], Tensor] = most_likely_tokens,
+    pick: Callable[[Tensor], Tensor] = MOST_LIKELY,
 ) -> list[list[int]]:
     """Return the most likely continuation of each prompt, up to its limit of tokens or to one of
     `ends`, included. The adapters' mode decides which model writes. `pick` may choose tokens [B]
@@ -66,7 +63,7 @@ def continue_greedily(
     """
     if not prompts:
         return []
-    device = next(model.parameters()).device
+    device = model.device
     batch, mask = _padded(prompts, model.config._attn_implementation in MASKED)
     inputs = model_inputs(model, batch.to(device))
     mask = mask.to(device)
@@ -178,7 +175,7 @@ def compare_prompts(
         rows.append(Sample(prompt.id, (*prompt.input_ids, *new), (*unlabelled, *new)))
     # Pad on the right with a token of the batch: every padded query has keys, and the pad token
     # needs no embedding.
-    batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
+    batch = collate(rows, pad_id=rows[0].input_ids[0]).to(model.device)
     hidden: dict[Mode, Tensor] = {}
     for mode in MODES:
         with adapter_mode(model, mode):

@@ -84,12 +84,11 @@ def checked_batches(
     between: Callable[[], None] | None = None,
 ) -> Iterator[Batch]:
     """Yield checked batches on the model's device; `between` is called before each."""
-    device = next(model.parameters()).device
     for batch in batches:
         if between is not None:
             between()
         check_ids(batch, model, data)
-        yield batch.to(device)
+        yield batch.to(model.device)
 
 
 def predicting(batch: Batch) -> Tensor:

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from npt.console import make_console
 from npt.errors import printable
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.greedy import Divergence
@@ -21,11 +20,8 @@ from npt.figures import COMPARISON_NAMES, FIGURES, NO_ERROR, change_line
 _ROWS = ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
 
 
-def print_fidelity(
-    fidelity: Fidelity, console: Console | None = None, text: str = "held-out tokens"
-) -> None:
+def print_fidelity(fidelity: Fidelity, console: Console, text: str = "held-out tokens") -> None:
     """Print everything that was measured; `text` describes the tokens evaluated on."""
-    console = console or make_console()
     text = printable(text, one_line=True)  # it may name a file
     models = {
         "floor": fidelity.floor,

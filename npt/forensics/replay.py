@@ -202,7 +202,7 @@ def replay(folder: str | Path, model: nn.Module, loss: Loss | None = None) -> Re
         return replayed(postmortem, model, loss)
 
 
-def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None) -> Replay:
+def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None) -> Replay:
     """Replay any post-mortem; `loss` may run backward and return an object with loss and tokens."""
     state = StoredState(postmortem, model, loss)
     with values_in(state.parameters, state.weights):
@@ -249,7 +249,7 @@ class StoredState:
         BundleError: weights, moments or optimizer do not fit the model.
     """
 
-    def __init__(self, postmortem: Postmortem, model: nn.Module, loss: Loss | None = None):
+    def __init__(self, postmortem: Postmortem, model: nn.Module, loss: Loss | None):
         self.postmortem = postmortem
         self.model = model
         self.loss = loss

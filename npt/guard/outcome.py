@@ -48,9 +48,9 @@ class Judged:
     flag: Tensor
     norm: Tensor
     norms: Tensor
-    codes: Tensor | None = None
-    reached: frozenset[int] = frozenset()
-    spoilt: Spoilt | None = None
+    codes: Tensor | None
+    reached: frozenset[int]
+    spoilt: Spoilt | None
 
 
 @dataclass

@@ -32,7 +32,7 @@ class Guarded:
 
 
 def guarded_parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer, whole_norm: bool = False
+    model: nn.Module, optimizer: torch.optim.Optimizer, whole_norm: bool
 ) -> Guarded:
     """Return the parameters to guard: the optimizer's that require a gradient now.
 

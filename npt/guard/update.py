@@ -232,7 +232,7 @@ class GuardedUpdate:
         self,
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        late: bool | None = None,
+        late: bool | None,
     ):
         self.optimizer = optimizer
         self._check = FiniteCheck()

@@ -146,7 +146,7 @@ class Gradients:
                 torch._foreach_add_(sums, gradients)
         self.withdraw()
 
-    def expose(self, unreached: Sequence[int] = ()) -> None:
+    def expose(self, unreached: Sequence[int]) -> None:
         """Point `.grad` at the window's sums, except for the parameters in `unreached`."""
         self.renew()
         for parameter, view in zip(self.parameters, self.sum_views, strict=True):

@@ -13,6 +13,7 @@ from typing import Any
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.config import DataConfig, NPTConfig, flag_of
 from npt.data.source import Record, is_sequence
+from npt.data.templates import plain
 from npt.distributed.processes import ProcessGroup
 from npt.errors import CheckpointError, ConfigError
 from npt.manifest import MANIFEST
@@ -239,7 +240,7 @@ def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
         sampled = list(itertools.islice(records, 1))
     digest = hashlib.sha256()
     for record in sampled:
-        line = json.dumps(record, sort_keys=True, default=_plain) + "\n"
+        line = json.dumps(record, sort_keys=True, default=plain) + "\n"
         digest.update(line.encode())
     return {"records": size, "sha256": digest.hexdigest()}
 
@@ -264,9 +265,3 @@ def _described(fingerprint: Mapping[str, Any]) -> str:
     records = fingerprint.get("records")
     count = "an unknown number of" if records is None else str(records)
     return f"{count} records (sha256 {shown(str(fingerprint.get('sha256'))[:12])[1:-1]})"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -18,8 +18,7 @@ from functools import partial
 
 from transformers import LlamaForCausalLM
 
-from npt.adapters.attach import at_random_start
-from npt.adapters.converted import attached_config, npt_layers
+from npt.adapters.converted import attached, npt_layers
 from npt.adapters.fit import format_layers
 from npt.batch import Batch, Sample
 from npt.config import MAX_STEPS, DataConfig
@@ -99,7 +98,7 @@ def check_sources(config: DataConfig) -> None:
         check_source(source.config)
 
 
-def open_sources(config: DataConfig, data: Iterable[Record] | None = None) -> list[Source]:
+def open_sources(config: DataConfig, data: Iterable[Record] | None) -> list[Source]:
     """Open the sources of a run and set the columns of each; `data` replaces the first one."""
     first, *others = sources_of(config)
     if data is None:
@@ -146,7 +145,7 @@ class RunData:
         start_samples: samples that the closed-form start is fitted to.
     """
 
-    def __init__(self, setup: RunSetup, data: Given | None, eval_data: Given | None = None):
+    def __init__(self, setup: RunSetup, data: Given | None, eval_data: Given | None):
         self._setup = setup
         self.sources = open_sources(setup.data_config, self._given(data, "data"))
         named = self.sources if data is None else self.sources[1:]
@@ -218,7 +217,7 @@ class RunData:
             return ""
         return f"{FIRST}: columns not used: {columns} (of the first {counts.records:,})"
 
-    def count_steps(self, begun: int = 0) -> int | None:
+    def count_steps(self, begun: int) -> int | None:
         """Return the optimizer steps of a run that skips `begun` samples; None if unknown."""
         config = self._setup.config
         window = self._setup.window_size
@@ -343,4 +342,5 @@ class RunData:
 
 def makes_start(model: LlamaForCausalLM) -> bool:
     """Return whether the closed-form start is asked for and the adapters are untouched."""
-    return attached_config(model).init == "calibrated" and at_random_start(model)
+    record = attached(model)
+    return record.config.init == "calibrated" and record.random_start

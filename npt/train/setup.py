@@ -58,7 +58,7 @@ class RunSetup:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.model.device
 
     @property
     def window_size(self) -> int:
@@ -169,7 +169,7 @@ def make_setup(
     )
 
 
-def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool = False) -> None:
+def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool) -> None:
     """Refuse settings that cannot be trained, before a base is loaded."""
     if config.residual == "keep" and not own_teacher:
         raise ConfigError(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
+from npt.adapters.attach import AttachReport
+from npt.adapters.converted import attached_config, is_sharded
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.batch import Batch, batches
@@ -42,7 +43,7 @@ def fitting(
             # on a sharded base a retry would put this process out of step with the others
             if message is None or is_sharded(model):
                 raise
-        free_memory(next(model.parameters()).device)  # inside the handler the error holds the graph
+        free_memory(model.device)  # inside the handler the error holds the graph
         splitter.shrink(batch, message)
 
 
@@ -126,11 +127,12 @@ def run_record(
 ) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
     model = setup.model
+    report = AttachReport.of(model)
     form = plain_settings(asdict(attached_config(model)))  # including the ranks of the start
     return {
         "settings": {**setup.settings, **form},
-        "layers": [index for index, _ in npt_layers(model)],
-        "trainable_parameters": sum(p.numel() for p in adapter_parameters(model).values()),
+        "layers": list(report.layers),
+        "trainable_parameters": report.trainable_parameters,
         "seed": setup.config.seed,
         "date": setup.date,
         **base.as_record(),

@@ -65,8 +65,8 @@ class TrainResult:
     seconds: float
     fidelity: Fidelity | None
     heldout: bool
-    diverged: tuple[str, ...] = ()
-    signal: int | None = None
+    diverged: tuple[str, ...]
+    signal: int | None
 
     @property
     def exit_status(self) -> int:

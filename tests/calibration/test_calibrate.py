@@ -18,13 +18,18 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import npt
-from npt.adapters.attach import at_random_start
-from npt.adapters.converted import adapter_parameters, attached_config, decoder_layers, npt_layers
+from npt.adapters.converted import (
+    adapter_parameters,
+    attached,
+    attached_config,
+    decoder_layers,
+    npt_layers,
+)
 from npt.adapters.trained import trained_output
 from npt.base.attention import EXACT, SDPA
 from npt.batch import Sample
 from npt.calibration import calibrate as module
-from npt.calibration.calibrate import check_calibration
+from npt.calibration.calibrate import check_form
 from npt.calibration.cut import balanced
 from npt.calibration.report import print_calibration
 from npt.config import TARGETS
@@ -219,7 +224,7 @@ def test_ranks_are_given_out_saved_and_loaded(load_model, tokenizer, tmp_path: P
     other = load_model("nf4")
     assert npt.load_adapter(other, tmp_path / "adapter").ranks == ranks
     assert all(torch.equal(value, weights(other)[name]) for name, value in weights(model).items())
-    assert not at_random_start(other) and not at_random_start(model)
+    assert not attached(other).random_start and not attached(model).random_start
     ids = torch.arange(3, 20).unsqueeze(0)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, other(ids).logits)
@@ -259,9 +264,10 @@ def test_a_non_finite_number_is_named_and_nothing_is_changed(
     with pytest.raises(NumericalError, match=named) as caught:
         calibrate(model, tokenizer)
     assert "\n" not in str(caught.value)
-    assert all(
-        torch.equal(value, before[name]) for name, value in weights(model).items()
-    ) and at_random_start(model)
+    assert (
+        all(torch.equal(value, before[name]) for name, value in weights(model).items())
+        and attached(model).random_start
+    )
     assert all(layer.npt.mode == "student" for _, layer in npt_layers(model))
 
 
@@ -334,7 +340,7 @@ def test_a_refused_calibration_says_one_line_and_changes_nothing(
 )
 def test_impossible_settings_are_refused_before_a_base_is_loaded(form, named) -> None:
     with pytest.raises(ConfigError, match=named):
-        check_calibration(npt.NPTConfig(init="calibrated", **form))
+        check_form(npt.NPTConfig(init="calibrated", **form))
 
 
 def test_unknown_ids_are_left_out_the_last_sample_is_cut_and_listed_ranks_stay(

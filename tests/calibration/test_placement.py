@@ -12,7 +12,7 @@ from simulated_cuda import Simulated, simulated_cuda, to_cuda
 from test_calibrate import calibrate, student, weights
 from torch import Tensor
 
-from npt.adapters.attach import at_random_start
+from npt.adapters.converted import attached
 from npt.base.precision import fp32_products
 from npt.calibration import sensitivity
 from npt.calibration.cut import Cut
@@ -110,7 +110,7 @@ def test_without_memory_on_the_host_path_either_nothing_is_changed(
     with pytest.raises(torch.OutOfMemoryError):
         calibrate(model, tokenizer, **SHORT)
     assert_equal(held(model), before)
-    assert at_random_start(model)
+    assert attached(model).random_start
 
 
 def test_tf32_reaches_no_product_of_the_matrices(load_model, tokenizer, monkeypatch) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import npt
-from npt.adapters.attach import at_random_start
-from npt.adapters.converted import adapter_tensors, attached_config, npt_layers
+from npt.adapters.converted import adapter_tensors, attached, attached_config, npt_layers
 from npt.calibration import threshold
 from npt.calibration.cut import Cut
 from npt.calibration.threshold import set_apart, student_codes
@@ -172,7 +171,7 @@ def test_a_threshold_that_fails_leaves_the_adapters_as_they_were(
     monkeypatch.setattr("npt.calibration.calibrate.set_threshold", fails)
     with pytest.raises(DataError):
         calibrate(model, tokenizer)
-    assert attached_config(model) == form and at_random_start(model)
+    assert attached_config(model) == form and attached(model).random_start
     now = adapter_tensors(model)
     assert now.keys() == before.keys()
     assert all(torch.equal(now[name], value) for name, value in before.items())

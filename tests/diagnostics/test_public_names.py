@@ -10,7 +10,7 @@ from npt import diagnostics
 
 @pytest.mark.parametrize("name", diagnostics.__all__)
 def test_a_public_name_is_what_its_home_has(name) -> None:
-    home = f"npt.recorder.{diagnostics._HOME[name]}"
+    home = diagnostics._NAMES.homes[name]
     assert getattr(diagnostics, name).__module__ == home and name in dir(diagnostics)
 
 

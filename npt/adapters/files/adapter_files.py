@@ -299,11 +299,6 @@ def _check_base(stored: StoredAdapter, base: BaseIdentity) -> None:
         )
 
 
-def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
-    """Return how the base of a saved adapter differs from `base`, or None if it does not."""
-    return base.mismatch(find_adapter(folder).record)
-
-
 def adapter_hash(model: PreTrainedModel) -> str:
     """Return a sha256 of the adapters and consolidated updates: equal for equal students."""
     settings = json.dumps(asdict(attached_config(model)), sort_keys=True)

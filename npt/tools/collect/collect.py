@@ -61,7 +61,7 @@ class CollectResult:
     top1: float
     kl: float
     acceptance: float
-    signal: int | None = None
+    signal: int | None
 
     @property
     def exit_status(self) -> int:

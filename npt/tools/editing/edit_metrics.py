@@ -179,10 +179,9 @@ class Baseline:
     def _next_words(self, model: PreTrainedModel, stream: Mode) -> Tensor:
         """Return the most likely token after each neighbour."""
         words = [torch.empty(0, dtype=torch.int64)]
-        device = next(model.parameters()).device
         for batch in batches(self._neighbours, BATCH):
             with reading(model, stream):
-                states = final_states(model, batch.to(device))
+                states = final_states(model, batch.to(model.device))
             # rows of all samples lie one after another
             lasts = predicting(batch).sum(dim=1).cumsum(0) - 1
             likely = most_likely(states[lasts], model.lm_head, model.config.vocab_size)
@@ -227,7 +226,7 @@ def mean_log_probability(
     return value
 
 
-def print_retention(retention: Retention, console: Console, text: str = "held-out tokens") -> None:
+def print_retention(retention: Retention, console: Console, text: str) -> None:
     """Print recall and forgetting of each stream; `text` describes the tokens of the latter."""
     for stream, r in retention["recall"].items():
         f = retention["forgetting"][stream]

@@ -312,9 +312,8 @@ def written(
 def log_probabilities(model: Any, samples: Iterable[Sample]) -> list[Tensor]:
     """Return the log-probability of each sample's targets, in nats, on the host."""
     found: list[Tensor] = []
-    device = next(model.parameters()).device
     for batch in batches(samples, BATCH):
-        batch = batch.to(device)
+        batch = batch.to(model.device)
         predicted = predicting(batch)
         targets = batch.labels[:, 1:][predicted]
         states = final_states(model, batch)

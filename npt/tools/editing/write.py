@@ -145,10 +145,7 @@ def consolidate(
     )
     with applied(model, update):
         gain = mean_log_probability(model, [probe.alone() for probe in judged]) - before
-    check_gain(gain, update.record["penalty"])
-    update = replace(update, record={**update.record, "gain": gain})
-    apply_update(model, update)
-    return update
+    return write_update(model, update, gain=gain)
 
 
 def check_asked(facts: Sequence[Fact], context: str, max_kl: float) -> None:
@@ -352,11 +349,20 @@ def judged_probes(
         return [probe for probe in apart if probe.tail]
 
 
-def check_gain(gain: float, penalty: float) -> None:
-    """Raise ConfigError if a text hardly became more likely."""
+def write_update(
+    model: PreTrainedModel, update: Consolidation, *, gain: float, **more: Any
+) -> Consolidation:
+    """Apply an update, and return it with its gain in nats and more in its record.
+
+    Raises:
+        ConfigError: the texts hardly became more likely. The model is then unchanged.
+    """
     if not gain >= LEAST_GAIN:
         raise ConfigError(
             f"the texts would become more likely by only {gain:+.3f} nats at a penalty of"
-            f" {penalty:.3g}, so nothing was written: raise --max_kl, write fewer texts at once, or"
-            " use a model that answers differently with them in its context"
+            f" {update.record['penalty']:.3g}, so nothing was written: raise --max_kl, write fewer"
+            " texts at once, or use a model that answers differently with them in its context"
         )
+    update = replace(update, record={**update.record, "gain": gain, **more})
+    apply_update(model, update)
+    return update

@@ -15,7 +15,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import attach, detach
-from npt.adapters.converted import adapter_parameters
 from npt.base.load import load_base, load_teacher
 from npt.base.precision import set_matmul_precision
 from npt.config import BaseConfig
@@ -109,9 +108,8 @@ def run(bases: Bases, settings: RunSettings) -> Row:
     """Train once with these settings and restore the base; StoppedError if a signal came."""
     started = time.perf_counter()
     model, tokenizer, teacher = bases.get(settings.base)
-    attach(model, settings.adapter, seed=settings.training.seed)
+    report = attach(model, settings.adapter, seed=settings.training.seed)
     try:
-        parameters = sum(p.numel() for p in adapter_parameters(model).values())
         with tempfile.TemporaryDirectory(prefix="npt-trial-") as folder:
             output = Path(folder) / "run"
             training = replace(
@@ -134,7 +132,7 @@ def run(bases: Bases, settings: RunSettings) -> Row:
             )
             row = _trained(trainer)
             # what `_trained` returns counts, if both know it
-            row = {**_course(output / METRICS), **row, "parameters": parameters}
+            row = {**_course(output / METRICS), **row, "parameters": report.trainable_parameters}
         return {**row, "seconds": time.perf_counter() - started}
     finally:
         detach(model)

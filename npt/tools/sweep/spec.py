@@ -103,8 +103,8 @@ class Trial:
     key: str
     settings: RunSettings
     flags: Mapping[str, Any]
-    bisect: Bisection | None = None
-    origins: tuple[TrialOrigin, ...] = ()
+    bisect: Bisection | None
+    origins: tuple[TrialOrigin, ...]
 
     def __str__(self) -> str:
         return f"{self.origins[0]}, seed {self.settings.training.seed}"

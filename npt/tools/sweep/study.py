@@ -41,9 +41,11 @@ def study_name(folder: Path) -> Any:
     return read_json(folder / STUDY, ConfigError).get("name")
 
 
-def storage_url(folder: Path, storage: str | None) -> str:
-    """Return the address of the study's database: `storage`, or by default a file in its folder."""
-    return storage if storage is not None else f"sqlite:///{(folder / DATABASE).resolve()}"
+def open_storage(folder: Path, url: str | None, design: Design) -> Storage:
+    """Open the study's database: by its address, or by default a file in the study's folder."""
+    if url is None:
+        url = f"sqlite:///{(folder / DATABASE).resolve()}"
+    return Storage(url, design.name)
 
 
 def check_folder(folder: Path, spec: Path, design: Design) -> None:

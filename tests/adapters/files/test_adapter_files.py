@@ -11,7 +11,7 @@ from students import moved
 
 import npt
 from npt.adapters.converted import adapter_parameters, attached_config, is_attached
-from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, base_mismatch
+from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, find_adapter
 from npt.errors import AdapterFileError
 
 CONFIG = npt.NPTConfig(
@@ -275,7 +275,7 @@ class TestRefusedLoad:
         assert npt.base_hash(other) != npt.base_hash(load_model())
         npt.load_adapter(other, saved)
         assert same(values(other), values(student(load_model)))
-        assert base_mismatch(saved, npt.base_identity(other)) is None
+        assert npt.base_identity(other).mismatch(find_adapter(saved).record) is None
 
     def test_a_folder_that_records_no_base_is_refused(self, load_model, saved):
         in_record(lambda record: record.update(base_hash=None, base_parts=None))(saved)

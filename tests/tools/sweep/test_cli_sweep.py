@@ -128,7 +128,7 @@ def test_a_study_killed_as_it_began_continues_in_its_folder(
         patch.setattr(module, killed_at, kill)
         folder.mkdir()
         shutil.copy(empty_study, folder / "study.db")
-        Storage(module.storage_url(folder, None), design.name)
+        module.open_storage(folder, None, design)
         with pytest.raises(KeyboardInterrupt):
             module.open_folder(folder, spec, design, None, {})
     assert not (folder / "spec.yaml").exists()
@@ -171,13 +171,13 @@ def test_a_storage_that_cannot_be_used_makes_no_folder(spec, tmp_path, capsys, s
 
 
 def test_a_worker_does_the_study_of_the_folder(spec, tmp_path, small) -> None:
-    from npt.tools.sweep.study import open_folder, storage_url
+    from npt.tools.sweep.study import open_folder, open_storage
 
     content = {"name": "small", "settings": {**small, "max_steps": 2}, "parts": {"a": {}}}
     spec.write_text(yaml.safe_dump(content))
     folder, design = tmp_path / "study", read_design(str(spec))
     open_folder(folder, spec, design, None, {})
-    storage = Storage(storage_url(folder, None), "small")
+    storage = open_storage(folder, None, design)
     storage.enqueue(design.trials)
     spec.write_text("no specification any more")
     assert main(["sweep", str(spec), "--study", str(folder), "--parent", str(os.getppid())]) == 0
