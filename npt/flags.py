@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import Field
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 import yaml
@@ -307,14 +308,14 @@ def typed(where: str, name: str, value: Any, kind: type) -> Any:
 def _as_typed(value: Any, kind: type) -> str:
     """Return a YAML value as text on a command line; ValueError if its flag takes no such value."""
     parts = value if isinstance(value, list) and kind in (str, tuple) else [value]
-    # a bare `no` is not text in YAML
-    if not all(type(part) in (str, int, float, kind) for part in parts):
+    # a bare `no` is not text in YAML; of a list's null the setting says what it may be
+    if not all(type(part) in (str, int, float, NoneType, kind) for part in parts):
         raise ValueError
     text = ",".join(map(str, parts))
     # an escape of YAML's can write half a character
     text.encode()
     # 1e5 is a float in YAML
-    return text.removesuffix(".0") if kind is int else text
+    return text.removesuffix(".0") if kind is int and type(value) is float else text
 
 
 def checked_settings(
@@ -340,8 +341,9 @@ def checked_settings(
                 f"{where}: there is no setting {written!r}{_hint(str(written), kinds, mark='')}"
             )
         if name in settings:
+            first = next(other for other in content if canonical(str(other), kinds) == name)
             raise ConfigError(
-                f"{where}: {name} is given twice, once as {written}: remove one of them"
+                f"{where}: {first} is given twice, once as {written}: remove one of them"
             )
         settings[name] = read(where, name, value, kinds[name])
     return settings

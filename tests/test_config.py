@@ -83,6 +83,7 @@ WRONG_TYPES = [
     (DataConfig, "max_length", (2.5, None), "expected int"),
     (TrainConfig, "eval_steps", ("4",), "expected int or unset"),
     (TrainConfig, "learning_rate", (None, "5e-5"), "expected float"),
+    (NPTConfig, "additive_scale", (1e39,), "it must be a number of at most 3e+38"),
 ]
 
 

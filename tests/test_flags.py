@@ -155,6 +155,8 @@ def test_yaml_gives_what_flags_would(tmp_path: Path) -> None:
     )
     assert build(NPTConfig, given) == NPTConfig(rank=4, targets=("gate", "down"), layers="3,5")
     assert read_yaml(write(tmp_path, ""), CLASSES) == {}
+    with pytest.raises(ConfigError, match="--targets is 'None'; choose from stream, gate, up, do"):
+        build(NPTConfig, read_yaml(write(tmp_path, "targets: [stream, null]"), CLASSES))
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,7 @@ def test_yaml_gives_what_flags_would(tmp_path: Path) -> None:
         ("fp16: true\n", "there is no setting 'fp16': use --use_fp16"),
         ("batch_size: four\n", "batch_size is 'four'; expected int"),
         ("batch_size: 2.5\n", "batch_size is 2.5; expected int"),
+        ("batch_size: '5.0'\n", "batch_size is '5.0'; expected int"),
         ("batch_size: .inf\n", "batch_size is inf; expected int"),
         ("batch_size: true\n", "batch_size is True; expected int"),
         ("learning_rate: [1]\n", "learning_rate is [1]; expected float"),
@@ -174,6 +177,7 @@ def test_yaml_gives_what_flags_would(tmp_path: Path) -> None:
         ("a: [1\nb: 2\n", "is not valid YAML: line 2"),
         ("max_steps: 1\nmax_steps: 2\n", "line 2, column 1: max_steps is given twice"),
         ("batch_size: 1\nper_device_train_batch_size: 2\n", "batch_size is given twice, once as"),
+        ("lr: 1\nlearning_rate: 2\n", "lr is given twice, once as learning_rate: remove one"),
         ("max_steps: 2001-99-99\n", "max_steps is '2001-99-99'; expected int"),
         ("max_steps: !!int abc\n", "line 1, column 12: !!int is a tag: write the value without it"),
         ("max_steps: !!timestamp abc\n", "!!timestamp is a tag"),

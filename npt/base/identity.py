@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.base.linear import exact_bias, refuse_unread
+from npt.base.linear import refuse_unread
 from npt.packed import quantized_linears
 from npt.stored import shown
 
@@ -221,7 +221,8 @@ def _state(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     # the policy casts the biases of 4-bit layers to their compute dtype
     for name, linear in linears.items():
         if linear.bias is not None:
-            tensors[f"{prefix}{name}.bias"] = exact_bias(linear).float()
+            key = f"{prefix}{name}.bias"
+            tensors[key] = tensors[key].float()
     return tensors
 
 

@@ -128,14 +128,6 @@ def dense_weight(module: Any) -> Tensor:
     return module.weight
 
 
-def exact_bias(module: Any) -> Tensor:
-    """Return the bias of a 4-bit layer, as it was before the policy rounded it for its products."""
-    bias = module.bias.data
-    exact = vars(module).get("exact_bias", bias)
-    # somebody may have written the bias since
-    return exact if torch.equal(exact.to(bias), bias) else bias
-
-
 def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
     """Return the dense weight [out, in] for `multiply`: bf16 for 4-bit layers with bf16 products,
     else `dtype`, the dtype of the rows.

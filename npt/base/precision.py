@@ -31,7 +31,6 @@ from npt.base.linear import (
     UpcastLinear,
     dense_weight,
     effective_dtype,
-    exact_bias,
     is_plain_linear,
     quant_types,
     refuse_unread,
@@ -96,10 +95,9 @@ def settle_policy(part: nn.Module, compute_dtype: torch.dtype) -> None:
         module.support_avx512bf16_for_cpu = False
         if module.weight.quant_state is not None:
             module.weight.quant_state.dtype = compute_dtype
-        if module.bias is not None and not module.bias.is_meta:
-            # the first forward would cast the bias, but the base's hash is of its exact bits
-            module.exact_bias = exact_bias(module)
-            module.bias.data = module.exact_bias.to(module.bias.device, compute_dtype)
+        if module.bias is not None:
+            # the first forward would cast the bias and so change the base's hash
+            module.bias.data = module.bias.data.to(compute_dtype)
     for module in part.modules():
         if type(module) in _UPCAST and module.weight.dtype in _HALF:
             module.__class__ = _UPCAST[type(module)]

@@ -50,7 +50,8 @@ _SIZES = (
         lambda v: not isinstance(v, int) or abs(v) <= INT_MAX, f"it must be at most {INT_MAX}"
     ),
     Condition(
-        lambda v: not isinstance(v, float) or abs(v) <= FLOAT_MAX, f"it must be at most {FLOAT_MAX}"
+        lambda v: not isinstance(v, float) or abs(v) <= FLOAT_MAX,
+        f"it must be a number of at most {FLOAT_MAX}",  # NaN is none
     ),
 )
 

@@ -444,6 +444,10 @@ def read_ids(name: str, record: Record) -> tuple[list[int], list[int]]:
                 f"record {name} has {length} input_ids, but {key} has length {len(values)}; they"
                 " must be equally long"
             )
+    for key, expected in _MEANINGS.items():
+        other = set(columns.get(key, ())) - {0, 1}
+        if other:
+            raise DataError(f"record {name} has {min(other)} in its {key}, expected {expected}")
     # windows are cut from tokens alone; batches are padded anew
     mask = columns.pop("attention_mask", [1] * length)
     columns = {key: list(compress(values, mask)) for key, values in columns.items()}
@@ -482,12 +486,8 @@ def _integers(name: str, key: str, values: Any) -> list[int]:
     try:
         if not isinstance(values, list | tuple) or refused & set(map(type, values)):
             raise TypeError
-        numbers = array("q", values).tolist()
+        return array("q", values).tolist()
     except (TypeError, OverflowError) as error:
         raise DataError(
             f"record {name} has {key} that are not a list of 64-bit integers: {str(values)[:60]}"
         ) from error
-    if key in _MEANINGS and (other := set(numbers) - {0, 1}):
-        expected = _MEANINGS[key]
-        raise DataError(f"record {name} has {min(other)} in its {key}, expected {expected}")
-    return numbers

@@ -43,9 +43,11 @@ def as_lists(value: Any) -> Any:
 
 def from_json(value: Any) -> Any:
     """Return what JSON text stands for, or the value itself if it is not JSON text."""
+    if not isinstance(value, str):  # bytes are not text, though `json` reads them
+        return value
     try:
         return json.loads(value)
-    except (TypeError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return value
 
 

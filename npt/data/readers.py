@@ -123,12 +123,13 @@ def read_csv(path: Path, config: DataConfig) -> Entries:
     kind, separators, mark = ("TSV", "tabs", "\t") if tabs else ("CSV", "commas", ",")
     with _opened(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True, delimiter=mark)
+        names: list[str] = []
         line = 1  # of a row's first line; fields may span lines
         try:
-            names = next(filter(None, rows), [])
-            line = rows.line_num + 1
             for row in rows:
-                if len(row) > len(names):
+                if not names:
+                    names = row
+                elif len(row) > len(names):
                     message = (
                         f": {len(row)} fields, but the header names {len(names)}; put double quotes"
                         f" around fields that contain {separators}"

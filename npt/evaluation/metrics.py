@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -39,8 +39,11 @@ class Measured:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the numbers of an `as_dict`; null becomes NaN. TypeError if one is missing."""
-        return cls(**nan_for_null(values))
+        """Return the numbers of a file, which may hold others of another version; null becomes NaN.
+        Raise KeyError if one is missing.
+        """
+        plain = nan_for_null(values)
+        return cls(**{field.name: plain[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
     # a dtype that holds every element and supports the reductions
     exact = values.is_floating_point() and values.dtype != torch.float64
     values = values.to(torch.float32 if exact else torch.float64)
-    sizes = _sizes(values.reshape(-1))
+    readable = _readable(values) and values.numel() > 0
+    # elsewhere `reshape` may copy the tensor
+    sizes = _sizes(values.reshape(-1)) if readable else None
     if sizes is None:
         return _by_selection(values, mask)
     return torch.tensor([values.numel(), 0, 0, 0, *sizes], dtype=torch.float64, device="cpu")
@@ -75,11 +77,9 @@ def _readable(values: Tensor) -> bool:
 
 
 def _sizes(flat: Tensor) -> tuple[float, ...] | None:
-    """Return min, max, mean, std and RMS; None if there is no element, one is non-finite or too
-    large or small to be squared, or reading would wait.
+    """Return min, max, mean, std and RMS; None if an element is non-finite or too large or small
+    to be squared.
     """
-    if not (_readable(flat) and len(flat)):
-        return None
     low, high = map(float, torch.aminmax(flat))
     size = max(abs(low), abs(high))
     if size != 0.0 and not _SMALLEST <= size <= _LARGEST:  # true of NaN as well

@@ -224,7 +224,10 @@ def _count(value: Any) -> int | None:
 
 def _step_folders(folder: Path) -> list[Path]:
     """Return the folders named after a step, in order of steps. Symbolic links are skipped."""
-    named = [path for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
+    if not folder.is_dir():
+        return []
+    # not `glob`, which hides that a folder cannot be read
+    named = [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)]
     paths = [path for path in named if path.is_dir() and not path.is_symlink()]
     return sorted(paths, key=lambda path: (step_of(path), path.name))
 

@@ -169,7 +169,7 @@ def _headline(models: Models) -> str:
 
 def _table(caption: str, head: str, models: Models, names: Mapping[str, str]) -> Table:
     """Return a table of all figures that any model has, with their standard errors."""
-    found = list(chain.from_iterable(models.values()))
+    found = dict.fromkeys(chain.from_iterable(models.values()))
     errors = {f"{key}_se" for key in found}  # shown with their figures
     heads = [head]
     rows = [[names.get(name, name)] for name in models]

@@ -221,7 +221,9 @@ def write_checkpoint(
         record: content of `state.json`.
     """
     check_savable(adapter_tensors(model), folder)
-    tensors = {name: moment.cpu() for name, moment in _moments(window.update).items()}
+    tensors = {}
+    for name, moment in _moments(window.update).items():
+        tensors[name] = moment.cpu().contiguous()  # safetensors takes no other
     # process 0 writes for all: micro-batches are seeded individually, other draws agree
     for device, state in random_state().items():
         tensors[_RANDOM + device] = state

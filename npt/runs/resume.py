@@ -83,7 +83,9 @@ def find_origin(resume: str | None, output_dir: str | None, processes: ProcessGr
         ConfigError: the folder cannot be used.
         CheckpointError: there is nothing to resume, or it is damaged.
     """
-    to = Path(output_dir) if output_dir else None
+    if resume is None and not output_dir:
+        output_dir = None  # a new run without a name gets a new folder
+    to = None if output_dir is None else Path(output_dir)
     try:
         origin = processes.first(lambda: _origin(resume, to))
     except OSError as error:

@@ -90,8 +90,7 @@ class RunFolder:
                     remove_folder(self.path / ADAPTER)
                 _cut_log(self.path / METRICS, resume_at)
                 _cut_log(self.path / EVENTS, None)
-            for log in (METRICS, EVENTS):
-                (self.path / log).touch()
+            self._logs = _opened_logs(self.path)
 
     def write(self, name: str, value: Any) -> None:
         if name == RUN:
@@ -106,14 +105,25 @@ class RunFolder:
         self._write(EVENTS, {"event": event, "time": round(time.time(), 3), **details})
 
     def _write(self, log: str, values: dict[str, Any]) -> None:
-        """Append a line; a full disk must not end the run or hide why it ends."""
+        """Append a whole line or none; a full disk must not end the run or hide why it ends."""
         if self._closed:
             return
         try:
             self._renew_if_gone()
-            _append(self.path / log, f"{to_json(values)}\n".encode())
         except OSError:
             self.lines_lost += 1
+            return
+        handle = self._logs[log]
+        line = f"{to_json(values)}\n".encode()
+        size = os.fstat(handle).st_size
+        try:
+            whole = os.write(handle, line) == len(line)
+        except OSError:
+            whole = False
+        if not whole:
+            self.lines_lost += 1
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, size)
 
     def _renew_if_gone(self) -> None:
         """Make the folder anew if it was removed or renamed during the run.
@@ -128,7 +138,9 @@ class RunFolder:
         lock = lock_folder(self.path)
         if lock is None:
             raise OSError(errno.EBUSY, "another run is writing a folder of this name", self.path)
-        os.close(self._lock)
+        for handle in (*self._logs.values(), self._lock):
+            os.close(handle)
+        self._logs = _opened_logs(self.path)
         self._lock = lock
         if self._record is not None:
             write_json(self.path / RUN, self._record)
@@ -151,8 +163,9 @@ class RunFolder:
             self.set_aside(folder, BROKEN)
             raise
         if keep is not None:
-            others = [path for path in reversed(self.checkpoints()) if path != folder]
-            for old in others[keep - 1 :]:
+            others = [path for path in self.checkpoints() if path != folder]
+            excess = max(0, len(others) + 1 - keep)
+            for old in others[:excess]:
                 with contextlib.suppress(OSError):  # one checkpoint too many does no harm
                     remove_folder(old)
         return folder
@@ -215,8 +228,9 @@ class RunFolder:
         """Release the folder."""
         if not self._closed:
             self._closed = True
-            with contextlib.suppress(OSError):
-                os.close(self._lock)
+            for handle in (*self._logs.values(), self._lock):
+                with contextlib.suppress(OSError):
+                    os.close(handle)
 
 
 class NullRunFolder(RunFolder):
@@ -240,16 +254,10 @@ class NullRunFolder(RunFolder):
         return self.path / ADAPTER
 
 
-def _append(path: Path, line: bytes) -> None:
-    """Append a whole line, or none and raise OSError."""
-    with path.open("ab", buffering=0) as log:
-        size = log.tell()
-        try:
-            if log.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            log.truncate(size)
-            raise
+def _opened_logs(path: Path) -> dict[str, int]:
+    """Return handles that append to the logs in a run folder."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return {name: os.open(path / name, flags, 0o666) for name in (METRICS, EVENTS)}
 
 
 def _locked(path: Path) -> int:

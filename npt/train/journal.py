@@ -441,7 +441,6 @@ class Journal:
     def _close(self, report: bool) -> None:
         path = self.folder.path
         if self.recording is not None:
-            self.recording.refused = self.progress.refused
             self.recording.draw()
         if report and self.setup.processes.main:
             with self._written(REPORT):

@@ -257,6 +257,8 @@ class Loop:
             self.setup.say(f"step {step}: repaired: {repair}")
         if outcome.refused:
             self._report_refused(window, outcome)
+            if self.journal.recording is not None:
+                self.journal.recording.refused = self.progress.refused
             # without the snapshot, which holds every adapter and its moments
             self._last_refused = window, replace(outcome, snapshot=None, update=None)
         reason = self._excess(outcome.longest)

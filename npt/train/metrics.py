@@ -87,10 +87,11 @@ class StepMetrics:
         # a row per report, so that without one the sums are zeros
         rows = torch.tensor([report[named:plain] for report in reports], dtype=torch.float32)
         nmses = rows.view(-1, len(self._layers)).sum(dim=0)
-        totals = [0.0] * named
+        totals = []
+        for i in range(named):  # `sum` loses less than repeated addition
+            totals.append(sum(report[i] for report in reports))
         measured = [0.0] * (width * len(self._layers))
         for report in reports:
-            totals = list(map(add, totals, report))  # of its first entries
             if len(report) > plain:  # of a step that was expected to be logged
                 measured = list(map(add, measured, report[plain:]))
         # one exchange for all

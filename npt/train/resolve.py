@@ -313,14 +313,14 @@ def _resumed_folder(flags: Mapping[str, Any]) -> Path | None:
     anew. Whether the run can be resumed is checked later.
     """
     resume = flags.get("resume")
-    if resume == AUTO:
-        resume = flags.get("output_dir")
-    if resume is None:
+    named = flags.get("output_dir") if resume == AUTO else resume
+    if named is None:
         return None
     from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
     from npt.runs.checkpoint import RECORD
 
-    folder = Path(resume).expanduser()
+    # an output folder is used as it is written
+    folder = Path(named) if resume == AUTO else Path(named).expanduser()
     begun = (folder / RECORD).exists() or checkpoints(folder / CHECKPOINTS)
     return folder if begun else None
 

@@ -219,6 +219,7 @@ class TestTokenIds:
         ("beside", "told"),
         [
             ({"loss_mask": [1]}, "3 input_ids, but loss_mask has length 1"),
+            ({"loss_mask": [2]}, "3 input_ids, but loss_mask has length 1"),
             ({"loss_mask": [0, 1, 2]}, "2 in its loss_mask, expected 0 (no target) or 1"),
             ({"completion_mask": [0.5, 1, 1]}, "completion_mask that are not a list of 64-bit"),
             ({"position_ids": [0, 1, 0]}, "position_ids other than 0 to 2; make each packed"),

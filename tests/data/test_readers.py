@@ -251,6 +251,7 @@ class TestBroken:
             ("json", '"text"', " holds a str"),
             ("json", '[{"text": "a"}, ["b"]]', ", entry 1: a list, not an object"),
             ("json", "[" * 100_000, ": not JSON ("),
+            ("csv", '\n\n"a\n', ", line 3: not CSV (unexpected end of data)"),
             (
                 "csv",
                 "text,n\na,1\nb,2,3\n",

@@ -7,6 +7,7 @@ import pytest
 import npt
 from npt.base.load import load_tokenizer
 from npt.data.encoding import RecordCounts
+from npt.data.messages import messages_of
 from npt.data.samples import cut
 
 CHAT = (
@@ -42,6 +43,13 @@ def one(
 
 def talk(*turns: tuple[str, str], **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text} for role, text in turns], **more}
+
+
+def test_only_text_is_read_as_json() -> None:
+    written = '[{"role": "user", "content": "a"}]'
+    assert messages_of("a record", written, as_json=True) == [{"role": "user", "content": "a"}]
+    # a binary column is not text
+    assert messages_of("a record", written.encode(), as_json=True) is None
 
 
 def test_ids_a_named_column_a_text_and_a_prompt_go_first(chatting) -> None:

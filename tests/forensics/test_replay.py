@@ -364,8 +364,7 @@ def test_a_full_disk_does_not_hide_why_the_run_stopped(
 
     def fill_up(model: Any, number: int) -> None:
         if number == 0:
-            (folders[0].path / "events.jsonl").unlink()
-            (folders[0].path / "events.jsonl").symlink_to("/dev/full")
+            folders[0]._logs["events.jsonl"] = os.open("/dev/full", os.O_WRONLY)
             monkeypatch.setattr("npt.forensics.bundle.save_file", no_space)
 
     monkeypatch.setattr(RunFolder, "__init__", kept)

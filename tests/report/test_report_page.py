@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rich.console import Console
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.metrics import Figures
 from npt.evaluation.table import print_fidelity
+from npt.report import sections
 from npt.report.page import SECTIONS, page, status, summary
 from npt.report.run import RunRecord
 
@@ -377,6 +379,22 @@ def test_the_policy_lets_only_the_pages_own_style_in(tmp_path, drawn) -> None:
     assert f"style-src 'sha256-{digest}'" in policy and "script-src" not in policy
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert all((found["href"] or "").startswith(("#", "./")) for found in Reader(text).of("a"))
+
+
+def test_a_record_of_many_figures_is_read_in_linear_time() -> None:
+    compared = []
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    student = {Name(f"figure_{number}"): 0.5 for number in range(1000)}
+    found = sections.fidelity(SimpleNamespace(fidelity={"student": student}))  # type: ignore[arg-type]
+    assert found is not None and len(found["tables"][0][0]) == 1001
+    assert len(compared) < 10 * len(student)
 
 
 def test_no_secret_and_no_environment_variable_is_in_it(tmp_path, monkeypatch) -> None:

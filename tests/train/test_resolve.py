@@ -218,6 +218,13 @@ def test_a_run_killed_before_its_first_checkpoint_begins_from_its_adapter_again(
     assert again.start is not None and again.start.folder == trained / "adapter"
 
 
+def test_a_run_is_resumed_from_its_output_folder_as_it_is_written(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    shutil.copytree(trained, tmp_path / "~" / "run")
+    assert resolve({"resume": "auto", "output_dir": "~/run"}).data.max_length == 48
+
+
 def test_a_checkpoint_says_itself_how_it_was_trained(trained, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"settings": {"max_length": 99}}))
     copy = tmp_path / "copies" / "step-00000002"

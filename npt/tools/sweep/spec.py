@@ -299,7 +299,7 @@ def _draws(where: str, value: Any) -> list[dict[str, Any]]:
     written = _entries(where, value, ("count", "seed", "over"))
     count: Any = written.get("count")
     seed = written.get("seed", 0)
-    over = _settings(f"{where}: over", written.get("over"), _range)
+    over = _settings(where, _mapping(f"{where}: over", written.get("over")), _range)
     if not (_is_whole(count, 1, TRIALS) and _is_whole(seed) and over):
         raise ConfigError(
             f"{where} needs count (1 to {TRIALS:,}), seed (a whole number) and over (settings to"

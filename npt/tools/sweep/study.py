@@ -51,9 +51,11 @@ def open_storage(folder: Path, url: str | None, design: Design) -> Storage:
 def check_folder(folder: Path, spec: Path, design: Design) -> None:
     """Raise ConfigError if the folder holds another study or anything else."""
     if not (folder / STUDY).is_file():
+        # `glob` would hide that it is a file or cannot be read
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
         # a study killed before it wrote `study.json` may leave these
         own = (DATABASE, f".{STUDY}.", f".{SPEC}.")
-        if not all(path.name.startswith(own) for path in folder.glob("*")):
+        if not all(name.startswith(own) for name in names):
             raise ConfigError(
                 f"--study {folder} holds something other than a study; choose another folder"
             )

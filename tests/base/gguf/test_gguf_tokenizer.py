@@ -118,6 +118,32 @@ def test_bos_is_added_as_the_file_or_its_kind_says(tmp_path) -> None:
     assert both("a").input_ids[-1] == both.eos_token_id
 
 
+@pytest.mark.parametrize("eos", [False, True])
+@pytest.mark.parametrize("bos", [False, True])
+def test_both_texts_of_a_pair_get_the_tokens_that_the_file_adds(bos, eos, tmp_path) -> None:
+    added = {"tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
+    found = read(tmp_path / "a.gguf", metadata=added)
+    start = [found.bos_token_id] if bos else []
+    end = [found.eos_token_id] if eos else []
+
+    def whole(text: str) -> list[int]:
+        return [*start, *found(text, add_special_tokens=False).input_ids, *end]
+
+    assert found("one").input_ids == whole("one")
+    pair = found("one", "and two", return_token_type_ids=True)
+    assert pair.input_ids == whole("one") + whole("and two")
+    assert pair.token_type_ids == [0] * len(whole("one")) + [1] * len(whole("and two"))
+
+
+def test_a_token_that_the_file_lacks_is_not_added(tmp_path) -> None:
+    found = read(
+        tmp_path / "a.gguf",
+        metadata={"tokenizer.ggml.add_eos_token": True},
+        leave_out=("tokenizer.ggml.eos_token_id",),
+    )
+    assert found("one").input_ids == read(tmp_path / "b.gguf")("one").input_ids
+
+
 def test_a_turn_ends_an_answer_too(tmp_path) -> None:
     file = write_gguf(tmp_path / "a.gguf", metadata={"tokenizer.ggml.eot_token_id": 2})
     assert end_ids(GGUFFile(file)) == [1, 2]

@@ -109,6 +109,8 @@ def test_a_folder_of_something_else_is_left_alone(spec, tmp_path, capsys) -> Non
     assert "holds something other than a study" in capsys.readouterr().err and [
         p.name for p in folder.iterdir()
     ] == ["letter.txt"]
+    assert main(["sweep", str(spec), "--study", str(folder / "letter.txt")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("killed_at", ["write_json", "write_bytes"])

@@ -50,7 +50,7 @@ def test_settings_may_be_given_by_their_other_names() -> None:
 
     assert named("lr") == named("learning_rate")
     with pytest.raises(
-        ConfigError, match="grid: learning_rate is given twice, once as learning_rate: rem"
+        ConfigError, match="grid: lr is given twice, once as learning_rate: remove one"
     ):
         design(a={"grid": {"lr": [1e-3], "learning_rate": [1e-2]}})
 
@@ -147,7 +147,8 @@ seeds: 3, parts: {a: {}} => seeds is 3
 seeds: [2147483648], parts: {a: {}} => seeds is
 parts: {a: {random: {count: 3}}} => needs count
 parts: {a: {random: {count: 1000000000000, over: {lr: [1]}}}} => needs count (1 to 100,000)
-parts: {a: {random: {count: 3, over: {learning_rate: {low: 1, high: 0.1}}}}} => low and high
+parts: {a: {random: {count: 3, over: {lr: {low: 1, high: 0.1}}}}} => a: random: learning_rate is
+parts: {a: {random: {count: 3, over: [lr]}}} => a: random: over is a list; write a mapping
 parts: {a: {random: {count: 1, over: {lr: {low: 0, high: 1, log: true}}}}} => both above 0
 parts: {a: {settings: {adapter_rank: .inf}}} => adapter_rank is inf; expected int
 parts: {a: {random: {count: 1, over: {adapter_rank: {low: 1, high: .inf}}}}} => expected int
