@@ -34,8 +34,8 @@ import npt
 from gpu_sections.models import full_batch
 from gpu_sections.runner import Bench, Findings, Section, UnavailableError
 from npt.adapters.converted import adapter_parameters
-from npt.base.load import load_tokenizer
 from npt.base.precision import set_matmul_precision
+from npt.base.source import load_tokenizer
 from npt.console import silent_console
 from npt.data.source import Repeatable
 from npt.device import wait_for

@@ -263,14 +263,14 @@ def load_model(llama_folder: Path) -> LoadModel:
     from copies import copied
 
     import npt
-    from npt.base import load as loading
+    from npt.base.source import EMBEDDED_FOLDER
     from npt.config import QUANT_TYPES
 
     if not hasattr(torch.backends.mkldnn, "matmul"):
         pytest.skip("a base needs the torch of the extra distill")
     # load_base wants a tokenizer with the weights; the embedded model's serves.
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(loading.EMBEDDED_FOLDER / file, llama_folder / file)
+        shutil.copy(EMBEDDED_FOLDER / file, llama_folder / file)
 
     def read(quantization: str | None, **arguments: Any) -> "LlamaForCausalLM":
         return npt.load_base(

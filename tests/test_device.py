@@ -8,7 +8,7 @@ import torch
 
 import npt
 from npt import device as module
-from npt.base.load import read_config
+from npt.base.source import read_config
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.device import default_device
 from npt.doctor.plan import Workload

@@ -186,3 +186,22 @@ def test_the_guard_and_the_tracer_need_torch_and_safetensors_alone() -> None:
     """
     found = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
     assert found.stdout.splitlines() == ["['npt']", "set()"], found.stderr
+
+
+CHECKED = """
+import sys
+from npt.cli.main import main
+
+assert main(["doctor", "--data", sys.argv[1]]) == 0
+slow = {"bitsandbytes", "transformers.modeling_utils", "npt.adapters.layer", "npt.guard"}
+print(slow & sys.modules.keys(), file=sys.stderr)
+"""
+
+
+def test_a_dataset_is_checked_without_model_classes(tmp_path) -> None:
+    """They take longer to import than most datasets to check; a tokenizer needs none of them."""
+    data = tmp_path / "data.txt"
+    data.write_text("A sentence to check. " * 40)
+    program = [sys.executable, "-c", CHECKED, str(data)]
+    found = subprocess.run(program, capture_output=True, text=True)
+    assert found.stderr.splitlines() == ["set()"]

@@ -15,7 +15,7 @@ import npt
 from gpu_sections.models import full_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.base.layers import real_layers
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.doctor.plan import shown
 from npt.doctor.shape import SHAPES, llama_config
 

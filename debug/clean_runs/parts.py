@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from npt.base.load import EMBEDDED_FOLDER
+from npt.base.source import EMBEDDED_FOLDER
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
 """A dataset has a row for each word: an odd number, so that windows and batches end short."""

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from faults import row_generating
 from faults.row_cases import RowCase
 from faults.row_faults import LENGTH, VOCABULARY, Row, plant, row
-from npt.base.load import EMBEDDED_FOLDER
+from npt.base.source import EMBEDDED_FOLDER
 from npt.errors import DataError
 from npt.guard import Guard, Refusal, TrainerMixin
 from npt.guard.ids import refuse_bad_ids

@@ -10,15 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
 from npt.errors import ModelError, kind_of
 from npt.stored import RESTORE, shown
@@ -32,25 +28,34 @@ class Family:
     """A family of base models.
 
     Attributes:
-        layer: class of its decoder layers.
+        prefix: of its class names, such as 'Llama'.
         sight: reach of its attention.
+        registered: class of its decoder layers, if it is not transformers' own.
     """
 
-    layer: type[nn.Module]
+    prefix: str
     sight: Sight
+    registered: type[nn.Module] | None = None
 
     @property
-    def prefix(self) -> str:
-        """The prefix of the family's class names, such as 'Llama'."""
-        return self.layer.__name__.removesuffix("DecoderLayer")
+    def layer(self) -> type[nn.Module]:
+        """The class of its decoder layers. To check a configuration, model classes, which are slow
+        to import, are not needed.
+        """
+        if self.registered is not None:
+            return self.registered
+        name = self.prefix.lower()
+        module = import_module(f"transformers.models.{name}.modeling_{name}")
+        layer: type[nn.Module] = getattr(module, f"{self.prefix}DecoderLayer")
+        return layer
 
 
 FAMILIES = {
-    "llama": Family(LlamaDecoderLayer, "full"),
-    "mistral": Family(MistralDecoderLayer, "window"),
-    "qwen2": Family(Qwen2DecoderLayer, "by layer"),
-    "qwen3": Family(Qwen3DecoderLayer, "by layer"),
-    "smollm3": Family(SmolLM3DecoderLayer, "by layer"),
+    "llama": Family("Llama", "full"),
+    "mistral": Family("Mistral", "window"),
+    "qwen2": Family("Qwen2", "by layer"),
+    "qwen3": Family("Qwen3", "by layer"),
+    "smollm3": Family("SmolLM3", "by layer"),
 }
 """Families by the `model_type` of their configuration."""
 
@@ -70,7 +75,8 @@ def register_family(model_type: str, layer: type[nn.Module], sight: Sight = "ful
     """
     if model_type in FAMILIES:
         raise ModelError(f"the family {model_type!r} already exists: choose another model_type")
-    FAMILIES[model_type] = Family(layer, sight)
+    prefix = layer.__name__.removesuffix("DecoderLayer")
+    FAMILIES[model_type] = Family(prefix, sight, layer)
 
 
 LAYER_PARTS = (

@@ -11,7 +11,7 @@ import json
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from npt.base.identity import IdentityReader, base_identity, keep_identity
 from npt.base.linear import quant_types
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype, settle_policy
-from npt.errors import ModelError, first_line
+from npt.base.source import reading
+from npt.errors import ModelError
 from npt.packed import quantized_linears
 
 LAYERS = "model.layers"
@@ -261,21 +262,3 @@ def refuse_extra(name: str, keys: Iterable[str]) -> None:
             f"{name} has the weight {min(extra)} ({len(extra)} in all), which the model of its"
             " config.json does not have: correct config.json, or merge or remove the weight"
         )
-
-
-@contextmanager
-def reading(what: str, name: str) -> Iterator[None]:
-    """Turn any error from the files of a base into a ModelError of one line."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, ModelError):
-        raise
-    # several libraries read the files, each with its own error classes
-    except Exception as error:
-        remedy = (
-            "pass 'tiny', a local folder with safetensors, or a Hub id (check the network, and the"
-            " login for gated models)"
-        )
-        raise ModelError(
-            f"cannot load the {what} of {name!r} ({first_line(error)[:300]}): {remedy}"
-        ) from error

@@ -5,49 +5,26 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from bitsandbytes.nn import Params4bit
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
-from npt.base.families import check_entries, check_family, check_shape
-from npt.base.layers import (
-    LATER,
-    LAYERS,
-    LayersLater,
-    reading,
-    refuse_extra,
-    refuse_faults,
-    shape_faults,
-)
+from npt.base.layers import LATER, LAYERS, LayersLater, refuse_extra, refuse_faults, shape_faults
 from npt.base.precision import audit_precision, enforce_policy, quantization_of
 from npt.base.recipe import STORED, note_dtype
+from npt.base.source import EMBEDDED, NO_CODE, find_base, load_tokenizer, read_config, reading
 from npt.config import COMPUTE_DTYPES, QUANT_TYPES, check_attention
 from npt.device import check_card, default_device
 from npt.errors import ConfigError, ModelError
-from npt.extras import install_command
 from npt.packed import quantized_linears
-from npt.stored import RESTORE
-
-EMBEDDED = "tiny"
-EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
 
 COMPUTE = {name: STORED[name] for name in COMPUTE_DTYPES}
-
-_NO_CODE: dict[str, Any] = {"trust_remote_code": False}
-"""Otherwise transformers asks on stdin whether to run a checkpoint's code."""
 
 
 @torch.inference_mode(False)  # gradients must be able to pass through the weights
@@ -211,34 +188,6 @@ def check_teacher(name: str, config: PreTrainedConfig) -> None:
         )
 
 
-def read_config(name: str) -> PreTrainedConfig:
-    """Return the configuration of a base model; raise ModelError for an unsupported family."""
-    source = _find(name)
-    if not isinstance(source, str):
-        from npt.base.gguf.configuration import configuration_of
-
-        return configuration_of(source)
-    with reading("configuration", name):
-        entries, _ = PreTrainedConfig.get_config_dict(source, **_NO_CODE)
-        check_entries(name, entries)
-        config = AutoConfig.from_pretrained(source, **_NO_CODE)
-    check_family(name, config)
-    files = Path(source).glob("*.safetensors")
-    check_shape(name, config, stored=sum(file.stat().st_size for file in files))
-    return config
-
-
-def load_tokenizer(name: str = EMBEDDED) -> Any:
-    """Return the tokenizer of a base model."""
-    source = _find(name)
-    if not isinstance(source, str):
-        from npt.base.gguf.tokenizer import tokenizer_of
-
-        return tokenizer_of(source)
-    with reading("tokenizer", name):
-        return AutoTokenizer.from_pretrained(source, **_NO_CODE)
-
-
 def packing_config(quantization: str, double_quant: bool = True) -> BitsAndBytesConfig:
     """Return the configuration of quantisation to `nf4` or `fp4`, with products in fp32."""
     return BitsAndBytesConfig(
@@ -261,7 +210,7 @@ def _read_weights(
         how: further arguments of `from_pretrained`.
     """
     how |= {
-        **_NO_CODE,
+        **NO_CODE,
         "device_map": {"": device},
         "attn_implementation": implementation_of(attention),
         "ignore_mismatched_sizes": True,  # refused below, by name
@@ -279,62 +228,10 @@ def _read_weights(
     return model
 
 
-def _find(name: str) -> Any:
-    """Return the folder or hub id for transformers, or the opened GGUF file."""
-    if name == EMBEDDED:
-        if not EMBEDDED_FOLDER.is_dir():
-            raise ModelError(
-                "the embedded model 'tiny' is not part of an installed package: run"
-                f" {install_command('distill', editable=True)}, or name another --model_name"
-            )
-        return str(EMBEDDED_FOLDER)
-    if not name.strip():
-        raise ModelError("the model's name is empty: pass --model_name tiny, a folder or a Hub id")
-    path = Path(name).expanduser()
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    pipes = [file for file in files if file.is_fifo()]
-    if pipes:  # transformers would wait for it
-        raise ModelError(f"{pipes[0]} is a pipe, not a file: {RESTORE}")
-    if (path / "config.json").is_file():
-        return str(path)
-    # a folder without a configuration may hold a GGUF file, as downloads do
-    files = [file for file in files if is_gguf(file)]
-    if len(files) > 1:
-        raise ModelError(
-            f"{name} holds {len(files)} GGUF files, among them {files[0].name} and {files[1].name}:"
-            " pass one of the files"
-        )
-    if files:
-        from npt.base.gguf.file import GGUFFile
-
-        return GGUFFile(files[0])
-    if path.exists():
-        raise ModelError(
-            f"{name} has no config.json: pass a folder with a saved model, or a GGUF file"
-        )
-    # anything else may be a Hub id
-    if path.is_absolute() or name.startswith((".", "~")):
-        raise ModelError(
-            f"there is no model folder {name!r}: check --model_name ('tiny' is the embedded model)"
-        )
-    return name
-
-
-def is_gguf(file: Path) -> bool:
-    """Return whether a file is GGUF by its suffix or first bytes: Ollama's have no suffix."""
-    if file.suffix.lower() == ".gguf":
-        return True
-    with suppress(OSError):
-        if file.is_file():
-            with file.open("rb") as stream:
-                return stream.read(4) == b"GGUF"
-    return False
-
-
 @contextmanager
 def _located(name: str) -> Iterator[str]:
     """Yield the folder or hub id for transformers, or a temporary folder made from a GGUF file."""
-    source = _find(name)
+    source = find_base(name)
     if isinstance(source, str):
         yield source
         return

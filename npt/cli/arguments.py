@@ -200,11 +200,12 @@ def check_run(run: RunSettings, *, starts: bool = True) -> None:
     start too.
     """
     from npt.adapters.fit import check_fit
-    from npt.base.load import check_teacher, read_config
+    from npt.base.load import check_teacher
+    from npt.base.source import read_config
     from npt.calibration.calibrate import check_form
     from npt.runs.trackers import check_trackers
-    from npt.train.data import check_sources
     from npt.train.setup import check_trainable
+    from npt.train.sources import check_sources
 
     name = run.base.model_name
     own_teacher = run.base.teacher_precision is not None

@@ -84,10 +84,10 @@ def _run(flags: Mapping[str, Any]) -> RunSettings:
 
 def _examine(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
     from npt.adapters.fit import check_length
-    from npt.base.load import EMBEDDED, load_tokenizer, read_config
+    from npt.base.source import EMBEDDED, load_tokenizer, read_config
     from npt.data.source import open_source
     from npt.doctor.data import examine
-    from npt.train.data import FIRST, REPLAY, check_sources, fitting_columns, sources_of
+    from npt.train.sources import FIRST, REPLAY, check_sources, fitting_columns, sources_of
 
     check_sources(run.data)
     model_name = run.base.model_name
@@ -195,7 +195,7 @@ def _workload(run: RunSettings, flags: Mapping[str, Any]) -> tuple[str, Any]:
     import torch
 
     from npt.adapters.fit import check_fit
-    from npt.base.load import read_config
+    from npt.base.source import read_config
     from npt.doctor.plan import Workload
     from npt.doctor.shape import llama_config, shape_named
     from npt.train.setup import check_trainable

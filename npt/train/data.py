@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from transformers import LlamaForCausalLM
@@ -21,116 +21,23 @@ from transformers import LlamaForCausalLM
 from npt.adapters.converted import attached, npt_layers
 from npt.adapters.fit import format_layers
 from npt.batch import Batch, Sample
-from npt.config import MAX_STEPS, DataConfig
-from npt.data.encoding import filled, no_sample, unused_columns
+from npt.config import MAX_STEPS
+from npt.data.encoding import no_sample, unused_columns
 from npt.data.first_look import FirstLook, data_warnings
 from npt.data.samples import Loader, Position, Samples, Window, windows, within
-from npt.data.source import (
-    READERS,
-    Given,
-    Record,
-    check_source,
-    is_local,
-    open_source,
-    own_heldout,
-    passed_over,
-    records_from,
-)
+from npt.data.source import Given, Record, passed_over, records_from
 from npt.errors import ConfigError, DataError
 from npt.evaluation.heldout import evaluation_samples
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.resume import check_same_data, data_fingerprint
 from npt.train.setup import RunSetup
+from npt.train.sources import FIRST, REPLAY, open_sources
 
 RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})
 """Settings that change the number of samples in a window."""
 
 LEFT_OUT = 0.1
 """Largest share of the training data to skip because the start was fitted to it."""
-
-FIRST = "data"
-REPLAY = "replay data"
-"""Names of the sources in messages."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A dataset of a run.
-
-    Attributes:
-        share: probability that a sample comes from this source.
-        passed: the records were passed in Python, not named.
-        records: empty until the source is opened.
-        held_out: the source's own held-out records, if it has any.
-    """
-
-    label: str
-    share: float
-    config: DataConfig
-    records: Iterable[Record] = ()
-    held_out: Iterable[Record] | None = None
-    passed: bool = False
-
-    @property
-    def dataset(self) -> str | None:
-        """The name of the dataset; None for records that were passed."""
-        return None if self.passed else self.config.dataset_name
-
-
-def sources_of(config: DataConfig) -> tuple[Source, ...]:
-    """Return the sources that settings name, unopened."""
-    plain = replace(config, replay_dataset=None, replay_ratio=None)
-    other = config.replay_dataset
-    if other is None:
-        return (Source(FIRST, 1.0, plain),)
-    here = other in READERS or is_local(other)
-    split = "train" if here else config.dataset_split
-    second = replace(
-        plain, dataset_name=other, dataset_config=None, dataset_split=split, num_samples=None
-    )
-    first = Source(FIRST, 1 - config.replay_share, plain)
-    return first, Source(REPLAY, config.replay_share, second)
-
-
-def check_sources(config: DataConfig) -> None:
-    """Check every source as `check_source` does."""
-    for source in sources_of(config):
-        check_source(source.config)
-
-
-def open_sources(config: DataConfig, data: Iterable[Record] | None) -> list[Source]:
-    """Open the sources of a run and set the columns of each; `data` replaces the first one."""
-    first, *others = sources_of(config)
-    if data is None:
-        records = open_source(first.config)
-        opened = [replace(first, records=records, held_out=own_heldout(first.config))]
-    else:
-        # a generator can be read only once
-        kept = data if iter(data) is not data or config.streaming else list(data)
-        opened = [replace(first, records=kept, passed=True)]
-    for other in others:
-        records = open_source(other.config)
-        columns = fitting_columns(other.config, records)
-        opened.append(replace(other, records=records, config=columns))
-    return opened
-
-
-def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
-    """Return the settings without columns that the first record of a source lacks."""
-    default = DataConfig.text_column
-    if (config.prompt_column, config.context_column, config.text_column) == (None, None, default):
-        return config
-    first = next(iter(records), None)
-    if not isinstance(first, Mapping):
-        return config
-    first = filled(first)
-    if config.prompt_column not in first:
-        config = replace(config, prompt_column=None, completion_column=None)
-    if config.context_column not in first:
-        config = replace(config, context_column=None)
-    if config.text_column not in first and default in first:
-        config = replace(config, text_column=default)
-    return config
 
 
 class RunData:

@@ -34,8 +34,9 @@ from npt.manifest import POSTMORTEM
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.run_folder import EVENTS, METRICS, REPORT, RUN, RunFolder, writable
 from npt.stored import read_json
-from npt.train.data import FIRST, RunData, Source
+from npt.train.data import RunData
 from npt.train.setup import RunSetup
+from npt.train.sources import FIRST, Source
 
 if TYPE_CHECKING:
     from npt.evaluation.evaluate import Fidelity

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.base.layers import real_layers
-from npt.base.load import EMBEDDED_FOLDER, read_config
 from npt.base.precision import audit_precision, policy_dtype
+from npt.base.source import EMBEDDED_FOLDER, read_config
 from npt.doctor.shape import Shape, llama_config
 from npt.errors import ModelError
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.base.load import read_config
+from npt.base.source import read_config
 from npt.errors import ConfigError, ModelError
 
 IN_4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}

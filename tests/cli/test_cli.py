@@ -19,7 +19,7 @@ import torch
 from cli_words import flags
 from forked import Program
 
-from npt.base.load import EMBEDDED_FOLDER
+from npt.base.source import EMBEDDED_FOLDER
 from npt.cli.main import main
 from npt.cli.pretrain import _check_placing
 from npt.config import BaseConfig

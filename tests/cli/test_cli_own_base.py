@@ -12,7 +12,7 @@ from students import enlarge
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import npt
-from npt.base.load import EMBEDDED_FOLDER
+from npt.base.source import EMBEDDED_FOLDER
 from npt.cli.main import main
 
 OWN = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import npt
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.cli.main import main
 from npt.data import chat
 from npt.data.samples import Samples, cut

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import npt
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.data.encoding import RecordCounts, unused_columns
 from npt.data.samples import cut
 from npt.data.source import open_source

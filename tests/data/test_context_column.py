@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.batch import Sample, collate, find_fault
 from npt.config import DataConfig, TrainConfig
 from npt.data.encoding import RecordCounts, lost
@@ -14,8 +14,8 @@ from npt.data.first_look import Copies
 from npt.data.samples import cut, within
 from npt.distill.step import MicroBatchSplitter
 from npt.errors import ConfigError, DataError
-from npt.train.data import fitting_columns
 from npt.train.resolve import resolve
+from npt.train.sources import fitting_columns
 
 BOS, EOS = 0, 1  # of the tokenizer fixture, for which a is 100, b 101, and so on
 CHAT = (

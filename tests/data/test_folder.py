@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 
 import npt
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.cli.main import main
 from npt.data.source import check_source, open_source, passed_over
 from npt.doctor.data import examine

@@ -10,7 +10,7 @@ import pandas
 import pytest
 
 import npt
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.calibration.samples import read_samples, samples_of
 from npt.data.source import records_from
 from npt.errors import ConfigError, DataError

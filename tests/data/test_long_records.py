@@ -8,7 +8,7 @@ import pytest
 from sentencepieces import PLAIN, PREFIXING, tokenizer_of
 
 import npt
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.data import continuation, encoding
 from npt.data.samples import cut
 
@@ -68,7 +68,7 @@ def test_a_text_without_a_place_to_cut_is_cut_anywhere(monkeypatch, text):
 PROGRAM = """
 import resource
 import npt
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.data.samples import cut
 tokenizer, text = load_tokenizer("tiny"), "def f(x, y):\\n    return x + y  # a line\\n" * 150_000
 list(cut([{"text": "warm"}], tokenizer, npt.DataConfig()))

@@ -4,7 +4,7 @@ like.
 
 import pytest
 
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.config import DataConfig
 from npt.data.samples import cut
 from npt.errors import DataError

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import npt
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.data.encoding import RecordCounts
 from npt.data.messages import messages_of
 from npt.data.samples import cut

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import npt
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.data import source
 from npt.data.samples import cut
 from npt.data.source import open_source

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import npt
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.data.samples import cut
 from npt.errors import DataError
 from npt.tools.collect.prompts import prompt_record

@@ -7,7 +7,7 @@ import pytest
 import npt
 from npt.data.source import open_source
 from npt.errors import DataError
-from npt.train.data import check_sources, fitting_columns, sources_of
+from npt.train.sources import check_sources, fitting_columns, sources_of
 
 
 def records(path: Path, **settings) -> list:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.config import DataConfig
 from npt.data import templates
 from npt.data.chat import render

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.batch import IGNORE_INDEX, Sample
 from npt.config import DataConfig
 from npt.data import templates

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import npt
 from npt.base.attention import SDPA
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 from npt.evaluation.generate import write
 from npt.evaluation.greedy import continue_greedily, end_ids
 

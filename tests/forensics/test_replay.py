@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from stopped_runs import BAD, acting, good, make_trainer, stop
 
 import npt
-from npt.base.load import EMBEDDED_FOLDER
 from npt.base.precision import declared_dtype
+from npt.base.source import EMBEDDED_FOLDER
 from npt.batch import Sample, collate
 from npt.cli.main import main
 from npt.config import DataConfig

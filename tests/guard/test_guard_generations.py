@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from faults.row_faults import plant
 from faults.row_generating import Slices, trainer_of
 from faults.row_trainers import kinds
-from npt.base.load import EMBEDDED_FOLDER
+from npt.base.source import EMBEDDED_FOLDER
 from npt.errors import ConfigError
 from npt.guard.generations import Generations
 from npt.guard.parallel import is_sharded

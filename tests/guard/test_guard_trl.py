@@ -9,7 +9,7 @@ from guarded_trainers import ARGUMENTS, RowsInOrder, small_llama, state_of
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from faults.row_faults import plant, row
-from npt.base.load import EMBEDDED_FOLDER
+from npt.base.source import EMBEDDED_FOLDER
 from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard import TrainerMixin, protect, replay
 

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
 from npt.base import load as loading
+from npt.base.source import EMBEDDED_FOLDER
 
 
 @torch.inference_mode(False)  # whatever the caller is in, as load_base
@@ -81,7 +82,7 @@ class Loads:
         self.pristine: dict[tuple, PreTrainedModel] = {}
 
     def __call__(self, name: str, device: Any, attention: str, **how: Any) -> Any:
-        folder = loading.EMBEDDED_FOLDER if name == loading.EMBEDDED else Path(name)
+        folder = EMBEDDED_FOLDER if name == loading.EMBEDDED else Path(name)
         on_cpu = (
             torch.device(device or loading.default_device()).type == "cpu"
             and not _get_current_dispatch_mode_stack()

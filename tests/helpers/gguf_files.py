@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter, LlamaFileType
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 
 FILE_TYPES = {
     Type.F32: LlamaFileType.ALL_F32,

@@ -288,7 +288,7 @@ def test_no_data_and_no_hub_for_another_base_names_the_flag(tmp_path, capsys, mo
         raise ConnectionError("no route to any host")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    from npt.base.load import EMBEDDED_FOLDER
+    from npt.base.source import EMBEDDED_FOLDER
 
     run = flags("pretrain --model_name", EMBEDDED_FOLDER, "--output_dir", tmp_path / "run", *SHORT)
     assert main([*run, "--dataset_name", "tatsu-lab/alpaca"]) == 2

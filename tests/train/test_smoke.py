@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.layer import NPTAdapter
-from npt.base.load import EMBEDDED_FOLDER
+from npt.base.source import EMBEDDED_FOLDER
 from npt.batch import Batch, Sample, batch_from_tensors, collate
 from npt.config import NPTConfig, TrainConfig
 from npt.data.packing import pack

@@ -18,8 +18,8 @@ import npt
 from npt.adapters.files import hub
 from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, FILES
 from npt.adapters.files.hub import adapter_folder
-from npt.base.load import EMBEDDED_FOLDER
 from npt.base.recipe import ENTRY, Recipe
+from npt.base.source import EMBEDDED_FOLDER
 from npt.errors import AdapterFileError, ModelError
 
 RECIPES = {

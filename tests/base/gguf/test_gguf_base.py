@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 import npt
 from npt.base.gguf.configuration import configuration_of, describe_origin
 from npt.base.gguf.file import GGUFFile
-from npt.base.load import load_tokenizer, read_config
 from npt.base.precision import quantization_of
+from npt.base.source import load_tokenizer, read_config
 
 IDS = torch.arange(3, 43)[None]
 

@@ -12,7 +12,7 @@ from gguf_files import Type, made_model, write_gguf
 
 import npt
 from npt.base.gguf import file as reading
-from npt.base.load import load_tokenizer, read_config
+from npt.base.source import load_tokenizer, read_config
 from npt.errors import ConfigError, ModelError
 
 

@@ -6,7 +6,7 @@ from sentencepieces import BOS, PREFIXING
 
 from npt.base.gguf.file import GGUFFile
 from npt.base.gguf.tokenizer import end_ids, tokenizer_of
-from npt.base.load import load_tokenizer
+from npt.base.source import load_tokenizer
 
 TEXTS = (
     "The quick brown fox, 2024:  two spaces before 17 and one at its end ",
