@@ -166,7 +166,7 @@ def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
     their error stays within LARGEST_ERROR; else `highest`.
     """
     if setting == "high":
-        check_card(model.device, tf32=True)
+        check_card(next(model.parameters()).device, tf32=True)
     elif setting == "auto":
         setting = "high" if _tf32_suffices(model) else "highest"
     torch.set_float32_matmul_precision(setting)
