@@ -44,7 +44,8 @@ import npt
 from fetch_model import fetched
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.fit import format_layers
-from npt.base.load import load_teacher, read_config
+from npt.base.load import load_teacher
+from npt.base.source import read_config
 from npt.batch import Sample
 from npt.console import complain, make_console, put, silent_console
 from npt.device import wait_for

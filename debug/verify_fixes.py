@@ -19,8 +19,9 @@ import torch
 from fixes import CHECKS
 from fixes.check import Subject, summary, verify
 from npt.adapters.fit import check_fit
-from npt.base.load import load_base, read_config
+from npt.base.load import load_base
 from npt.base.precision import set_matmul_precision
+from npt.base.source import read_config
 from npt.config import BaseConfig, NPTConfig, TrainConfig
 from npt.console import complain, put
 from npt.errors import NPTError, printable

@@ -113,8 +113,8 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
         form.mult_form == "sigmoid",
         {STREAM, *_PRODUCTS}.issuperset(form.targets),
     )
-    autocasts = torch.is_autocast_enabled(hidden.device.type)
-    if autocasts or not all(supported):
+    # in this order: some devices have no autocast to ask about
+    if not all(supported) or torch.is_autocast_enabled(hidden.device.type):
         return False
     # not asked once and for all: hooks, modules and dtypes may change between two passes
     parts = _parts(layer.mlp)

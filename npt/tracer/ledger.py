@@ -125,7 +125,8 @@ class Ledger(Observer):
             self._watch = _NEVER
             self.watched = self._location(call.node)
             # of attention too, all results: its statistics overflow first
-            self.hid = any(judge(tensor, self._limit) for _, tensor in tensors_in(out))
+            returned = [tensor for _, tensor in tensors_in(out)]
+            self.hid = any(judge(tensor, self._limit) for tensor in (*results, *returned))
         if call.name in BLANK:
             for result in results:
                 key = storage_key(result)
