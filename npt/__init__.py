@@ -18,6 +18,6 @@ warnings.filterwarnings("ignore", message="_check_is_size will be removed", cate
 
 _NAMES = PublicNames(__name__, __file__)
 
-__all__ = ["__version__", *_NAMES.homes]
+__all__ = sorted(["__version__", *_NAMES.homes])
 __getattr__ = _NAMES.read
 __dir__ = _NAMES.listed
