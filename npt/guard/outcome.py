@@ -9,7 +9,7 @@ refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
+from npt.errors import DataError, ProcessError
 from npt.guard.forensics import Finding, StoredMicroBatch
 from npt.guard.lists import alike
 from npt.guard.refusal import Refusal as Refusal
-from npt.guard.refusal import check_alike, describe_norms
+from npt.guard.refusal import describe_norms
 from npt.guard.traces import Spoilt
 from npt.guard.update import Snapshot, Update
 
@@ -370,7 +371,7 @@ def outcome_of(
     outcome.halts = {process: int(code) for process, code in enumerate(codes) if code}
     if outcome.halts:
         return replace(outcome, micro_batches=0)
-    check_alike(numbers.each, window.index, known_steps, processes)
+    _check_alike(numbers.each, window.index, known_steps, processes)
     outcome.own = sorted([*window.earlier, *window.own], key=attrgetter("index"))
     outcome.reports = _settle(window, numbers, names, processes)
     refusals = _refusals(outcome.own, numbers, processes)
@@ -474,3 +475,33 @@ def _refusals(
     if not numbers.first("refused"):  # a sum over processes: all gather, or none
         return refusals
     return sorted(chain(*processes.gather(refusals)), key=attrgetter("micro_batch"))
+
+
+def _check_alike(
+    figures: Mapping[str, Sequence[float]], window: int, steps: int, processes: ProcessGroup
+) -> None:
+    """Check that all processes had the same data in a window, and the same state after its step.
+
+    Raises:
+        ProcessError: data or states differ; a state is 0 if it is not finite.
+    """
+    data = figures.get("data", ())  # one process has none
+    states = figures.get("states", ())
+    other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
+    if other is not None:
+        message = (
+            f"process {other} reads different data from process 0 in window {window + 1}"
+            f" (fingerprints {data[other]:.0f} and {data[0]:.0f}); give every process the same data"
+            " in the same order"
+        )
+        raise processes.everywhere(ProcessError(message, DataError.exit_status))
+    bad = [process for process, state in enumerate(states) if not state]
+    wrong = bad or [process for process, state in enumerate(states) if state != states[0]]
+    if wrong and len(bad) < len(states):
+        where = ", ".join(map(str, wrong))
+        message = (
+            f"step {steps + 1} was undone: every process took the same step, but afterwards the"
+            f" state of process {where} {'is not finite' if bad else 'differs'}; check its"
+            " hardware, then continue from the last checkpoint (npt: --resume auto)"
+        )
+        raise processes.everywhere(ProcessError(message))

@@ -9,9 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from npt.distributed.processes import ProcessGroup
-from npt.errors import DataError, ProcessError
-
 UNGUARDED = "train unguarded with callbacks=[npt.guard.Report()], which logs faults"
 
 IN_LOSS = 1
@@ -71,36 +68,6 @@ class Refusal:
         where += f" on process {self.process}" if self.process else ""
         samples = f" (samples {', '.join(self.sample_ids)})" if self.sample_ids else ""
         return f"{where}{samples}: {self.detail}"
-
-
-def check_alike(
-    figures: Mapping[str, Sequence[float]], window: int, steps: int, processes: ProcessGroup
-) -> None:
-    """Check that all processes had the same data in a window, and the same state after its step.
-
-    Raises:
-        ProcessError: data or states differ; a state is 0 if it is not finite.
-    """
-    data = figures.get("data", ())  # one process has none
-    states = figures.get("states", ())
-    other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
-    if other is not None:
-        message = (
-            f"process {other} reads different data from process 0 in window {window + 1}"
-            f" (fingerprints {data[other]:.0f} and {data[0]:.0f}); give every process the same data"
-            " in the same order"
-        )
-        raise processes.everywhere(ProcessError(message, DataError.exit_status))
-    bad = [process for process, state in enumerate(states) if not state]
-    wrong = bad or [process for process, state in enumerate(states) if state != states[0]]
-    if wrong and len(bad) < len(states):
-        where = ", ".join(map(str, wrong))
-        message = (
-            f"step {steps + 1} was undone: every process took the same step, but afterwards the"
-            f" state of process {where} {'is not finite' if bad else 'differs'}; check its"
-            " hardware, then continue from the last checkpoint (npt: --resume auto)"
-        )
-        raise processes.everywhere(ProcessError(message))
 
 
 def describe_norms(norms: Tensor, names: Sequence[str]) -> tuple[str, str]:
