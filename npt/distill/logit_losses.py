@@ -8,6 +8,9 @@ With p the teacher's and q the student's distribution, per token in nats:
                      penalises q for adding to p; q may omit parts of p
     cross-entropy    -log q(target), without the teacher
 
+Forward KL of a student close to its teacher is estimated from a sample of the words, which saves
+most of the work on the logits (`sampled_forward_kl`).
+
 All are pure functions that return one value per token. They compute from log-softmax in fp32 (fp64
 for fp64 logits) and pass no gradient to the teacher. A logit of -inf, as on padded vocabulary
 entries, is a probability of 0. If only one side has it, a KL may be infinite, and the micro-batch
@@ -18,7 +21,9 @@ Shapes: N tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,9 +32,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from npt.base.linear import cast_once
+from npt.base.linear import UpcastLinear, cast_once
 from npt.config import TrainConfig
 from npt.distill.hidden_losses import at_least_fp32
+from npt.hooks import may_change
 
 LOGIT_CHUNK = 1 << 26
 """Number of logits that an evaluation computes at a time (256 MiB in fp32), never all [N, V]."""
@@ -43,6 +49,24 @@ computes 120 operations per byte of weights read (TF32 on an H100).
 
 TILE = 128
 """Rows that a GPU kernel multiplies at a time. A partial tile costs as much as a full one."""
+
+TOP = 32
+"""Words that a sampled KL takes for certain, the teacher's most probable."""
+
+DRAWS = 64
+"""Draws that stand for all other words in a sampled KL."""
+
+SPARSE = 64
+"""Words of the vocabulary for each drawn one, from which on a KL is sampled. Below, gathering the
+rows costs as much as the products that it saves.
+"""
+
+SAMPLED_BELOW = 0.25
+"""The KL, in nats, below which it is sampled. The expected gradient is then within 2% of the exact
+one. At 0.55 it is 9% off, since words that the student alone expects are not drawn.
+"""
+
+_SAMPLING: ContextVar[bool] = ContextVar("sampling", default=False)
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 """(student's logits [N, V], teacher's logits [N, V] or targets [N]) -> [N]."""
@@ -61,6 +85,45 @@ def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """Return KL(teacher || student) from logits, [N, V] twice."""
     return kl_of_logs(_log_probabilities(teacher.detach()), _log_probabilities(student))
+
+
+def draw_words(teacher: Tensor, top: int, draws: int) -> tuple[Tensor, Tensor]:
+    """Return words [N, top + draws] from the teacher's logits [N, V], and their weights.
+
+    The `top` most probable words p weigh p. The rest are drawn from p by systematic sampling, with
+    torch's generator and one random number a token, and have equal shares of the remaining mass.
+    A sum of weights times f(word) has the mean sum_v p f(v). No word with p = 0 has a weight.
+    """
+    p = torch.softmax(at_least_fp32(teacher), dim=-1)
+    certain, words = p.topk(top, dim=-1)
+    reach = p.scatter(1, words, 0.0).cumsum(dim=-1)
+    mass = reach[:, -1:].contiguous()
+    share = mass / draws
+    start = torch.rand(len(p), 1, dtype=p.dtype, device=p.device)
+    places = (torch.arange(draws, device=p.device) + start) * share
+    drawn = torch.searchsorted(reach, places, right=True)
+    # rounded up to the whole mass, a place is past the last word that can be drawn
+    last = torch.searchsorted(reach, mass)
+    # NaN has no place at all, and both are then past the last word
+    drawn = drawn.minimum(last).clamp_max(p.shape[1] - 1)
+    words = torch.cat([words, drawn], dim=-1)
+    return words, torch.cat([certain, share.expand(-1, draws)], dim=-1)
+
+
+def sampled_forward_kl(apart: Tensor, weights: Tensor) -> Tensor:
+    """Return an estimate of KL(teacher || student) [N] from words that `draw_words` drew.
+
+    With d the student's logit minus the teacher's, exactly
+
+        KL = log E_p[exp d] - E_p[d]
+
+    so that no normaliser is needed. The logarithm of a mean makes the estimate a little too low.
+
+    Args:
+        apart: d of the words, [N, K].
+        weights: of the words, [N, K]; each row sums to 1.
+    """
+    return torch.logsumexp(apart + weights.log(), dim=-1) - (weights * apart).sum(dim=-1)
 
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -102,7 +165,11 @@ def through_head(
     if of_states and teacher_head is not None:
         guide = teacher_head
 
+    sampled = loss is forward_kl and guide is head and _may_sample(head, vocab_size)
+
     def chunk_sum(student: Tensor, teacher: Tensor) -> Tensor:
+        if sampled:
+            return _sampled_sum(head, student, teacher)
         logits = head(student)
         with torch.no_grad():
             other = guide(teacher) if of_states else teacher
@@ -116,6 +183,36 @@ def through_head(
     # the gradient is known at the end of forward, so the casts need not outlive it
     with cast_once(head, guide):
         return _ChunkedSum.apply(student, teacher.detach(), chunk_sum, rows)
+
+
+@contextmanager
+def sampling_words(close: bool) -> Iterator[None]:
+    """Within the context, estimate forward KL from sampled words if the student is `close`: if its
+    KL is below `SAMPLED_BELOW`.
+    """
+    token = _SAMPLING.set(close)
+    try:
+        yield
+    finally:
+        _SAMPLING.reset(token)
+
+
+def _may_sample(head: nn.Module, vocab_size: int) -> bool:
+    """Return whether forward KL is sampled: with a frozen, dense head of many words."""
+    if not _SAMPLING.get() or vocab_size < SPARSE * (TOP + DRAWS) or may_change(head):
+        return False
+    is_dense = type(head) in (nn.Linear, UpcastLinear) and type(head.weight) is nn.Parameter
+    return is_dense and not head.weight.requires_grad
+
+
+def _sampled_sum(head: Any, student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the sum of `sampled_forward_kl` over states [N, D] that one head reads."""
+    with torch.no_grad():
+        words, weights = draw_words(head(teacher), TOP, DRAWS)
+    rows = head.weight.detach()[words].to(student.dtype)
+    # of the difference, where biases and the rounding of weights cancel
+    apart = torch.einsum("nd,nkd->nk", student - teacher, rows)
+    return sampled_forward_kl(apart, weights).sum()
 
 
 def chunk_rows(device: torch.device, vocab_size: int) -> int:

@@ -21,6 +21,7 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.encoding import no_sample
 from npt.data.source import Given
+from npt.distill.logit_losses import SAMPLED_BELOW, sampling_words
 from npt.distill.step import check_unfrozen, nowhere, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes
@@ -274,7 +275,9 @@ class Trainer:
             config.learning_rate, config.scheduler_type, config.warmup_steps, self.data.total_steps
         )
         # closing the guard frees its buffers before the evaluation
-        with student_guard(setup.model, config, rates, processes=setup.processes, trace=1) as guard:
+        guarded = student_guard(setup.model, config, rates, processes=setup.processes, trace=1)
+        close = self.initial.student.kl < SAMPLED_BELOW
+        with guarded as guard, sampling_words(close):
             self._restore(guard)
             loop = Loop(journal, guard, self.strategy)
             started = time.perf_counter()

@@ -2,6 +2,8 @@
 head.
 """
 
+import contextlib
+import copy
 import math
 import weakref
 from collections.abc import Callable
@@ -18,9 +20,12 @@ from torch.utils._pytree import tree_leaves
 from npt.config import LOGIT_LOSSES, TrainConfig
 from npt.distill import logit_losses
 from npt.distill.logit_losses import (
+    draw_words,
     forward_kl,
     reverse_kl,
     row_loss,
+    sampled_forward_kl,
+    sampling_words,
     through_head,
     token_cross_entropy,
 )
@@ -338,3 +343,113 @@ def test_no_states_give_zero_and_equal_ones_no_divergence(head, name) -> None:
 def test_a_cards_chunk_is_of_whole_tiles(vocab, rows) -> None:
     assert logit_losses.chunk_rows(torch.device("cuda"), vocab) == rows
     assert logit_losses.chunk_rows(torch.device("cpu"), vocab) == (1 << 24) // vocab
+
+
+# --- sampled
+
+
+WORDS = 400
+
+
+def sampled_states(rows: int = 4) -> tuple[nn.Linear, Tensor, Tensor]:
+    """A head, the student's states and the teacher's, close to them."""
+    torch.manual_seed(0)
+    head = nn.Linear(D, WORDS).requires_grad_(False)
+    teacher = 3 * torch.randn(rows, D)
+    return head, (teacher + 0.2 * torch.randn(rows, D)).requires_grad_(), teacher
+
+
+def estimate(head: nn.Linear, student: Tensor, teacher: Tensor, top: int, draws: int) -> Tensor:
+    words, weights = draw_words(head(teacher), top, draws)
+    apart = torch.einsum("nd,nkd->nk", student - teacher, head.weight[words])
+    return sampled_forward_kl(apart, weights)
+
+
+def test_a_sampled_kl_is_exact_with_all_words() -> None:
+    head, student, teacher = sampled_states()
+    ours = estimate(head, student, teacher, WORDS, 1)
+    exact = forward_kl(head(student), head(teacher))
+    torch.testing.assert_close(ours, exact, rtol=0, atol=LEFT_OVER)
+
+
+def test_the_mean_of_sampled_gradients_is_the_exact_gradient() -> None:
+    head, student, teacher = sampled_states()
+    of_exact = torch.autograd.grad(forward_kl(head(student), head(teacher)).sum(), student)[0]
+    many = 4000
+    copies = student.detach().repeat(many, 1).requires_grad_()
+    values = estimate(head, copies, teacher.repeat(many, 1), 8, 32)
+    each = torch.autograd.grad(values.sum(), copies)[0].view(many, *student.shape)
+    error = (each.mean(0) - of_exact).norm() / of_exact.norm()
+    noise = (each - of_exact).norm(dim=(1, 2)).mean() / of_exact.norm()
+    # the bias of a ratio of means is of the order of noise^2 / 2, beside noise / sqrt(many)
+    assert error < noise**2 + 4 * noise / math.sqrt(many)
+    assert noise > 0.02  # there was something to average
+
+
+def test_the_gradient_of_given_draws_is_right() -> None:
+    head, student, teacher = sampled_states()
+    words, weights = draw_words(head(teacher).double(), 8, 16)
+    logits = (head(student) - head(teacher)).detach().double()
+    apart = logits.gather(1, words).requires_grad_()
+    assert torch.autograd.gradcheck(lambda d: sampled_forward_kl(d, weights), apart)
+
+
+def test_a_word_without_probability_is_never_drawn() -> None:
+    head, student, teacher = sampled_states()
+    head.bias[20:] = -math.inf
+    words, weights = draw_words(head(teacher), 8, 64)
+    assert (words[weights > 0] < 20).all()
+    # more words for certain than there are
+    exact = forward_kl(head(student), head(teacher))
+    ours = estimate(head, student, teacher, 32, 64)
+    torch.testing.assert_close(ours, exact, rtol=0, atol=LEFT_OVER)
+    assert torch.autograd.grad(ours.sum(), student)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_a_nan_reaches_the_sampled_loss(side) -> None:
+    head, student, teacher = sampled_states()
+    states = {"student": student.detach(), "teacher": teacher}
+    states[side][1, 2] = math.nan
+    of_rows = estimate(head, states["student"], states["teacher"], 8, 16)
+    assert of_rows.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.fixture
+def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary of WORDS is large beside the sampled ones."""
+    monkeypatch.setattr(logit_losses, "TOP", 4)
+    monkeypatch.setattr(logit_losses, "DRAWS", 2)
+
+
+@pytest.mark.usefixtures("few_words")
+def test_the_seed_alone_decides_the_draws_through_the_head() -> None:
+    head, student, teacher = sampled_states()
+
+    def gradient(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        with sampling_words(True):
+            total = through_head(head, forward_kl, student, teacher, WORDS)
+        return torch.autograd.grad(total, student)[0]
+
+    assert torch.equal(gradient(1), gradient(1))
+    assert not torch.equal(gradient(1), gradient(2))
+
+
+@pytest.mark.usefixtures("few_words")
+@pytest.mark.parametrize(
+    "why", ["far", "reverse", "trainable", "hooked", "small vocabulary", "own head", "outside"]
+)
+def test_a_loss_that_cannot_be_sampled_is_exact(why, monkeypatch) -> None:
+    head, student, teacher = sampled_states()
+    loss = reverse_kl if why == "reverse" else forward_kl
+    of_teacher = copy.deepcopy(head) if why == "own head" else None
+    head.weight.requires_grad_(why == "trainable")
+    if why == "hooked":
+        head.register_forward_hook(lambda *_: None)
+    if why == "small vocabulary":
+        monkeypatch.setattr(logit_losses, "TOP", WORDS)
+    with contextlib.nullcontext() if why == "outside" else sampling_words(why != "far"):
+        total = through_head(head, loss, student, teacher, WORDS, teacher_head=of_teacher)
+    exact = loss(head(student), head(teacher)).sum()
+    torch.testing.assert_close(total, exact, rtol=0, atol=LEFT_OVER)

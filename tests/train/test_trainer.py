@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,6 +27,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.batch import Batch, Sample, collate
 from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
 from npt.data.samples import Window
+from npt.distill import logit_losses
 from npt.distill.local import BatchSums
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
@@ -263,6 +265,24 @@ def test_watching_does_not_steer(build) -> None:
     assert logged[0] == logged[1]
     assert_same_weights(weights(plain), weights(watched))
     assert list(results[1].folder.rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize(("limit", "sampled"), [(math.inf, True), (0.0, False)])
+def test_a_student_that_starts_close_learns_from_sampled_words(
+    build, monkeypatch, limit, sampled
+) -> None:
+    monkeypatch.setattr(logit_losses, "SPARSE", 1)  # or the vocabulary would be too small
+    monkeypatch.setattr("npt.train.trainer.SAMPLED_BELOW", limit)
+    calls = []
+    estimate = logit_losses.sampled_forward_kl
+    monkeypatch.setattr(
+        logit_losses, "sampled_forward_kl", lambda *given: calls.append(1) or estimate(*given)
+    )
+    settings = {"strategy": "end_to_end", "logit_kl_weight": 1.0, "num_epochs": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(texts(4), **settings).train()
+    assert bool(calls) == sampled
 
 
 # --- what it computes
