@@ -80,6 +80,7 @@ class Batch:
         offset: samples drawn before these. With their ids it seeds the random numbers of training.
         teacher: what the teacher reads instead, with the same targets in the same order; None if it
             reads this batch.
+        kept: states of frozen layers that the run keeps (npt/train/states.py), if it does.
     """
 
     input_ids: Tensor
@@ -90,6 +91,7 @@ class Batch:
     documents: Tensor | None = None
     offset: int = 0
     teacher: Batch | None = None
+    kept: Any = field(default=None, compare=False, repr=False)
 
     @property
     def taught(self) -> Batch:
@@ -136,6 +138,27 @@ class Batch:
         """[S] int64, positions in [B * T] whose next token has a label and the same document."""
         return target_index(self.labels, self.attention_mask, self.position_ids)
 
+    @cached_property
+    def texts(self) -> list[tuple[int, slice, bytes]]:
+        """Row, columns and token ids of every document, without padding."""
+        valid = self.attention_mask.bool()
+        documents = torch.zeros_like(self.input_ids) if self.documents is None else self.documents
+        numbers = torch.where(valid, documents, -1)
+        texts = []
+        for row, (ids, of_row) in enumerate(zip(self.input_ids, numbers, strict=True)):
+            stop = 0
+            found, lengths = of_row.unique_consecutive(return_counts=True)
+            for number, length in zip(found.tolist(), lengths.tolist(), strict=True):
+                columns = slice(stop, stop + length)
+                stop += length
+                if number >= 0:
+                    texts.append((row, columns, ids[columns].numpy().tobytes()))
+        return texts
+
+    def states(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """Return states [B, T, D] of frozen layers: kept ones of this name, or those computed."""
+        return compute() if self.kept is None else self.kept.states(self, name, compute)
+
     def to(self, device: torch.device) -> Batch:
         return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
@@ -152,6 +175,8 @@ class Batch:
         changed = replace(self, **rows)
         for index in ("valid_index", "scored_index"):
             vars(changed)[index] = change(getattr(self, index))
+        if self.kept is not None:
+            vars(changed)["texts"] = self.texts
         return changed
 
 

@@ -177,11 +177,17 @@ def begin(
     if teacher is not None:
         return stream, open_stream(teacher, batch.taught), 0
     first = npt_layers(model)[0][0]
-    below = decoder_layers(model)[:first]
-    stream = stream.through(below)
+    stream = _through_below(stream, model, first)
     if batch.teacher is None:
         return stream, stream, first
-    return stream, open_stream(model, batch.teacher).through(below), first
+    return stream, _through_below(open_stream(model, batch.teacher), model, first), first
+
+
+def _through_below(stream: Stream, model: PreTrainedModel, first: int) -> Stream:
+    """Return the stream before the first converted layer."""
+    below = decoder_layers(model)[:first]
+    hidden = stream.batch.states("below", lambda: stream.through(below).hidden)
+    return replace(stream, hidden=hidden)
 
 
 def student_states(

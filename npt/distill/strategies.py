@@ -58,13 +58,18 @@ def end_to_end(
     # of the teacher's states, [B, T, D] each, keep only those that the loss reads
     with torch.no_grad(), adapters_disabled(model):
         stream, guide, first = begin(model, teacher, batch)
-        for index in range(first, taught_depth):
-            is_converted = isinstance(layers[index], NPTLayer)
-            if is_converted and config.loss in READS_INPUT:
-                inputs[index] = guide.hidden
-            guide = guide.through([guide_layers[index]])
-            if is_converted and config.hidden_weight:
-                targets[index] = guide.hidden
+        if config.hidden_weight:
+            for index in range(first, taught_depth):
+                is_converted = isinstance(layers[index], NPTLayer)
+                if is_converted and config.loss in READS_INPUT:
+                    inputs[index] = guide.hidden
+                guide = guide.through([guide_layers[index]])
+                if is_converted:
+                    targets[index] = guide.hidden
+        elif taught_depth:
+            above = guide_layers[first:taught_depth]
+            last = guide.batch.states("last", lambda: guide.through(above).hidden)
+            guide = replace(guide, hidden=last)
     hidden = stream.hidden
     sums = []
     compute: Callable[..., Any] = recomputed if config.gradient_checkpointing else call

@@ -15,6 +15,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from transformers import LlamaForCausalLM
 
@@ -94,6 +95,16 @@ class RunData:
         """Yield the run's windows until a signal; close it to end the thread that prepares them."""
         stop = partial(getattr, self._setup.stop, "number")
         return windows(self._coming, self._setup.window_size, stop)
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether training reads a text more than once, judged by the number of records."""
+        config = self._setup.config
+        if config.max_steps is None:
+            return config.num_epochs > 1
+        records: Any = self.sources[0].records
+        samples = config.max_steps * self._setup.window_size * config.batch_size
+        return self.loader.samples.sized and samples > len(records)
 
     def first_batch(self) -> Batch:
         """Return the first training batch without consuming it."""

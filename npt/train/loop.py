@@ -25,8 +25,10 @@ from npt.guard.guard import PlannedGuard
 from npt.guard.outcome import Outcome, Refusal
 from npt.guard.update import EXACT
 from npt.guard.window import FAILED
+from npt.hooks import may_change
 from npt.train.journal import Journal
 from npt.train.metrics import StepMetrics
+from npt.train.states import KeptState, KeptStates
 
 REFUSED_SHARE = 0.2
 """A run stops when the share of refused micro-batches exceeds this."""
@@ -46,15 +48,23 @@ class Loop:
         sharded: the base is sharded, so all processes must compute equally often.
         failure: error of this process that stops all processes at the next step.
         halts: halt code of each process that stopped.
+        kept: states of frozen layers for text that is read again.
     """
 
-    def __init__(self, journal: Journal, guard: PlannedGuard, strategy: Strategy):
+    def __init__(
+        self,
+        journal: Journal,
+        guard: PlannedGuard,
+        strategy: Strategy,
+        kept: KeptStates | None = None,
+    ):
         self.journal = journal
         self.progress = journal.progress
         self.setup = journal.setup
         self.config = journal.setup.config
         self.guard = guard
         self.strategy = strategy
+        self.kept = kept
         self.sharded = is_sharded(self.setup.model)
         self.failure: Exception | None = None
         self.halts: dict[int, int] = {}
@@ -63,6 +73,7 @@ class Loop:
         self.setup.splitter.report = self._report_lack
         self._saved: int | None = None  # micro-batches at the last checkpoint
         self._open: dict[int, Window | None] = {}  # begun, not yet counted; None: data ended
+        self._computed: dict[int, list[tuple[int, list[KeptState]]]] = {}  # by window and place
         self._outcomes: deque[Outcome] = deque()  # known, not yet counted
         self._last_accepted = Window([])  # the last one without a refusal
         self._last_refused: tuple[Window, Outcome] | None = None
@@ -106,6 +117,7 @@ class Loop:
                 if self.failure is None:
                     window = next(coming, None)
             self._open[guard.window.committed] = window
+            computed = self._computed[guard.window.committed] = []
             is_logged = self._is_logged(self._coming_step)
             with self._computing():
                 for place, batch in self._own_batches(window):
@@ -123,12 +135,15 @@ class Loop:
                         batch.tokens, batch.sample_ids, batch, recompute, offset=batch.offset
                     ) as micro:
                         observe = partial(self._observed, place, is_logged)
-                        sums = summed(model, strategy, batch, config, splitter, observe)
+                        read = self._with_kept(batch)
+                        sums = summed(model, strategy, read, config, splitter, observe)
                         micro.loss = sums.loss
                         micro.tokens = sums.tokens
                         micro.report = sums.report
                         if is_logged:
                             micro.report = torch.cat([sums.report, self.meter.take()])
+                    if self.kept is not None:
+                        computed.append((place, self.kept.take()))
                 if self.sharded:
                     model.model.reset_iter_state()  # or FSDP remembers every pass
             # the outcomes known by now: reading this window's would wait for the device
@@ -167,6 +182,17 @@ class Loop:
         # a signal after the last micro-batch stops the run at the next window
         if skipped and stop.number is not None and self.failure is None:
             open_window.halt(stop.number)
+
+    def _with_kept(self, batch: Batch) -> Batch:
+        """Return a micro-batch that reads kept states, unless something observes or may change what
+        the frozen layers compute.
+        """
+        recording = self.journal.recording
+        if self.kept is None or (recording is not None and recording.wants(self._coming_step)):
+            return batch
+        if any(may_change(module) for module in self.setup.model.model.modules()):
+            return batch
+        return self.kept.of(batch)
 
     def _fingerprint(self, window: Window | None) -> int:
         """Return a checksum below `EXACT` for processes to compare; 0 for a single process."""
@@ -244,8 +270,14 @@ class Loop:
     def _count(self, outcome: Outcome) -> Window | None:
         """Count an outcome; return its window, or None if the data ended or a process stopped."""
         window = self._open.pop(outcome.index)
+        computed = self._computed.pop(outcome.index)
         if outcome.halts or window is None:
             return None
+        # what a run without the refused micro-batches would keep
+        refused = {refusal.micro_batch for refusal in outcome.refused}
+        for place, states in computed:
+            if self.kept is not None and refused.isdisjoint({place, None}):
+                self.kept.keep(states)
         self.progress.count(outcome, window.position)
         return window
 

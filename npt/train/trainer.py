@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
+from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
+from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
@@ -39,6 +40,7 @@ from npt.train.loop import Loop
 from npt.train.setup import check_trainable, make_setup
 from npt.train.smoke import smoke_test
 from npt.train.start import calibrated, evaluator, run_record
+from npt.train.states import STATES, KeptStates
 
 if TYPE_CHECKING:
     from npt.calibration.report import Calibration
@@ -279,7 +281,8 @@ class Trainer:
         close = self.initial.student.kl < SAMPLED_BELOW
         with guarded as guard, sampling_words(close):
             self._restore(guard)
-            loop = Loop(journal, guard, self.strategy)
+            kept = self._kept_states(journal)
+            loop = Loop(journal, guard, self.strategy, kept)
             started = time.perf_counter()
             try:
                 with contextlib.closing(self.data.windows()) as windows:
@@ -287,6 +290,9 @@ class Trainer:
             except BaseException as error:
                 loop.rescue(error)
                 raise
+            finally:
+                if kept is not None:
+                    kept.close()
             seconds = time.perf_counter() - started
             number = setup.signal()
             if number is not None:
@@ -296,6 +302,8 @@ class Trainer:
                 self._refuse_empty(journal)
             if loop.unsaved:
                 loop.save(last=True)
+            if kept is not None and number is None:
+                kept.path.unlink(missing_ok=True)
         setup.splitter.report = nowhere  # or it would keep the loop and the guard in memory
         fidelity = None
         if number is not None:
@@ -328,6 +336,19 @@ class Trainer:
             diverged=journal.diverged,
             signal=number,
         )
+
+    def _kept_states(self, journal: Journal) -> KeptStates | None:
+        """Return the states to keep of text that the run reads again; None if it reads none again,
+        or with several processes or a separate teacher. `--recheck` computes all again.
+        """
+        setup = self.setup
+        alone = setup.processes.size == 1 and setup.teacher is None
+        if not (alone and self.data.reads_again) or setup.config.recheck:
+            return None
+        first, _ = npt_layers(setup.model)[0]
+        dtype = setup.settings.get("compute_dtype")
+        about = f"{journal.base.strict} {dtype} {attention_name(setup.model)} {first}"
+        return KeptStates(journal.folder.path / STATES, about, setup.say)
 
     def _refuse_empty(self, journal: Journal) -> None:
         folder = journal.folder
