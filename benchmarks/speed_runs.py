@@ -8,6 +8,9 @@ padding, fused AdamW, one backward, and no value read back from the device.
                             every layer
     end_to_end              gradients through the whole student, NMSE of every layer, no logits
     end_to_end_kl           the same with KL(teacher, student) on the logits of every token
+    kl_close                KL alone, as NPT trains students that start close to their teacher: on
+                            sampled words
+    kl_again                the same on text that the run has read before, with its kept states
     two_model               two models; the student runs through transformers' forward with
                             `output_hidden_states`; NMSE of every layer and KL(teacher, student) on
                             the logits
@@ -24,9 +27,11 @@ the same adapters train them in turn.
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,13 +43,17 @@ import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.base.load import COMPUTE
 from npt.batch import Batch, batch_from_tensors
+from npt.console import complain
 from npt.distill.hidden_losses import nmse_per_token
+from npt.distill.logit_losses import sampling_words
 from npt.distill.strategies import STRATEGIES
 from npt.doctor.shape import SHAPES, llama_config
 from npt.extras import install_command
+from npt.train.states import STATES, KeptStates
 from random_base import random_base
 
-OURS = ("local", "end_to_end", "end_to_end_kl")
+CLOSE = ("kl_close", "kl_again")
+OURS = ("local", "end_to_end", "end_to_end_kl", *CLOSE)
 PEFT = ("peft_lora_distill", "peft_lora_ce")
 RUNS = (*OURS, "two_model", *PEFT)
 
@@ -129,6 +138,7 @@ class Student:
     """
 
     def __init__(self, setting: Setting, teacher: Any = None, base: Any = None):
+        self.setting = setting
         self.model, self.teacher = make_base(setting) if base is None else base, teacher
         npt.detach(self.model)
         npt.attach(self.model, setting.form)
@@ -146,15 +156,27 @@ class Student:
         return Run(name, self._two_model_step(optimizer), holds, self.parameters)
 
     def _strategy_step(self, name: str, optimizer: AdamW) -> Callable[[Batch], Tensor]:
-        strategy, weight = ("local" if name == "local" else "end_to_end"), float(name[-2:] == "kl")
-        config = npt.TrainConfig(strategy=strategy, logit_kl_weight=weight)
+        strategy = "local" if name == "local" else "end_to_end"
+        config = npt.TrainConfig(
+            strategy=strategy,
+            hidden_weight=float(name not in CLOSE),
+            logit_kl_weight=float("kl" in name),
+        )
+        kept: KeptStates | None = None
 
         def step(batch: Batch) -> Tensor:
-            sums = STRATEGIES[strategy](self.model, batch, config)
+            read = batch if kept is None else kept.of(batch)
+            with sampling_words(name in CLOSE):
+                sums = STRATEGIES[strategy](self.model, read, config)
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             torch._foreach_div_(gradients, sums.tokens)
             return _finish(sums.loss / sums.tokens, self.parameters, optimizer)
 
+        if name == "kl_again":
+            self._folder = tempfile.TemporaryDirectory()
+            kept = KeptStates(Path(self._folder.name, STATES), name, complain)
+            step(make_batch(self.setting))
+            kept.keep(kept.take())
         return step
 
     def _two_model_step(self, optimizer: AdamW) -> Callable[[Batch], Tensor]:
