@@ -83,14 +83,20 @@ def local(
     teacher: PreTrainedModel | None = None,
     *,
     own_stream: bool = False,
+    graph: bool = True,
 ) -> BatchSums:
     """Feed each converted layer the teacher's h; backpropagate its loss at once and free its graph.
 
     One pass over the layers suffices, up to the last converted one, without lm_head. Teacher and
     student share each layer's attention; a separate `teacher` shares only h. An MLP only receives
-    the rows of valid tokens. `own_stream`: see `propagated`.
+    the rows of valid tokens. `own_stream`: see `propagated`. On a GPU a CUDA graph may compute it
+    (npt/distill/graphed.py), unless `graph` is False.
     """
     assert batch.teacher is None  # DataConfig.check_objective
+    if graph and teacher is None and not own_stream and takes_graphs(batch.input_ids):
+        from npt.distill.graphed import graphed  # needed on a GPU alone
+
+        return graphed(model, batch, config, partial(local, model, config=config, graph=False))
     layers = decoder_layers(model)
     guide_layers = layers if teacher is None else decoder_layers(teacher)
     converted = npt_layers(model)
@@ -122,6 +128,12 @@ def local(
             elif own_stream:
                 stream = stream.through([layer])
     return batch_sums(config, batch, sums)
+
+
+def takes_graphs(ids: Tensor) -> bool:
+    """Return whether these are on a GPU, with a torch that survives a failed capture."""
+    on_card = ids.is_cuda and type(ids) is Tensor and torch.version.hip is None
+    return on_card and torch.__version__ >= "2.13"
 
 
 def _learn_and_teach(
