@@ -8,6 +8,8 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import call
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +30,7 @@ from npt.distill.hidden_losses import HIDDEN_LOSSES, register_loss
 from npt.distill.local import BatchSums
 from npt.distill.step import free_memory, summed
 from npt.distill.strategies import STRATEGIES
-from npt.hooks import only_looks, unfused
+from npt.hooks import WITHIN, only_looks, unfused
 
 FORMS: list[dict[str, Any]] = [
     {"targets": ("gate", "up", "down")},
@@ -202,7 +204,7 @@ class Nothing(TorchDispatchMode):
 @contextmanager
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, value)
+        patch.setattr(owner, name, value, raising=False)
         yield
 
 
@@ -230,6 +232,7 @@ WATCHERS: dict[str, Callable[[Any], Any]] = {
     "meter": lambda m: ModulationMeter([layer.npt for _, layer in npt_layers(m)]).measuring(),
     "forward": lambda m: attribute(m.model.rotary_emb, "forward", m.model.rotary_emb.forward),
     "constant": lambda m: attribute(m.model.layers[0].input_layernorm, "variance_epsilon", 1e-3),
+    "shards": lambda m: attribute(m.model.layers[1], WITHIN, call),
     "unfused": lambda m: unfused(),
     "mode": lambda m: Nothing(),
     "anomaly": lambda m: torch.autograd.set_detect_anomaly(True),
@@ -282,9 +285,10 @@ def test_only_the_losses_of_npt_and_the_strategy_local_have_graphs(card) -> None
     finally:
         del HIDDEN_LOSSES["own"]
         npt.config.LOSSES.remove("own")
-    for strategy in ("propagated", "end_to_end"):
+    other_teacher = partial(STRATEGIES["local"], teacher=student())
+    for strategy in (STRATEGIES["propagated"], STRATEGIES["end_to_end"], other_teacher):
         for _ in range(4):
-            summed(model, STRATEGIES[strategy], make_batch("full"), npt.TrainConfig())
+            summed(model, strategy, make_batch("full"), npt.TrainConfig())
             gradients(model)
     assert card.tapes == 0
 
