@@ -531,7 +531,15 @@ def step_cost(steps: Sequence[Json]) -> str:
             ("roofline share", "roofline_share]:.0%"),
         ):
             columns[heading + " " * len(columns)] = f"{{{strategy}[{form}}}"
+            if heading == "`local`: launches":
+                columns["by the host"] = _by_host
     return table(columns, steps, words=1)
+
+
+def _by_host(step: Json) -> str:
+    """Return the launches by the host with `local`: all of them before there were graphs."""
+    counts = step["local"]
+    return f"{counts.get('launches_by_host', counts['launches']):,}"
 
 
 def gpu_check(figures: Json) -> str:

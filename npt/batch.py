@@ -160,18 +160,18 @@ class Batch:
         return compute() if self.kept is None else self.kept.states(self, name, compute)
 
     def to(self, device: torch.device) -> Batch:
-        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
         """Return the batch in pinned memory, from which `to` copies without waiting (on a GPU)."""
-        return self._with(Tensor.pin_memory)
+        return self.mapped(Tensor.pin_memory)
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return this batch with every tensor changed. The host computes the indices first, so that
         nothing waits for a device."""
         rows: dict[str, Any] = {name: change(tensor) for name, tensor in self.row_tensors.items()}
         if self.teacher is not None:
-            rows["teacher"] = self.teacher._with(change)
+            rows["teacher"] = self.teacher.mapped(change)
         changed = replace(self, **rows)
         for index in ("valid_index", "scored_index"):
             vars(changed)[index] = change(getattr(self, index))

@@ -1,24 +1,30 @@
-"""Section 7: steps that must be equal bit for bit."""
+"""Section 7: steps that must be equal bit for bit, and micro-batches from a CUDA graph."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.profiler import profile
 
 import npt
 from faults.bench import Base, Fill, Setting, Student, difference, run
 from faults.runs import NoTokenizer
+from gpu_sections.models import base_of, full_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters
 from npt.base.attention import set_deterministic
 from npt.batch import Batch
 from npt.console import silent_console
-from npt.distill.local import BatchSums
+from npt.distill.graphed import SIGHTS, STEPS
+from npt.distill.local import BatchSums, local, takes_graphs
 from npt.distill.strategies import STRATEGIES
 
 FIRST = 3
@@ -69,6 +75,47 @@ def check_bits(bench: Bench, findings: Findings) -> None:
         npt.detach(model)
         apart = _resumed(model, strategy, bench.folder / strategy)
         findings.check(f"{strategy}: resumed run is equal", apart is None, apart or "")
+    _graphed(bench, findings)
+
+
+def _graphed(bench: Bench, findings: Findings) -> None:
+    """Compare micro-batches from a CUDA graph with the usual ones; count launches by the host and
+    time of both.
+    """
+    length = bench.pick(32, 2048)
+    model = base_of(bench, "llama-3.2-1b", length)
+    npt.attach(model, npt.NPTConfig(rank=16, layers="upper_half", additive_scale=1.0), seed=0)
+    parameters = adapter_parameters(model).values()
+    vocab = model.config.vocab_size
+    batches = [full_batch(1, length, vocab, bench.device, seed) for seed in range(SIGHTS + 2)]
+
+    def step(batch: Batch, graph: bool) -> list[Tensor]:
+        for parameter in parameters:
+            parameter.grad = None
+        sums = local(model, batch, npt.TrainConfig(), graph=graph)
+        return [sums.report, *(p.grad for p in parameters if p.grad is not None)]
+
+    pairs = [(step(batch, True), step(batch, False)) for batch in batches]
+    same = all(torch.equal(*each) for pair in pairs for each in zip(*pair, strict=True))
+    findings.check("CUDA graph: equal gradients", same)
+    if not takes_graphs(batches[0].input_ids):
+        findings.notes.append("no CUDA graph without CUDA and torch 2.13")
+    else:
+        findings.check("CUDA graph: in use", STEPS[model].graph is not None)
+    for name, graph in (("usual", False), ("CUDA graph", True)):
+        act = partial(step, batches[0], graph)
+        seconds, launches = bench.seconds(act), _launches_by_host(act)
+        findings.figures[name] = {"seconds": seconds, "launches": launches}
+        findings.notes.append(f"{name}: {launches:,} launches by the host, {1e3 * seconds:.3g} ms")
+
+
+def _launches_by_host(act: Callable[[], Any]) -> int:
+    """Return how many kernels, copies and graphs the host launches in a call; 0 without CUDA."""
+    with profile(acc_events=True) as profiler:
+        act()
+    names = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+    events = profiler.key_averages()
+    return sum(event.count for event in events if event.key.startswith(names))
 
 
 def _resumed(model: Any, strategy: str, folder: Path) -> str | None:

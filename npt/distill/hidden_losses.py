@@ -57,6 +57,9 @@ HIDDEN_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
 }
 """Losses by their `--loss` name: (o, t, h) -> [N]. h is None unless the loss reads it."""
 
+BUILT_IN = frozenset(HIDDEN_LOSSES)
+"""Losses that are not registered by a user, and so have no state."""
+
 READS_INPUT = {"nmse_update"}
 """Losses that read h, the teacher's input to the layer."""
 

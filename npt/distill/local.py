@@ -8,6 +8,7 @@ its own stream.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -83,14 +84,20 @@ def local(
     teacher: PreTrainedModel | None = None,
     *,
     own_stream: bool = False,
+    graph: bool = True,
 ) -> BatchSums:
     """Feed each converted layer the teacher's h; backpropagate its loss at once and free its graph.
 
     One pass over the layers suffices, up to the last converted one, without lm_head. Teacher and
     student share each layer's attention; a separate `teacher` shares only h. An MLP only receives
-    the rows of valid tokens. `own_stream`: see `propagated`.
+    the rows of valid tokens. `own_stream`: see `propagated`. On a GPU a CUDA graph may compute it
+    (npt/distill/graphed.py), unless `graph` is False.
     """
     assert batch.teacher is None  # DataConfig.check_objective
+    if graph and teacher is None and not own_stream and takes_graphs(batch.input_ids):
+        from npt.distill.graphed import graphed  # needed on a GPU alone
+
+        return graphed(model, batch, config, partial(local, model, config=config, graph=False))
     layers = decoder_layers(model)
     guide_layers = layers if teacher is None else decoder_layers(teacher)
     converted = npt_layers(model)
@@ -122,6 +129,15 @@ def local(
             elif own_stream:
                 stream = stream.through([layer])
     return batch_sums(config, batch, sums)
+
+
+def takes_graphs(ids: Tensor) -> bool:
+    """Return whether these are on a GPU, with a torch that survives a failed capture. A user who
+    looks for a fault (CUDA_LAUNCH_BLOCKING=1) wants each kernel's own error.
+    """
+    on_card = ids.is_cuda and type(ids) is Tensor and torch.version.hip is None
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
+    return on_card and torch.__version__ >= "2.13" and not blocking
 
 
 def _learn_and_teach(

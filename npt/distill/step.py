@@ -254,6 +254,10 @@ def free_memory(device: torch.device) -> None:
     """Free what a caught error held. Call it after the handler, which keeps the error alive."""
     gc.collect()
     if device.type == "cuda":
+        from npt.distill.graphed import STEPS  # needed on a GPU alone
+
+        for step in STEPS.values():
+            step.give_up()
         torch.cuda.empty_cache()
     wait_for(device)  # raise pending errors here: bitsandbytes would end the process
 

@@ -44,9 +44,11 @@ def test_a_step_stays_within_its_budget(name) -> None:
     """More of anything is a decision: `step_cost.py --json` then writes the new ceiling."""
     ceiling = json.loads((RESULTS / "step_cost.json").read_text())[-1][name]
     now = figures(name)
-    for key in ("launches", "gigabytes", "teraflops", "milliseconds"):
+    for key in ("launches", "launches_by_host", "gigabytes", "teraflops", "milliseconds"):
         assert now[key] <= ceiling[key], (key, now, ceiling)
     assert now["roofline_share"] >= ceiling["roofline_share"]
+    if name == "local":
+        assert now["launches_by_host"] < 900
 
 
 def test_the_file_has_a_step_of_each_name(tmp_path: Path, monkeypatch, capsys) -> None:

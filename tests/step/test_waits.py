@@ -14,7 +14,9 @@ from transformers.masking_utils import create_causal_mask
 import npt
 from npt.base.load import load_base
 from npt.batch import Batch, Sample, batch_from_tensors, collate
+from npt.config import TARGETS
 from npt.data.packing import pack
+from npt.distill.hidden_losses import HIDDEN_LOSSES
 from npt.distill.strategies import drive
 
 LENGTHS = (11, 5, 4, 9)
@@ -69,6 +71,12 @@ def mask_waits(model: Any) -> bool:
     return False
 
 
+ADAPTERS: list[dict[str, Any]] = [
+    {"targets": ("gate", "up", "down")},
+    {"targets": tuple(TARGETS), "active": 2, "token_rank": 3},
+    {"targets": tuple(TARGETS), "residual": "keep", "modulation": "multiplicative"},
+]
+
 STRATEGIES = ("local", "propagated", "end_to_end")
 
 
@@ -88,6 +96,15 @@ def test_no_strategy_waits(load_model, attention, strategy, form) -> None:
         )
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
     step_without_waiting(model, form, strategy=strategy, regularization_lambda=0.1)
+
+
+@pytest.mark.parametrize("loss", HIDDEN_LOSSES)
+@pytest.mark.parametrize("form", ADAPTERS, ids=lambda form: "+".join(form["targets"]))
+def test_what_a_graph_records_waits_for_nothing(load_model, form, loss) -> None:
+    """No shape in it depends on values either, which would be a wait."""
+    model = load_model("nf4")
+    npt.attach(model, npt.NPTConfig(layers="1-2", rank=4, **form))
+    step_without_waiting(model, "full", loss=loss, regularization_lambda=0.1)
 
 
 @pytest.mark.parametrize("loss", ["nmse_update", "direction"])
