@@ -166,10 +166,11 @@ def _plan(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str,
     for measured in plan.get("measured", []):
         cells = ["does not fit", ""]
         if measured["peak"] is not None:
-            cells = [shown(measured["peak"]), f"{measured['seconds']:.3g}"]
+            tokens = measured["samples"] * training.gradient_accumulation_steps * workload.length
+            cells = [shown(measured["peak"]), f"{tokens / measured['seconds']:,.0f}"]
         rows.append([str(measured["samples"]), shown(measured["predicted"]), *cells])
     if rows:
-        print_table(console, ["samples per micro-batch", "predicted", "measured", "seconds"], rows)
+        print_table(console, ["samples per micro-batch", "predicted", "measured", "tokens/s"], rows)
     return plan
 
 
