@@ -19,6 +19,7 @@ ROOT = Path(npt.__file__).parent
 # one another.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "version", "presets", "figures"),
+    ("streams", "parser"),
     ("files", "console", "stored", "extras", "config", "versions"),
     ("flags", "random_state", "manifest", "device", "hooks", "batch", "packed"),
     ("distributed",),
@@ -186,6 +187,26 @@ def test_the_guard_and_the_tracer_need_torch_and_safetensors_alone() -> None:
     """
     found = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
     assert found.stdout.splitlines() == ["['npt']", "set()"], found.stderr
+
+
+HELPED = """
+import sys
+from npt.__main__ import main
+
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    print(end.code, file=sys.stderr)
+heavy = {"rich", "yaml", "torch", "npt.config", "npt.cli.pretrain", "inspect", "argparse"}
+print(sorted(heavy & sys.modules.keys()), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_the_program_lists_its_verbs_with_argparse_alone(flag) -> None:
+    program = [sys.executable, "-c", HELPED, flag]
+    found = subprocess.run(program, capture_output=True, text=True)
+    assert found.stderr.splitlines() == ["0", "['argparse']"]
 
 
 CHECKED = """
