@@ -91,7 +91,7 @@ def _examine(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[s
 
     check_sources(run.data)
     model_name = run.base.model_name
-    model_config = read_config(model_name)
+    model_config = read_config(model_name, whole=False)
     tokenizer = load_tokenizer(model_name)
     check_length(run.data.max_length, model_config)
     by_default = model_name == EMBEDDED and "model_name" not in flags
