@@ -189,6 +189,9 @@ def test_the_guard_and_the_tracer_need_torch_and_safetensors_alone() -> None:
     assert found.stdout.splitlines() == ["['npt']", "set()"], found.stderr
 
 
+NOTE = "--share_embeddings has no effect: teacher and student share the whole base"
+"""The first line of a run of this preset, printed before torch is loaded."""
+
 HELPED = """
 import sys
 from npt.__main__ import main
@@ -200,6 +203,29 @@ except SystemExit as end:
 heavy = {"rich", "yaml", "torch", "npt.config", "npt.cli.pretrain", "inspect", "argparse"}
 print(sorted(heavy & sys.modules.keys()), file=sys.stderr)
 """
+
+
+REFUSED = """
+import sys
+from npt.__main__ import main
+
+print(main(sys.argv[1:]), "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("verb", "begins", "message"),
+    [
+        ("pretrain --learning_rate 1e-4 --dataset_name no.txt", [NOTE], "no file at no.txt"),
+        ("pretrain --batch_size 0", [], "--batch_size is 0"),
+        ("doctor --data no.txt", [], "no file at no.txt"),
+    ],
+)
+def test_a_wrong_flag_and_a_missing_file_are_refused_without_torch(verb, begins, message) -> None:
+    program = [sys.executable, "-c", REFUSED, *verb.split(), "--config", "tiny"]
+    found = subprocess.run(program, capture_output=True, text=True)
+    assert message in found.stderr
+    assert found.stdout.splitlines() == [*begins, "2 False"]
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])

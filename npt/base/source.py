@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from npt.base.families import FAMILIES, SIZES, check_entries, check_family, check_shape
+from npt.base.families import SIZES, check_entries, check_family, check_shape
 from npt.errors import ModelError, first_line
 from npt.extras import install_command
 from npt.stored import RESTORE
@@ -38,9 +38,9 @@ def read_config(name: str, *, whole: bool = True) -> Any:
 
         return configuration_of(source)
     with reading("configuration", name):
-        entries, _ = PreTrainedConfig.get_config_dict(source, **NO_CODE)
+        entries, _ = PreTrainedConfig.get_config_dict(source)
         check_entries(name, entries)
-        if whole or entries.get("model_type") not in FAMILIES or not entries.keys() >= SIZES:
+        if whole or not entries.keys() >= SIZES:
             config = AutoConfig.from_pretrained(source, **NO_CODE)
         else:
             config = SimpleNamespace(**entries)
@@ -61,8 +61,8 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
     with reading("tokenizer", name):
         # then AutoTokenizer needs the family's name, but not its class (see `read_config`)
         if "tokenizer_class" in get_tokenizer_config(source):
-            entries, _ = PreTrainedConfig.get_config_dict(source, **NO_CODE)
-            config = PreTrainedConfig(name_or_path=source, model_type=entries.get("model_type", ""))
+            entries, _ = PreTrainedConfig.get_config_dict(source)
+            config = PreTrainedConfig(name_or_path=source, model_type=entries["model_type"])
         return AutoTokenizer.from_pretrained(source, config=config, **NO_CODE)
 
 

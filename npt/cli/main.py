@@ -108,9 +108,10 @@ def _described(error: Exception) -> str | None:
     if is_out_of_memory(error):
         reason = next(iter(str(error).split(". ")[0].splitlines()), "") or "MemoryError"
         return f"out of memory: {reason}; lower --batch_size or --max_length"
-    if isinstance(error, UnicodeDecodeError) and _locale().lower() != "utf-8":
+    encoding = locale.getpreferredencoding(False)
+    if isinstance(error, UnicodeDecodeError) and encoding.lower() != "utf-8":
         return (
-            f"Python reads files as {_locale()} in this locale, and a library's own file is not:"
+            f"Python reads files as {encoding} in this locale, and a library's own file is not:"
             " set PYTHONUTF8=1"
         )
     if not isinstance(error, OSError) or error.strerror is None:
@@ -175,11 +176,6 @@ class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
         for title, verbs in GROUPS.items():
             lines += [f"{title}:", *(f"  {name:<12} {text}" for name, text in verbs.items()), ""]
         return "\n".join(lines)
-
-
-def _locale() -> str:
-    """Return the encoding in which Python opens a text file by default."""
-    return locale.getpreferredencoding(False)
 
 
 def _share_cores() -> None:
