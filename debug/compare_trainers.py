@@ -24,7 +24,7 @@ from clean_runs import EXAMPLES
 from clean_runs.watched import compared
 from npt.console import make_console, put
 from npt.files import to_json
-from npt.flags import OneLineParser
+from npt.parser import OneLineParser
 
 
 def main() -> int:

@@ -43,7 +43,7 @@ from conformance_guards.trial import (
 )
 from npt.console import make_console, put
 from npt.files import to_json
-from npt.flags import OneLineParser
+from npt.parser import OneLineParser
 
 UNDER_TEST = next(iter(GUARDS))
 

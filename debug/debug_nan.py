@@ -21,7 +21,7 @@ from faults.tracer_demo import compare, false_alarms, find_fault, print_lines, p
 from npt.cli.main import main as npt
 from npt.console import make_console, put
 from npt.files import to_json
-from npt.flags import OneLineParser
+from npt.parser import OneLineParser
 
 
 def main() -> int:

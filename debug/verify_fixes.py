@@ -26,7 +26,8 @@ from npt.config import BaseConfig, NPTConfig, TrainConfig
 from npt.console import complain, put
 from npt.errors import NPTError, printable
 from npt.files import to_json
-from npt.flags import OneLineParser, add_settings, build
+from npt.flags import add_settings, build
+from npt.parser import OneLineParser
 
 DEFAULTS = {"use_quantization": True}
 LEFT_OUT = ("teacher_precision", "shard_base", "residual", "init", "ranks")

@@ -22,7 +22,8 @@ import npt.guard  # noqa: E402
 from npt.cli.main import GROUPS as VERBS_BY_GROUP  # noqa: E402
 from npt.cli.main import STATUSES, VERBS, make_parser  # noqa: E402
 from npt.config import GROUPS, flag_of, kinds_of  # noqa: E402
-from npt.flags import ALIASES, REPLACED, shown_default  # noqa: E402
+from npt.flags import shown_default  # noqa: E402
+from npt.parser import ALIASES, REPLACED  # noqa: E402
 from npt.train.resolve import EMBEDDED, SETTINGS, with_defaults  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"

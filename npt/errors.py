@@ -6,9 +6,8 @@ names the thing, the values and the remedy. A bug in NPT is an `assert` or a pla
 
 from __future__ import annotations
 
-import inspect
+import errno
 import re
-import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -150,20 +149,25 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
-_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
 def let_go(error: BaseException) -> None:
     """Clear the variables of a suppressed error's frames, as far as these have ended.
 
     They keep activations alive, and with torch 2.9 the hooks of a checkpointed forward in place.
     """
+    import inspect
+    import traceback
+
+    suspends = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_flags & _SUSPENDS:  # to clear a data loader's generator would end it
+        if frame.f_code.co_flags & suspends:  # to clear a data loader's generator would end it
             continue
         with suppress(RuntimeError):  # it has not ended
             frame.clear()
             _ = frame.f_locals  # before Python 3.13 a copy, which whoever read it left: renew it
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk or a limit on what one may write."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

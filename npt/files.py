@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from npt.errors import ConfigError
+from npt.errors import FULL, ConfigError
 
 PARTIAL = ".partial"
 OLD = ".old"
@@ -27,9 +27,6 @@ _LEFT_OVER = re.compile(
 
 _PROBE = b" " * 4096
 """Written and removed again to see whether a disk has room; a file system counts in such blocks."""
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk or a limit on what one may write."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
 """Errors of a file system without locks."""

@@ -9,16 +9,8 @@ import pytest
 from npt.cli.main import main, make_parser
 from npt.config import GROUPS, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.errors import ConfigError
-from npt.flags import (
-    ALIASES,
-    REPLACED,
-    OneLineParser,
-    add_settings,
-    build,
-    canonical,
-    read_yaml,
-    with_safe_mode,
-)
+from npt.flags import add_settings, build, read_yaml, with_safe_mode
+from npt.parser import ALIASES, REPLACED, OneLineParser, canonical
 from npt.train.resolve import _with_config
 
 CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig)

@@ -19,6 +19,7 @@ ROOT = Path(npt.__file__).parent
 # one another.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "version", "presets", "figures"),
+    ("streams", "parser"),
     ("files", "console", "stored", "extras", "config", "versions"),
     ("flags", "random_state", "manifest", "device", "hooks", "batch", "packed"),
     ("distributed",),
@@ -188,18 +189,67 @@ def test_the_guard_and_the_tracer_need_torch_and_safetensors_alone() -> None:
     assert found.stdout.splitlines() == ["['npt']", "set()"], found.stderr
 
 
+NOTE = "--share_embeddings has no effect: teacher and student share the whole base"
+"""The first line of a run of this preset, printed before torch is loaded."""
+
+HELPED = """
+import sys
+from npt.__main__ import main
+
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    print(end.code, file=sys.stderr)
+heavy = {"rich", "yaml", "torch", "npt.config", "npt.cli.pretrain", "inspect", "argparse"}
+print(sorted(heavy & sys.modules.keys()), file=sys.stderr)
+"""
+
+
+REFUSED = """
+import sys
+from npt.__main__ import main
+
+print(main(sys.argv[1:]), "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("verb", "begins", "message"),
+    [
+        ("pretrain --learning_rate 1e-4 --dataset_name no.txt", [NOTE], "no file at no.txt"),
+        ("pretrain --batch_size 0", [], "--batch_size is 0"),
+        ("doctor --data no.txt", [], "no file at no.txt"),
+    ],
+)
+def test_a_wrong_flag_and_a_missing_file_are_refused_without_torch(verb, begins, message) -> None:
+    program = [sys.executable, "-c", REFUSED, *verb.split(), "--config", "tiny"]
+    found = subprocess.run(program, capture_output=True, text=True)
+    assert message in found.stderr
+    assert found.stdout.splitlines() == [*begins, "2 False"]
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_the_program_lists_its_verbs_with_argparse_alone(flag) -> None:
+    program = [sys.executable, "-c", HELPED, flag]
+    found = subprocess.run(program, capture_output=True, text=True)
+    assert found.stderr.splitlines() == ["0", "['argparse']"]
+
+
 CHECKED = """
 import sys
 from npt.cli.main import main
 
 assert main(["doctor", "--data", sys.argv[1]]) == 0
 slow = {"bitsandbytes", "transformers.modeling_utils", "npt.adapters.layer", "npt.guard"}
+slow |= {"transformers.core_model_loading", "torch._dynamo", "torch.distributed.tensor", "datasets"}
 print(slow & sys.modules.keys(), file=sys.stderr)
 """
 
 
 def test_a_dataset_is_checked_without_model_classes(tmp_path) -> None:
-    """They take longer to import than most datasets to check; a tokenizer needs none of them."""
+    """They take longer to import than most datasets to check; a tokenizer needs none of them. Nor
+    does it need a family's configuration class, which imports torch's compiler.
+    """
     data = tmp_path / "data.txt"
     data.write_text("A sentence to check. " * 40)
     program = [sys.executable, "-c", CHECKED, str(data)]

@@ -125,7 +125,8 @@ def check_family(name: str, config: PreTrainedConfig) -> None:
         raise ModelError(
             f"{name} is of type {config.model_type!r}; NPT supports only {', '.join(FAMILIES)}"
         )
-    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if "longrope" in rope.values():
         raise ModelError(
             f"{name} uses LongRoPE, which NPT does not support: a text's states would depend on its"
             " batch"
@@ -135,16 +136,14 @@ def check_family(name: str, config: PreTrainedConfig) -> None:
 MOST_LAYERS = 2_000
 """Ten times as many layers as the deepest models have. transformers lists and builds them all."""
 
-_SIZES = (
+SIZES = {
     "num_hidden_layers",
     "hidden_size",
     "intermediate_size",
     "vocab_size",
     "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
     "max_position_embeddings",
-)
+}
 _POSITIVE = ("rms_norm_eps", "rope_theta", "factor")
 _DERIVED = ("num_key_value_heads", "head_dim")
 """Sizes that follow from the others if they are null."""
@@ -175,7 +174,7 @@ def _fault_of(key: str, value: Any) -> str | None:
         return "expected a finite number"
     if key in _POSITIVE and not number > 0:
         return "expected a number above 0"
-    if key not in _SIZES or (value is None and key in _DERIVED):
+    if key not in SIZES and (value is None or key not in _DERIVED):
         return None
     # isinstance would count True as 1
     if type(value) is int and value >= 1:

@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from npt.base.families import check_entries, check_family, check_shape
+from npt.base.families import SIZES, check_entries, check_family, check_shape
 from npt.errors import ModelError, first_line
 from npt.extras import install_command
 from npt.stored import RESTORE
@@ -24,20 +26,27 @@ NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Otherwise transformers asks on stdin whether to run a checkpoint's code."""
 
 
-def read_config(name: str) -> PreTrainedConfig:
-    """Return the configuration of a base model; raise ModelError for an unsupported family."""
+def read_config(name: str, *, whole: bool = True) -> Any:
+    """Return the configuration of a base model; raise ModelError for an unsupported family.
+
+    Unless it must be `whole`, it may be the bare entries of the file: transformers' class of the
+    family, which knows what they leave out, imports torch's compiler.
+    """
     source = find_base(name)
     if not isinstance(source, str):
         from npt.base.gguf.configuration import configuration_of
 
         return configuration_of(source)
     with reading("configuration", name):
-        entries, _ = PreTrainedConfig.get_config_dict(source, **NO_CODE)
+        entries, _ = PreTrainedConfig.get_config_dict(source)
         check_entries(name, entries)
-        config = AutoConfig.from_pretrained(source, **NO_CODE)
-    check_family(name, config)
-    files = Path(source).glob("*.safetensors")
-    check_shape(name, config, stored=sum(file.stat().st_size for file in files))
+        if whole or not entries.keys() >= SIZES:
+            config = AutoConfig.from_pretrained(source, **NO_CODE)
+        else:
+            config = SimpleNamespace(**entries)
+        check_family(name, config)
+        files = Path(source).glob("*.safetensors")
+        check_shape(name, config, stored=sum(file.stat().st_size for file in files))
     return config
 
 
@@ -48,8 +57,13 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
         from npt.base.gguf.tokenizer import tokenizer_of
 
         return tokenizer_of(source)
+    config = None
     with reading("tokenizer", name):
-        return AutoTokenizer.from_pretrained(source, **NO_CODE)
+        # then AutoTokenizer needs the family's name, but not its class (see `read_config`)
+        if "tokenizer_class" in get_tokenizer_config(source):
+            entries, _ = PreTrainedConfig.get_config_dict(source)
+            config = PreTrainedConfig(name_or_path=source, model_type=entries["model_type"])
+        return AutoTokenizer.from_pretrained(source, config=config, **NO_CODE)
 
 
 def find_base(name: str) -> Any:

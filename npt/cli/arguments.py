@@ -23,6 +23,7 @@ from npt.train.resolve import (
     resolve_look,
     with_defaults,
 )
+from npt.train.sources import check_sources
 
 _OF_TRAINING = {"num_samples", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"}
 """Settings of base and data that have no effect without training."""
@@ -205,7 +206,6 @@ def check_run(run: RunSettings, *, starts: bool = True) -> None:
     from npt.calibration.calibrate import check_form
     from npt.runs.trackers import check_trackers
     from npt.train.setup import check_trainable
-    from npt.train.sources import check_sources
 
     name = run.base.model_name
     own_teacher = run.base.teacher_precision is not None

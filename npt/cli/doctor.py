@@ -22,6 +22,7 @@ from npt.console import make_console
 from npt.errors import ConfigError, DataError
 from npt.flags import add_settings
 from npt.train.resolve import SETTINGS, RunSettings, resolve
+from npt.train.sources import FIRST, REPLAY, check_sources, fitting_columns, sources_of
 
 _OWN_FLAGS = {"data", "max_records", "plan", "processes", "shape", "device", "measure", "json"}
 """Flags that are not of a run."""
@@ -48,13 +49,14 @@ def doctor(flags: dict[str, Any]) -> int:
         name = flags["model_name"]
         raise ConfigError(f"--shape {shape} replaces --model_name {name}: remove one")
     run = _run(flags)
-    from npt.doctor.data import print_report
-
     console = make_console(stderr=flags["json"])
     figures = {}
     sound = True
     if flags["data"] is not None:
-        for name, report in _examine(run, flags, console).items():
+        reports = _examine(run, flags, console)
+        from npt.doctor.data import print_report
+
+        for name, report in reports.items():
             if not flags["json"]:
                 print_report(report, console)
             figures[name] = report.as_dict()
@@ -83,15 +85,15 @@ def _run(flags: Mapping[str, Any]) -> RunSettings:
 
 
 def _examine(run: RunSettings, flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
+    # before torch is loaded, which takes a second
+    check_sources(run.data)
     from npt.adapters.fit import check_length
     from npt.base.source import EMBEDDED, load_tokenizer, read_config
     from npt.data.source import open_source
     from npt.doctor.data import examine
-    from npt.train.sources import FIRST, REPLAY, check_sources, fitting_columns, sources_of
 
-    check_sources(run.data)
     model_name = run.base.model_name
-    model_config = read_config(model_name)
+    model_config = read_config(model_name, whole=False)
     tokenizer = load_tokenizer(model_name)
     check_length(run.data.max_length, model_config)
     by_default = model_name == EMBEDDED and "model_name" not in flags

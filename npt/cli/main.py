@@ -5,30 +5,48 @@ from parsed flags to an exit status, whose docstring is the verb's help.
 from __future__ import annotations
 
 import argparse
-import inspect
 import locale
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
-from npt.console import STDOUT, complain
-from npt.errors import NPTError, StoppedError, is_out_of_memory, printable
-from npt.files import FULL
-from npt.flags import OneLineParser
+from npt.errors import FULL, NPTError, StoppedError, is_out_of_memory, printable
+from npt.parser import OneLineParser
+from npt.streams import STDOUT, complain
 from npt.version import __version__
 
 GROUPS = {
-    "Train": ("pretrain", "sweep", "collect", "consolidate"),
-    "Look": ("evaluate", "generate", "report", "transplant"),
-    "Debug": ("doctor", "trace", "replay"),
-    "Share": ("import", "export", "push"),
+    "Train": {
+        "pretrain": "Train a student: adapters on a frozen base, by distillation",
+        "sweep": "Run a study: many short runs that vary settings",
+        "collect": "Collect prompts where student and teacher disagree",
+        "consolidate": "Write texts or a context permanently into a student",
+    },
+    "Look": {
+        "evaluate": "Measure how closely a student matches its teacher",
+        "generate": "Continue a prompt with the student, its teacher, or both",
+        "report": "Rebuild report.html for a run",
+        "transplant": (
+            "Give one text's modulation, or the code of a context, to another text; show the effect"
+        ),
+    },
+    "Debug": {
+        "doctor": "Check a dataset or predict memory before a run",
+        "trace": "Find the first operation that produces a NaN or Inf",
+        "replay": "Re-run the last window of a failed run and find the cause",
+    },
+    "Share": {
+        "import": "Convert a GGUF file to a transformers folder of 16-bit weights",
+        "export": "Write a student that transformers loads without npt",
+        "push": "Upload an adapter to the Hugging Face Hub",
+    },
 }
-"""Verbs by heading, in the order of `npt --help`."""
-VERBS = tuple(verb for group in GROUPS.values() for verb in group)
+"""Verbs by heading, as `npt --help` lists them: it imports none of their modules."""
+VERBS = {name: summary for verbs in GROUPS.values() for name, summary in verbs.items()}
 
 ABOUT = """\
 NPT (Neuro-Plastic Transformer) distils a frozen language model into a student
@@ -52,12 +70,14 @@ CROWDED = 0.4
 def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     """Run a verb, print an expected error as one line, and return the exit status."""
     _share_cores()
-    parser = make_parser(prog)
-    if not (sys.argv[1:] if argv is None else argv):
+    words = sys.argv[1:] if argv is None else argv
+    # the flags of other verbs would only take time
+    parser = make_parser(prog, words)
+    if not words:
         # not on standard output: the status is that of wrong arguments
         parser.print_help(sys.stderr)
         return 2
-    flags = vars(parser.parse_args(argv))
+    flags = vars(parser.parse_args(words))
     debug = flags.pop("debug")
     verb = flags.pop("verb")
     speaker = prog
@@ -88,9 +108,10 @@ def _described(error: Exception) -> str | None:
     if is_out_of_memory(error):
         reason = next(iter(str(error).split(". ")[0].splitlines()), "") or "MemoryError"
         return f"out of memory: {reason}; lower --batch_size or --max_length"
-    if isinstance(error, UnicodeDecodeError) and _locale().lower() != "utf-8":
+    encoding = locale.getpreferredencoding(False)
+    if isinstance(error, UnicodeDecodeError) and encoding.lower() != "utf-8":
         return (
-            f"Python reads files as {_locale()} in this locale, and a library's own file is not:"
+            f"Python reads files as {encoding} in this locale, and a library's own file is not:"
             " set PYTHONUTF8=1"
         )
     if not isinstance(error, OSError) or error.strerror is None:
@@ -101,8 +122,10 @@ def _described(error: Exception) -> str | None:
     return message
 
 
-def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
-    """Return the parser of all verbs; `prog` is the name in messages."""
+def make_parser(prog: str = "npt", needed: Container[str] = VERBS) -> argparse.ArgumentParser:
+    """Return the parser of all verbs, with the flags of the `needed` ones; `prog` is the name in
+    messages.
+    """
     parser = OneLineParser(
         prog=prog,
         usage="%(prog)s VERB [flags]",
@@ -116,28 +139,31 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(
         required=True, metavar="VERB", prog=prog, parser_class=OneLineParser
     )
-    for name in VERBS:
-        # without torch, which a verb loads when it runs
-        called = _NAMED.get(name, name)
-        module = import_module(f"npt.cli.{called}")
-        run = getattr(module, called)
-        text = inspect.getdoc(run) or ""
+    for name, summary in VERBS.items():
         # without abbreviations, since the next setting may make one ambiguous
-        sub = verbs.add_parser(
-            name,
-            allow_abbrev=False,
-            help=text.partition("\n")[0].rstrip("."),
-            description=text,
-            epilog=STATUSES,
-            formatter_class=_GroupedHelp,
+        verb = verbs.add_parser(
+            name, allow_abbrev=False, help=summary, epilog=STATUSES, formatter_class=_GroupedHelp
         )
-        sub.set_defaults(verb=run)
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        # a run writes its figures to a folder
-        if name != "pretrain":
-            sub.add_argument("--json", action="store_true", help="print the result as JSON")
-        module.add_flags(sub)
+        if name in needed:
+            _complete(verb, name)
     return parser
+
+
+def _complete(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Add a verb's description and flags to its parser."""
+    import inspect
+
+    called = _NAMED.get(verb, verb)
+    # without torch, which a verb loads when it runs
+    module = import_module(f"npt.cli.{called}")
+    run = getattr(module, called)
+    parser.description = inspect.getdoc(run)
+    parser.set_defaults(verb=run)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    # a run writes its figures to a folder
+    if verb != "pretrain":
+        parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    module.add_flags(parser)
 
 
 class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
@@ -146,16 +172,10 @@ class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
     def _format_action(self, action: argparse.Action) -> str:
         if not isinstance(action, argparse._SubParsersAction):
             return super()._format_action(action)
-        helps = {verb.dest: verb.help for verb in action._get_subactions()}
         lines = []
-        for title, names in GROUPS.items():
-            lines += [f"{title}:", *(f"  {name:<12} {helps[name]}" for name in names), ""]
+        for title, verbs in GROUPS.items():
+            lines += [f"{title}:", *(f"  {name:<12} {text}" for name, text in verbs.items()), ""]
         return "\n".join(lines)
-
-
-def _locale() -> str:
-    """Return the encoding in which Python opens a text file by default."""
-    return locale.getpreferredencoding(False)
 
 
 def _share_cores() -> None:

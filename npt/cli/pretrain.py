@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from npt.config import BaseConfig
 from npt.console import make_console, silent_console
 from npt.errors import ConfigError
 from npt.train.resolve import RunSettings, resolve
+from npt.train.sources import check_sources
 
 REFUSED_SHARE_WORTH_SAYING = 0.01
 
@@ -51,6 +53,13 @@ def pretrain(flags: dict[str, Any]) -> int:
         torchrun --standalone --nproc_per_node N pretrain_npt_safe.py --config tiny
     """
     run = resolve(flags)
+    # before torch is loaded, which takes a second
+    rank = os.environ.get("RANK")
+    if rank in (None, "0"):
+        make_console().say(*run.notes)
+    # a launcher's processes join first: the others would wait for one that lacks a file
+    if rank is None:
+        check_sources(run.data)
     from npt.distributed.join import join_processes
 
     processes = join_processes()
@@ -60,7 +69,6 @@ def pretrain(flags: dict[str, Any]) -> int:
             processes.agree({f"--{name}": value for name, value in _placing(run).items()})
             _check_placing(run.base, processes.size)
             console = make_console() if processes.main else silent_console()
-            console.say(*run.notes)
             # loading a large base takes minutes: check everything else first
             resumes, ranks = processes.first(lambda: _check_folder(run))
             if resumes:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from npt.config import DataConfig
-from npt.data.encoding import filled
 from npt.data.source import READERS, Record, check_source, is_local, open_source, own_heldout
 
 FIRST = "data"
@@ -80,6 +79,8 @@ def open_sources(config: DataConfig, data: Iterable[Record] | None) -> list[Sour
 
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
     """Return the settings without columns that the first record of a source lacks."""
+    from npt.data.encoding import filled  # which loads torch
+
     default = DataConfig.text_column
     if (config.prompt_column, config.context_column, config.text_column) == (None, None, default):
         return config

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.base.source import read_config
+from npt.base.source import load_tokenizer, read_config
 from npt.errors import ConfigError, ModelError
 
 IN_4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -70,6 +71,45 @@ def test_the_base_comes_frozen_in_evaluation_with_its_tokenizer(
     assert not any(p.requires_grad for p in model.parameters())
     assert not any(m.training for m in model.modules())
     assert tokenizer("def f(x):")["input_ids"]
+
+
+@pytest.mark.parametrize("left_out", [None, "max_position_embeddings"])
+def test_what_data_must_keep_to_needs_the_familys_class_only_for_what_is_left_out(copy, left_out):
+    config = json.loads((copy / "config.json").read_text())
+    config.pop(left_out, None)
+    (copy / "config.json").write_text(json.dumps(config))
+    bare = read_config(str(copy), whole=False)
+    whole = read_config(str(copy))
+    for name in ("vocab_size", "max_position_embeddings"):
+        assert getattr(bare, name) == getattr(whole, name)
+    assert isinstance(bare, type(whole)) == (left_out is not None)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"tokenizer_class": "TokenizersBackend"},
+        {"tokenizer_class": "LlamaTokenizer"},
+        {"tokenizer_class": "LlamaTokenizerFast"},
+        {"tokenizer_class": "PreTrainedTokenizerFast"},
+        {"tokenizer_class": "Qwen2Tokenizer"},
+        {},
+    ],
+    ids=lambda entries: entries.get("tokenizer_class", "unsaid"),
+)
+def test_the_tokenizer_is_that_of_transformers_without_the_familys_class(copy, family, entries):
+    in_config(model_type=family)(copy)
+    path = copy / "tokenizer_config.json"
+    stored = json.loads(path.read_text())
+    del stored["tokenizer_class"]
+    path.write_text(json.dumps(stored | entries))
+    own = load_tokenizer(str(copy))
+    theirs = AutoTokenizer.from_pretrained(str(copy))
+    assert type(own) is type(theirs)
+    text = "def f(x):\n    return x  # é"
+    assert own(text).input_ids == theirs(text).input_ids
+    assert own.init_kwargs == theirs.init_kwargs
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
@@ -203,6 +243,25 @@ class TestRefused:
         in_config(num_hidden_layers=value)(copy)
         with pytest.raises(ModelError, match=rf"has num_hidden_layers '?{value}'?: "):
             read_config(str(copy))
+
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (as_config("{}"), r"cannot load the configuration of .*model_type"),
+            (as_config('{"model_type": "gpt2"}'), r"is of type 'gpt2'; NPT supports only llama"),
+            (in_config(vocab_size=0), r"has vocab_size 0: expected a whole number"),
+            (in_config(num_key_value_heads=3), r"key heads must divide query heads"),
+            (in_config(intermediate_size=10**9), r"weights by its config\.json, but its files"),
+            (in_config(rope_parameters={"rope_type": "longrope"}), "uses LongRoPE"),
+            (in_config(rope_parameters=None, rope_scaling={"type": "longrope"}), "uses LongRoPE"),
+            (in_config(rope_parameters="long"), r"cannot load the configuration of"),
+        ],
+    )
+    def test_a_configuration_is_refused_by_its_bare_entries_as_well(self, copy, damage, message):
+        damage(copy)
+        with pytest.raises(ModelError, match=message) as caught:
+            read_config(str(copy), whole=False)
+        assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize(
         "entries",

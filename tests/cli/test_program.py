@@ -1,5 +1,6 @@
 """The program itself: as a module, its threads, and the scripts of shells."""
 
+import inspect
 import os
 import runpy
 import shutil
@@ -18,6 +19,18 @@ def test_the_package_runs_as_a_module(monkeypatch, capsys) -> None:
         runpy.run_module("npt", run_name="__main__")
     assert ended.value.code == 0
     assert npt.__version__ in capsys.readouterr().out
+
+
+def test_the_list_of_verbs_says_what_each_says_of_itself() -> None:
+    """The list is a text of its own, so that it imports no verb."""
+    parser = make_parser()
+    verbs = parser._subparsers._group_actions[0].choices  # type: ignore[union-attr,index]
+    assert [*verbs] == [*VERBS]
+    for name, summary in VERBS.items():
+        description = inspect.cleandoc(verbs[name].description)  # type: ignore[index,call-overload]
+        assert description.partition("\n")[0] == f"{summary}.", name
+    listed = parser.format_help()
+    assert all(f"  {name:<12} {summary}\n" in listed for name, summary in VERBS.items())
 
 
 @pytest.mark.parametrize(
