@@ -46,6 +46,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "edit.py": (tables.edited, ("edit",)),
     "edit_contexts.py": (tables.edited_contexts, ("edit",)),
     "speed.py --shape cpu-0.2b": (tables.speed, ("cpu-0.2b",)),
+    "speed.py --shape smollm2-135m": (tables.speed, ("smollm2-135m",)),
     "step_cost.py": (tables.step_cost, ("step_cost",)),
     "gpu_check.py": (tables.gpu_check, ("gpu_check",)),
     "fault-campaign": (tables.campaign, ("faults",)),

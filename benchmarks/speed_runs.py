@@ -176,7 +176,6 @@ class Student:
             self._folder = tempfile.TemporaryDirectory()
             kept = KeptStates(Path(self._folder.name, STATES), name, complain)
             step(make_batch(self.setting))
-            kept.keep(kept.take())
         return step
 
     def _two_model_step(self, optimizer: AdamW) -> Callable[[Batch], Tensor]:

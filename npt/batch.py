@@ -139,25 +139,20 @@ class Batch:
         return target_index(self.labels, self.attention_mask, self.position_ids)
 
     @cached_property
-    def texts(self) -> list[tuple[int, slice, bytes]]:
-        """Row, columns and token ids of every document, without padding."""
-        valid = self.attention_mask.bool()
+    def texts(self) -> list[tuple[int, slice, Tensor]]:
+        """Row, columns and token ids [T] of every document, without padding."""
         documents = torch.zeros_like(self.input_ids) if self.documents is None else self.documents
-        numbers = torch.where(valid, documents, -1)
+        numbers = torch.where(self.attention_mask.bool(), documents, -1)
         texts = []
-        for row, (ids, of_row) in enumerate(zip(self.input_ids, numbers, strict=True)):
+        for row, of_row in enumerate(numbers):
             stop = 0
             found, lengths = of_row.unique_consecutive(return_counts=True)
             for number, length in zip(found.tolist(), lengths.tolist(), strict=True):
                 columns = slice(stop, stop + length)
                 stop += length
                 if number >= 0:
-                    texts.append((row, columns, ids[columns].numpy().tobytes()))
+                    texts.append((row, columns, self.input_ids[row, columns]))
         return texts
-
-    def states(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Return states [B, T, D] of frozen layers: kept ones of this name, or those computed."""
-        return compute() if self.kept is None else self.kept.states(self, name, compute)
 
     def to(self, device: torch.device) -> Batch:
         return self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
@@ -175,8 +170,6 @@ class Batch:
         changed = replace(self, **rows)
         for index in ("valid_index", "scored_index"):
             vars(changed)[index] = change(getattr(self, index))
-        if self.kept is not None:
-            vars(changed)["texts"] = self.texts
         return changed
 
 

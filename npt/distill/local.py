@@ -9,12 +9,13 @@ its own stream.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
@@ -189,21 +190,31 @@ def begin(
     its index: the first converted one, or 0 with a separate `teacher`. The teacher's stream is that
     of `batch.taught`.
     """
-    stream = open_stream(model, batch)
     if teacher is not None:
-        return stream, open_stream(teacher, batch.taught), 0
-    first = npt_layers(model)[0][0]
-    stream = _through_below(stream, model, first)
-    if batch.teacher is None:
-        return stream, stream, first
-    return stream, _through_below(open_stream(model, batch.teacher), model, first), first
+        return open_stream(model, batch), open_stream(teacher, batch.taught), 0
+    stream = before_first(model, batch)
+    guide = stream if batch.teacher is None else before_first(model, batch.teacher)
+    return stream, guide, npt_layers(model)[0][0]
 
 
-def _through_below(stream: Stream, model: PreTrainedModel, first: int) -> Stream:
+def before_first(model: PreTrainedModel, batch: Batch) -> Stream:
     """Return the stream before the first converted layer."""
-    below = decoder_layers(model)[:first]
-    hidden = stream.batch.states("below", lambda: stream.through(below).hidden)
-    return replace(stream, hidden=hidden)
+    below = decoder_layers(model)[: npt_layers(model)[0][0]]
+    opened = partial(open_stream, model)
+    return through_frozen(opened(batch), "below", below, opened)
+
+
+def through_frozen(
+    stream: Stream, name: str, layers: nn.ModuleList, opened: Callable[[Batch], Stream]
+) -> Stream:
+    """Return the stream after layers that no training changes, from the states that a run keeps
+    under this name, if it does. `opened` returns a batch's stream before these layers.
+    """
+    kept = stream.batch.kept
+    if kept is None or not layers:
+        return stream.through(layers)
+    compute = lambda batch: opened(batch).through(layers).hidden  # noqa: E731
+    return replace(stream, hidden=kept.states(stream.batch, name, compute))
 
 
 def student_states(

@@ -96,16 +96,16 @@ def draw_words(teacher: Tensor, top: int, draws: int) -> tuple[Tensor, Tensor]:
     """
     p = torch.softmax(at_least_fp32(teacher), dim=-1)
     certain, words = p.topk(top, dim=-1)
-    reach = p.scatter(1, words, 0.0).cumsum(dim=-1)
-    mass = reach[:, -1:].contiguous()
+    rest = p.scatter(1, words, 0.0)
+    if len(rest) == 1:  # CUDA sums a single row in an order that varies
+        rest = rest.repeat(2, 1)
+    reach = rest.cumsum(dim=-1)[: len(p)]
+    mass = reach[:, -1:]
     share = mass / draws
-    start = torch.rand(len(p), 1, dtype=p.dtype, device=p.device)
+    start = 1.0 - torch.rand(len(p), 1, dtype=p.dtype, device=p.device)  # in (0, 1]
     places = (torch.arange(draws, device=p.device) + start) * share
-    drawn = torch.searchsorted(reach, places, right=True)
-    # rounded up to the whole mass, a place is past the last word that can be drawn
-    last = torch.searchsorted(reach, mass)
-    # NaN has no place at all, and both are then past the last word
-    drawn = drawn.minimum(last).clamp_max(p.shape[1] - 1)
+    # rounding may put the last place past the whole mass, and NaN is past the last word
+    drawn = torch.searchsorted(reach, places.minimum(mass)).clamp_max(p.shape[1] - 1)
     words = torch.cat([words, drawn], dim=-1)
     return words, torch.cat([certain, share.expand(-1, draws)], dim=-1)
 
@@ -175,7 +175,10 @@ def through_head(
             other = guide(teacher) if of_states else teacher
         return loss(logits, other).sum()
 
-    rows = chunk_rows(student.device, vocab_size)
+    width = vocab_size
+    if sampled:  # the rows of the head that are gathered, twice, where logits are held seven times
+        width = max(vocab_size, (TOP + DRAWS) * student.shape[-1] // 4)
+    rows = chunk_rows(student.device, width)
     if any(parameter.requires_grad for parameter in head.parameters()):
         chunks = zip(student.split(rows), teacher.detach().split(rows), strict=True)
         sums = [checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]

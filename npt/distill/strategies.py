@@ -22,7 +22,16 @@ from npt.batch import Batch
 from npt.config import STRATEGIES as STRATEGY_NAMES
 from npt.config import TrainConfig
 from npt.distill.hidden_losses import READS_INPUT
-from npt.distill.local import BatchSums, batch_sums, begin, layer_loss, local, propagated
+from npt.distill.local import (
+    BatchSums,
+    batch_sums,
+    before_first,
+    begin,
+    layer_loss,
+    local,
+    propagated,
+    through_frozen,
+)
 from npt.distill.logit_losses import row_loss, through_head
 
 Strategy = Callable[[PreTrainedModel, Batch, TrainConfig], BatchSums]
@@ -68,8 +77,7 @@ def end_to_end(
                     targets[index] = guide.hidden
         elif taught_depth:
             above = guide_layers[first:taught_depth]
-            last = guide.batch.states("last", lambda: guide.through(above).hidden)
-            guide = replace(guide, hidden=last)
+            guide = through_frozen(guide, "last", above, partial(before_first, model))
     hidden = stream.hidden
     sums = []
     compute: Callable[..., Any] = recomputed if config.gradient_checkpointing else call

@@ -23,6 +23,7 @@ from npt.base.recipe import ENTRY, Recipe
 from npt.batch import ROW_TENSORS, Batch
 from npt.config import ATTENTIONS, NPTConfig, TrainConfig
 from npt.distill.local import BatchSums
+from npt.distill.logit_losses import sampling_words
 from npt.distill.step import MicroBatchSplitter, summed
 from npt.distill.strategies import drive
 from npt.errors import BundleError, ConfigError, ModelError
@@ -223,7 +224,10 @@ def loss_of(student: StudentPostmortem, teacher: PreTrainedModel | None = None) 
     strategy = partial(drive, teacher=teacher)
     splitter = MicroBatchSplitter(max(1, student.entry["samples_at_once"]))
 
+    close = student.entry["settings"].get("close") is True  # not in an earlier version's
+
     def loss(model: PreTrainedModel, rows: Mapping[str, Any]) -> BatchSums:
-        return summed(model, strategy, batch_of(rows), student.config, splitter)
+        with sampling_words(close):
+            return summed(model, strategy, batch_of(rows), student.config, splitter)
 
     return loss

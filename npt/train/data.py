@@ -98,13 +98,17 @@ class RunData:
 
     @property
     def reads_again(self) -> bool:
-        """Whether training reads a text more than once, judged by the number of records."""
+        """Whether training reads a text more than once."""
         config = self._setup.config
         if config.max_steps is None:
             return config.num_epochs > 1
+        if not self.loader.samples.sized:
+            return False
+        # counting reads all records: only where training will read as many
         records: Any = self.sources[0].records
-        samples = config.max_steps * self._setup.window_size * config.batch_size
-        return self.loader.samples.sized and samples > len(records)
+        fewest = min(len(records), self._setup.data_config.num_samples or len(records))
+        drawn = config.max_steps * self._setup.window_size * config.batch_size
+        return drawn > fewest and drawn > (self.loader.samples.count() or 0)
 
     def first_batch(self) -> Batch:
         """Return the first training batch without consuming it."""

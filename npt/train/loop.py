@@ -28,7 +28,7 @@ from npt.guard.window import FAILED
 from npt.hooks import may_change
 from npt.train.journal import Journal
 from npt.train.metrics import StepMetrics
-from npt.train.states import KeptState, KeptStates
+from npt.train.states import KeptStates
 
 REFUSED_SHARE = 0.2
 """A run stops when the share of refused micro-batches exceeds this."""
@@ -73,7 +73,6 @@ class Loop:
         self.setup.splitter.report = self._report_lack
         self._saved: int | None = None  # micro-batches at the last checkpoint
         self._open: dict[int, Window | None] = {}  # begun, not yet counted; None: data ended
-        self._computed: dict[int, list[tuple[int, list[KeptState]]]] = {}  # by window and place
         self._outcomes: deque[Outcome] = deque()  # known, not yet counted
         self._last_accepted = Window([])  # the last one without a refusal
         self._last_refused: tuple[Window, Outcome] | None = None
@@ -117,7 +116,6 @@ class Loop:
                 if self.failure is None:
                     window = next(coming, None)
             self._open[guard.window.committed] = window
-            computed = self._computed[guard.window.committed] = []
             is_logged = self._is_logged(self._coming_step)
             with self._computing():
                 for place, batch in self._own_batches(window):
@@ -142,8 +140,6 @@ class Loop:
                         micro.report = sums.report
                         if is_logged:
                             micro.report = torch.cat([sums.report, self.meter.take()])
-                    if self.kept is not None:
-                        computed.append((place, self.kept.take()))
                 if self.sharded:
                     model.model.reset_iter_state()  # or FSDP remembers every pass
             # the outcomes known by now: reading this window's would wait for the device
@@ -270,14 +266,8 @@ class Loop:
     def _count(self, outcome: Outcome) -> Window | None:
         """Count an outcome; return its window, or None if the data ended or a process stopped."""
         window = self._open.pop(outcome.index)
-        computed = self._computed.pop(outcome.index)
         if outcome.halts or window is None:
             return None
-        # what a run without the refused micro-batches would keep
-        refused = {refusal.micro_batch for refusal in outcome.refused}
-        for place, states in computed:
-            if self.kept is not None and refused.isdisjoint({place, None}):
-                self.kept.keep(states)
         self.progress.count(outcome, window.position)
         return window
 

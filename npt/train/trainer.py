@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
 from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity, base_identity
+from npt.base.precision import matmul_precision
 from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.encoding import no_sample
 from npt.data.source import Given
-from npt.distill.logit_losses import SAMPLED_BELOW, sampling_words
+from npt.distill.logit_losses import sampling_words
 from npt.distill.step import check_unfrozen, nowhere, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes
@@ -278,8 +279,7 @@ class Trainer:
         )
         # closing the guard frees its buffers before the evaluation
         guarded = student_guard(setup.model, config, rates, processes=setup.processes, trace=1)
-        close = self.initial.student.kl < SAMPLED_BELOW
-        with guarded as guard, sampling_words(close):
+        with guarded as guard, sampling_words(journal.close):
             self._restore(guard)
             kept = self._kept_states(journal)
             loop = Loop(journal, guard, self.strategy, kept)
@@ -302,8 +302,9 @@ class Trainer:
                 self._refuse_empty(journal)
             if loop.unsaved:
                 loop.save(last=True)
-            if kept is not None and number is None:
-                kept.path.unlink(missing_ok=True)
+            if number is None:
+                with contextlib.suppress(OSError):
+                    (folder.path / STATES).unlink()
         setup.splitter.report = nowhere  # or it would keep the loop and the guard in memory
         fidelity = None
         if number is not None:
@@ -339,16 +340,22 @@ class Trainer:
 
     def _kept_states(self, journal: Journal) -> KeptStates | None:
         """Return the states to keep of text that the run reads again; None if it reads none again,
-        or with several processes or a separate teacher. `--recheck` computes all again.
+        or on a GPU, with several processes or a separate teacher. `--recheck` computes all again.
         """
         setup = self.setup
-        alone = setup.processes.size == 1 and setup.teacher is None
-        if not (alone and self.data.reads_again) or setup.config.recheck:
+        config = setup.config
+        alone = setup.processes.size == 1 and setup.teacher is None and setup.device.type == "cpu"
+        if config.recheck or not (alone and self.data.reads_again):
             return None
         first, _ = npt_layers(setup.model)[0]
-        dtype = setup.settings.get("compute_dtype")
-        about = f"{journal.base.strict} {dtype} {attention_name(setup.model)} {first}"
-        return KeptStates(journal.folder.path / STATES, about, setup.say)
+        parts = (setup.settings.get("compute_dtype"), attention_name(setup.model), first)
+        about = f"{journal.base.strict} {matmul_precision()} {parts}"
+        kept = KeptStates(journal.folder.path / STATES, about, journal.warn)
+        setup.say(
+            f"{kept.path} keeps states of text that is read again, at most"
+            f" {kept.room / 2**30:.1f} GiB more"
+        )
+        return kept
 
     def _refuse_empty(self, journal: Journal) -> None:
         folder = journal.folder

@@ -25,6 +25,7 @@ from npt.batch import Sample, collate
 from npt.cli.main import main
 from npt.config import DataConfig
 from npt.data.samples import Window
+from npt.distill import logit_losses
 from npt.errors import BundleError, TooManyRefusalsError
 from npt.forensics import student
 from npt.forensics.replay import Replay
@@ -101,6 +102,20 @@ def test_a_micro_batch_computed_in_parts_is_replayed_in_those_parts(
     assert found.postmortem.record["student"]["samples_at_once"] == 2
     assert len(found.postmortem.micro_batches[0].sample_ids) == 4 and set(sizes) == {2}
     assert found.classification == "data" and found.reproduced
+
+
+@pytest.mark.parametrize("limit", [math.inf, 0.0])
+def test_a_replay_computes_the_loss_of_the_run(
+    trainer, poisoned_folder, monkeypatch, limit
+) -> None:
+    """KL of a student that started close is that of sampled words, with the same draws."""
+    monkeypatch.setattr(logit_losses, "SPARSE", 1)  # or the vocabulary would be too small
+    monkeypatch.setattr("npt.train.journal.SAMPLED_BELOW", limit)
+    settings = {"strategy": "end_to_end", "logit_kl_weight": 1.0, "gradient_accumulation_steps": 2}
+    found = replay(stop(trainer(poisoned_folder, [*good(9), BAD], **settings)))
+    losses = {(*t["sample_ids"],): t["loss"] for t in found.postmortem.record["history"]}
+    compared = [(t.loss, losses[t.sample_ids]) for t in found.records if math.isfinite(t.loss)]
+    assert compared and all(one == other for one, other in compared)
 
 
 def test_an_adapter_that_is_not_finite_is_the_state_and_is_named(trainer, tiny_folder) -> None:
