@@ -72,10 +72,10 @@ class GraphedStep:
 
     def compute(self, key: Any, batch: Batch, act: Act) -> list[Any]:
         """Return `act(batch)`. `key` is all that a graph depends on besides the tokens."""
-        if self.graph is not None and self.graph[0] == key:
-            return self._replayed(batch)
         self.sights = self.sights + 1 if key == self.last else 1
         self.last = key
+        if self.graph is not None and self.graph[0] == key:
+            return self._replayed(batch)
         if self.sights != SIGHTS or self.left == 0:
             return act(batch)
         self.left -= 1

@@ -175,6 +175,17 @@ def test_other_shapes_are_computed_as_usual_and_leave_the_graph(card) -> None:
     assert card.replays == 2
 
 
+def test_a_rare_shape_does_not_replace_the_graph(card) -> None:
+    """Its micro-batches are not in a row, with replays in between."""
+    model = student()
+    proven(model)
+    full = make_batch("full", 4)
+    rare = npt.batch.batch_from_tensors(full.input_ids[:1], full.attention_mask[:1])
+    for batch in (rare, full, full) * graphed.SIGHTS:
+        step(model, batch)
+    assert card.tapes == 1 and card.replays == 1 + 2 * graphed.SIGHTS
+
+
 def test_at_most_two_graphs_are_recorded(card) -> None:
     """A weight that moves makes one useless."""
     model = student()
