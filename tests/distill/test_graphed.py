@@ -28,7 +28,7 @@ from npt.config import TARGETS
 from npt.distill import graphed, local
 from npt.distill.hidden_losses import HIDDEN_LOSSES, register_loss
 from npt.distill.local import BatchSums
-from npt.distill.step import free_memory, summed
+from npt.distill.step import MicroBatchSplitter, free_memory, summed
 from npt.distill.strategies import STRATEGIES
 from npt.hooks import WITHIN, only_looks, unfused
 from npt.train.states import STATES, KeptStates
@@ -387,6 +387,33 @@ def test_after_an_out_of_memory_error_there_are_no_graphs(card, monkeypatch) -> 
     for seed in range(4):
         step(model, make_batch("full", seed))
     assert card.replays == 1 and graphed.STEPS[model].graph is None
+
+
+def test_after_an_out_of_memory_error_a_freed_graph_may_be_room_enough(card, monkeypatch) -> None:
+    model = student()
+    proven(model)
+    done: list[str] = []
+    free = partial(free_memory, torch.device("cuda"))
+    monkeypatch.setattr("npt.distill.step.free_memory", lambda device: free())
+    monkeypatch.setattr("npt.distill.step.wait_for", lambda device: done.append("waited"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    splitter = MicroBatchSplitter(2)
+    for samples in (2, 1):
+        batch = make_batch("full", samples)
+        lacking = iter([True])
+
+        def strategy(*arguments: Any, lacking: Iterator[bool] = lacking) -> BatchSums:
+            if next(lacking, False):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return STRATEGIES["local"](*arguments)
+
+        summed(model, strategy, batch, npt.TrainConfig(), splitter)
+        assert splitter.samples == samples
+        if samples == 2:
+            assert equal(gradients(model), expected(model, batch)[1:])
+    # memory that a replay in flight uses must not be unmapped
+    assert done == 2 * ["waited", "emptied"]
+    assert card.replays == 1
 
 
 def test_a_model_goes_with_its_graph(card) -> None:
