@@ -31,6 +31,7 @@ from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, free_memory, summed
 from npt.distill.strategies import STRATEGIES
 from npt.hooks import WITHIN, only_looks, unfused
+from npt.train.smoke import smoke_test
 from npt.train.states import STATES, KeptStates
 
 FORMS: list[dict[str, Any]] = [
@@ -414,6 +415,14 @@ def test_after_an_out_of_memory_error_a_freed_graph_may_be_room_enough(card, mon
     # memory that a replay in flight uses must not be unmapped
     assert done == 2 * ["waited", "emptied"]
     assert card.replays == 1
+
+
+def test_the_smoke_test_leaves_the_graphs_to_the_run(card) -> None:
+    """Calibration may give the adapters other ranks, and needs the memory."""
+    model = student()
+    smoke_test(model, make_batch("full"), STRATEGIES["local"], npt.TrainConfig())
+    assert card.tapes == 0 and not graphed.STEPS
+    proven(model)
 
 
 def test_a_model_goes_with_its_graph(card) -> None:
