@@ -7,7 +7,7 @@ Python. What CUDA itself does with a capture is not tested here.
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import call
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import tape
 import torch
 from students import load_student, make_batch, moved
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaMLP
 from windows import StudentStep
 
 import npt
@@ -58,6 +59,7 @@ def card(monkeypatch) -> Any:
         return found, counted
 
     fakes = {
+        "device": nullcontext,
         "get_rng_state": torch.get_rng_state,
         "set_sync_debug_mode": lambda mode: None,
         "get_sync_debug_mode": lambda: 0,
@@ -221,6 +223,10 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
 
 
+class OtherMLP(LlamaMLP):
+    """The same tensors, maybe another function of them."""
+
+
 def look(*_: Any) -> None: ...
 
 
@@ -245,6 +251,7 @@ WATCHERS: dict[str, Callable[[Any], Any]] = {
     "meter": lambda m: ModulationMeter([layer.npt for _, layer in npt_layers(m)]).measuring(),
     "forward": lambda m: attribute(m.model.rotary_emb, "forward", m.model.rotary_emb.forward),
     "constant": lambda m: attribute(m.model.layers[0].input_layernorm, "variance_epsilon", 1e-3),
+    "class": lambda m: attribute(m.model.layers[0].mlp, "__class__", OtherMLP),
     "shards": lambda m: attribute(m.model.layers[1], WITHIN, call),
     "unfused": lambda m: unfused(),
     "mode": lambda m: Nothing(),
