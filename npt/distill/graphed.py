@@ -96,8 +96,7 @@ class GraphedStep:
                 raise RuntimeError("memory is short")
         except Exception as error:  # whatever torch raises
             self.give_up()
-            reason = first_line(error)
-            warnings.warn(f"Training runs without a CUDA graph: {reason}", stacklevel=2)
+            warnings.warn(f"Training runs without a CUDA graph: {first_line(error)}", stacklevel=2)
         return results
 
     def give_up(self) -> None:

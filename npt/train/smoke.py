@@ -291,9 +291,9 @@ def _silent(model: PreTrainedModel) -> set[str]:
     for index, layer in layers:
         adapter = layer.npt
         reads_code = [*adapter.B.values(), *adapter.M.values()]
-        if not any(bool(p.any()) for p in reads_code):
+        if not any(p.any() for p in reads_code):
             silent.add(f"model.layers.{index}.npt.A")
-        if adapter.config.token_rank and not bool(adapter.L_out.any()):
+        if adapter.config.token_rank and not adapter.L_out.any():
             silent.add(f"model.layers.{index}.npt.L_in")
     return silent
 
@@ -302,10 +302,10 @@ def _check_gradients(model: PreTrainedModel) -> None:
     silent = _silent(model)
     adapters = adapter_parameters(model)
     for name, parameter in adapters.items():
-        if parameter.grad is None or not bool(parameter.grad.any()):
+        if parameter.grad is None or not parameter.grad.any():
             if name not in silent:
                 raise _failure(f"{name} gets no gradient, so it would never be trained")
-        elif not bool(torch.isfinite(parameter.grad).all()):
+        elif not torch.isfinite(parameter.grad).all():
             raise _failure(
                 f"the gradient of {name} is not finite; lower --additive_scale or add --safe_mode"
             )
