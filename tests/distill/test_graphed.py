@@ -202,6 +202,27 @@ def test_at_most_two_graphs_are_recorded(card) -> None:
     assert card.replays == 2 * (1 + 2)
 
 
+def test_a_graph_is_recorded_on_the_gpu_of_its_model(card, monkeypatch) -> None:
+    """Torch's functions are about the current one."""
+    current: list[torch.device] = []
+    recorded_on: list[torch.device] = []
+
+    @contextmanager
+    def device(used: torch.device) -> Iterator[None]:
+        current.append(used)
+        yield
+        current.pop()
+
+    def record(act: Callable[[], Any]) -> Any:
+        recorded_on.extend(current)
+        return tape.record(act)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(graphed, "record", record)
+    proven(student())
+    assert recorded_on == [torch.device("cpu")]
+
+
 @contextmanager
 def hooked(model: Any, register: Callable[[Any], Any]) -> Iterator[None]:
     handle = register(model)
