@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 import npt
-from faults.bench import Base, Fill, Setting, Student, difference, run
+from faults.bench import Base, Fill, Setting, Student, add_batch, difference, run
 from faults.runs import NoTokenizer
 from gpu_sections.models import base_of, full_batch
 from gpu_sections.runner import Bench, Findings, Section
@@ -23,8 +24,9 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.attention import set_deterministic
 from npt.batch import Batch
 from npt.console import silent_console
-from npt.distill.graphed import SIGHTS, STEPS
+from npt.distill.graphed import SIGHTS, STEPS, record
 from npt.distill.local import BatchSums, local, takes_graphs
+from npt.distill.step import student_guard, summed
 from npt.distill.strategies import STRATEGIES
 
 FIRST = 3
@@ -79,8 +81,8 @@ def check_bits(bench: Bench, findings: Findings) -> None:
 
 
 def _graphed(bench: Bench, findings: Findings) -> None:
-    """Compare micro-batches from a CUDA graph with the usual ones; count launches by the host and
-    time of both.
+    """Compare micro-batches from a CUDA graph with the usual ones, while adapters are trained and
+    other memory is used; count launches by the host and time of both; let a capture fail.
     """
     length = bench.pick(32, 2048)
     model = base_of(bench, "llama-3.2-1b", length)
@@ -88,16 +90,34 @@ def _graphed(bench: Bench, findings: Findings) -> None:
     parameters = adapter_parameters(model).values()
     vocab = model.config.vocab_size
     batches = [full_batch(1, length, vocab, bench.device, seed) for seed in range(SIGHTS + 2)]
+    config = npt.TrainConfig()
 
     def step(batch: Batch, graph: bool) -> list[Tensor]:
         for parameter in parameters:
             parameter.grad = None
-        sums = local(model, batch, npt.TrainConfig(), graph=graph)
+        sums = local(model, batch, config, graph=graph)
         return [sums.report, *(p.grad for p in parameters if p.grad is not None)]
 
-    pairs = [(step(batch, True), step(batch, False)) for batch in batches]
-    same = all(torch.equal(*each) for pair in pairs for each in zip(*pair, strict=True))
+    guard = student_guard(model, config, [1e-4])
+    same = True
+    untouched = True
+    for batch in batches:
+        others = _fill_free_memory(bench.device)
+        from_graph = step(batch, True)
+        same &= _equal(from_graph, step(batch, False))
+        untouched &= all(bool(other.isnan().all()) for other in others)
+        del others, from_graph
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.grad = None
+                parameter.mul_(1.01)
+        add_batch(guard, batch, partial(summed, model, local, config=config), vocab)
+        guard.step()
+    applied = [outcome.applied for outcome in guard.flush()]
+    guard.close()
     findings.check("CUDA graph: equal gradients", same)
+    findings.check("CUDA graph: memory of others untouched", untouched)
+    findings.check("CUDA graph: guarded steps applied", all(applied))
     if not takes_graphs(batches[0].input_ids):
         findings.notes.append("no CUDA graph without CUDA and torch 2.13")
     else:
@@ -107,6 +127,33 @@ def _graphed(bench: Bench, findings: Findings) -> None:
         seconds, launches = bench.seconds(act), _launches_by_host(act)
         findings.figures[name] = {"seconds": seconds, "launches": launches}
         findings.notes.append(f"{name}: {launches:,} launches by the host, {1e3 * seconds:.3g} ms")
+    if takes_graphs(batches[0].input_ids):
+        usual = step(batches[0], False)
+        findings.check("CUDA graph: a wait fails the capture", _fails_to_record(bench.device))
+        torch.cuda.empty_cache()
+        same = _equal(usual, step(batches[0], False))
+        findings.check("CUDA graph: equal gradients after a failed capture", same)
+
+
+def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def _fill_free_memory(device: torch.device) -> list[Tensor]:
+    """Return tensors of NaN, in memory that a graph might wrongly read or write."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    sizes = (1 << 8, 1 << 16, 1 << 20, 1 << 24)
+    return [torch.full((size,), torch.nan, device=device) for size in sizes for _ in range(4)]
+
+
+def _fails_to_record(device: torch.device) -> bool:
+    """Return whether a capture fails in which the host waits."""
+    try:
+        record(lambda: torch.ones(1, device=device).tolist())
+    except RuntimeError:
+        return True
+    return False
 
 
 def _launches_by_host(act: Callable[[], Any]) -> int:

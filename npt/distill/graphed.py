@@ -11,7 +11,8 @@ reports whether the host waits or random numbers are drawn, neither of which a g
 Then the micro-batch is recorded with other tokens, replayed with its own, and compared bit for bit.
 On any doubt the model stays without a graph, with a warning.
 
-A recording keeps the memory that a micro-batch needs. After an OOM it is freed for good.
+A recording keeps the memory that a micro-batch needs. After an OOM it is freed for good. The memory
+of a failed recording torch 2.13 keeps until the process ends.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ class GraphedStep:
 
     def compute(self, key: Any, batch: Batch, act: Act) -> list[Any]:
         """Return `act(batch)`. `key` is all that a graph depends on besides the tokens."""
-        if self.graph is not None and self.graph[0] == key:
-            return self._replayed(batch)
         self.sights = self.sights + 1 if key == self.last else 1
         self.last = key
+        if self.graph is not None and self.graph[0] == key:
+            return self._replayed(batch)
         if self.sights != SIGHTS or self.left == 0:
             return act(batch)
         self.left -= 1
@@ -89,14 +90,13 @@ class GraphedStep:
             held = batch.mapped(torch.zeros_like)
             self.graph = (key, held, *record(partial(act, held)))
             assert_close(self._replayed(batch), results, rtol=0, atol=0, equal_nan=True)
-            # room for the largest micro-batch so far without a graph
+            # room for what needed most memory so far, which may be a calibration or an evaluation
             room = torch.cuda.max_memory_reserved() - torch.cuda.memory_allocated()
             if torch.cuda.mem_get_info()[0] < room:
                 raise RuntimeError("memory is short")
         except Exception as error:  # whatever torch raises
             self.give_up()
-            reason = first_line(error)
-            warnings.warn(f"Training runs without a CUDA graph: {reason}", stacklevel=2)
+            warnings.warn(f"Training runs without a CUDA graph: {first_line(error)}", stacklevel=2)
         return results
 
     def give_up(self) -> None:
@@ -138,7 +138,8 @@ def graphed(
         return [*sums[:5], *(parameter.grad for parameter in parameters)]
 
     key = (batch.input_ids.shape, config, model.config._attn_implementation, tf32_allowed(), places)
-    results = STEPS.setdefault(model, GraphedStep()).compute(key, batch, act)
+    with torch.cuda.device(batch.input_ids.device):
+        results = STEPS.setdefault(model, GraphedStep()).compute(key, batch, act)
     for parameter, gradient in zip(parameters, results[5:], strict=True):
         parameter.grad = gradient
     return BatchSums._make([*results[:5], batch.tokens, 0])
@@ -150,8 +151,9 @@ def record(act: Callable[[], list[Any]]) -> tuple[list[Any], Callable[[], None]]
     with (
         # gives the stream back if the capture fails
         torch.cuda.stream(torch.cuda.current_stream()),
-        # other threads may pin memory meanwhile
-        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        # A stream of this GPU: torch's own is of the first that recorded. Other threads may pin
+        # memory meanwhile.
+        torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
     ):
         results = act()
     return results, graph.replay
@@ -188,6 +190,7 @@ def _places(decoder: nn.Module) -> list[Any] | None:
     """
     places: list[Any] = []
     for module in decoder.modules():
+        places.append(type(module))
         if may_change(module) or has_forward_hooks(module) or in_parts(module):
             return None
         if isinstance(module, NPTAdapter) and (module.observer or module.recode):

@@ -209,8 +209,8 @@ def summed(
     """Add the gradients of a micro-batch's summed loss to `.grad`; return its sums.
 
     Autocast is disabled. `splitter` splits the micro-batch into parts. After an OOM, the whole
-    micro-batch starts again with zero gradients, smaller parts and the same random numbers.
-    `observe` returns a context to enter around each part.
+    micro-batch starts again with zero gradients and the same random numbers, and with smaller parts
+    unless a CUDA graph was freed. `observe` returns a context to enter around each part.
     """
     device = model.device
     draws: AbstractContextManager[None] = nullcontext()
@@ -232,8 +232,9 @@ def summed(
             # a process that stopped inside a layer of a sharded base would be out of step
             if message is None or splitter is None or is_sharded(model):
                 raise
-        free_memory(device)  # only here: inside the handler the error keeps the graph alive
-        splitter.shrink(batch, message)
+        # only here: inside the handler the error keeps what it held alive
+        if not free_memory(device):
+            splitter.shrink(batch, message)
         # the parts that fitted have added theirs
         for parameter in adapter_parameters(model).values():
             if parameter.grad is not None:
@@ -250,16 +251,23 @@ def oom_message(error: RuntimeError | MemoryError) -> str | None:
     return first_line(error)[:200] if is_out_of_memory(error) else None
 
 
-def free_memory(device: torch.device) -> None:
-    """Free what a caught error held. Call it after the handler, which keeps the error alive."""
+def free_memory(device: torch.device) -> bool:
+    """Free what a caught error held; return whether a CUDA graph was freed too. Call it after the
+    handler, which keeps the error alive.
+    """
     gc.collect()
+    # A replay in flight needs its memory. And pending errors raise here: bitsandbytes would end the
+    # process.
+    wait_for(device)
+    freed = False
     if device.type == "cuda":
         from npt.distill.graphed import STEPS  # needed on a GPU alone
 
+        freed = any(step.graph for step in STEPS.values())
         for step in STEPS.values():
             step.give_up()
         torch.cuda.empty_cache()
-    wait_for(device)  # raise pending errors here: bitsandbytes would end the process
+    return freed
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:

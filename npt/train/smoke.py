@@ -28,11 +28,12 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.batch import Batch, find_fault
 from npt.config import TrainConfig
+from npt.distill import graphed
 from npt.distill.local import BatchSums
 from npt.distill.step import ADAM_BETAS, MicroBatchSplitter, forward_backward
 from npt.distill.strategies import Strategy
 from npt.distributed.processes import ProcessGroup
-from npt.errors import SmokeTestError
+from npt.errors import SmokeTestError, first_line
 from npt.random_state import kept_random_state
 
 STEPS = 3
@@ -79,14 +80,16 @@ def smoke_test(
     if fault is not None:
         raise _failure(f"the first batch cannot be used: {fault}; check the data and the tokenizer")
     parameters = adapter_parameters(model)
-    threshold = {name: p for name, p in parameters.items() if name.endswith(".log_tau")}
-    moved = {name: p for name, p in parameters.items() if name not in threshold}
+    moved = {name: p for name, p in parameters.items() if not name.endswith(".log_tau")}
     # Every call draws the same random numbers: dropout must not change the loss between steps.
     compute = partial(forward_backward, model, strategy, batch, config, splitter)
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    # the run records its own CUDA graph, maybe of other ranks
+    graphed.STEPS[model] = graphed.GraphedStep(left=0)
     try:
         # the loss jumps where a number becomes active, so let all of them be
-        _restore(threshold, {name: torch.full_like(p, -100.0) for name, p in threshold.items()})
+        for name in parameters.keys() - moved.keys():
+            parameters[name].detach().fill_(-100.0)
         _clear(parameters)
         sums = _under_anomaly_detection(compute)
         loss = float(sums.loss) / sums.tokens
@@ -100,6 +103,7 @@ def smoke_test(
     finally:
         _restore(parameters, weights)
         _clear(parameters)
+        del graphed.STEPS[model]
     return (
         f"smoke test passed: loss {loss:.4g} per token, {after}; all {len(parameters)} adapter"
         " tensors get finite gradients, the base gets none"
@@ -272,7 +276,7 @@ def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
         if "nan" not in str(error).lower():
             raise
         raise _failure(
-            f"backward produced NaN ({str(error).splitlines()[0]}); lower --additive_scale or add"
+            f"backward produced NaN ({first_line(error)}); lower --additive_scale or add"
             " --safe_mode"
         ) from error
 
@@ -287,9 +291,9 @@ def _silent(model: PreTrainedModel) -> set[str]:
     for index, layer in layers:
         adapter = layer.npt
         reads_code = [*adapter.B.values(), *adapter.M.values()]
-        if not any(bool(p.any()) for p in reads_code):
+        if not any(p.any() for p in reads_code):
             silent.add(f"model.layers.{index}.npt.A")
-        if adapter.config.token_rank and not bool(adapter.L_out.any()):
+        if adapter.config.token_rank and not adapter.L_out.any():
             silent.add(f"model.layers.{index}.npt.L_in")
     return silent
 
@@ -298,10 +302,10 @@ def _check_gradients(model: PreTrainedModel) -> None:
     silent = _silent(model)
     adapters = adapter_parameters(model)
     for name, parameter in adapters.items():
-        if parameter.grad is None or not bool(parameter.grad.any()):
+        if parameter.grad is None or not parameter.grad.any():
             if name not in silent:
                 raise _failure(f"{name} gets no gradient, so it would never be trained")
-        elif not bool(torch.isfinite(parameter.grad).all()):
+        elif not torch.isfinite(parameter.grad).all():
             raise _failure(
                 f"the gradient of {name} is not finite; lower --additive_scale or add --safe_mode"
             )

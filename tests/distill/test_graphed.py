@@ -7,7 +7,7 @@ Python. What CUDA itself does with a capture is not tested here.
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import call
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import tape
 import torch
 from students import load_student, make_batch, moved
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaMLP
 from windows import StudentStep
 
 import npt
@@ -28,9 +29,10 @@ from npt.config import TARGETS
 from npt.distill import graphed, local
 from npt.distill.hidden_losses import HIDDEN_LOSSES, register_loss
 from npt.distill.local import BatchSums
-from npt.distill.step import free_memory, summed
+from npt.distill.step import MicroBatchSplitter, free_memory, summed
 from npt.distill.strategies import STRATEGIES
 from npt.hooks import WITHIN, only_looks, unfused
+from npt.train.smoke import smoke_test
 from npt.train.states import STATES, KeptStates
 
 FORMS: list[dict[str, Any]] = [
@@ -57,6 +59,7 @@ def card(monkeypatch) -> Any:
         return found, counted
 
     fakes = {
+        "device": nullcontext,
         "get_rng_state": torch.get_rng_state,
         "set_sync_debug_mode": lambda mode: None,
         "get_sync_debug_mode": lambda: 0,
@@ -175,6 +178,17 @@ def test_other_shapes_are_computed_as_usual_and_leave_the_graph(card) -> None:
     assert card.replays == 2
 
 
+def test_a_rare_shape_does_not_replace_the_graph(card) -> None:
+    """Its micro-batches are not in a row, with replays in between."""
+    model = student()
+    proven(model)
+    full = make_batch("full", 4)
+    rare = npt.batch.batch_from_tensors(full.input_ids[:1], full.attention_mask[:1])
+    for batch in (rare, full, full) * graphed.SIGHTS:
+        step(model, batch)
+    assert card.tapes == 1 and card.replays == 1 + 2 * graphed.SIGHTS
+
+
 def test_at_most_two_graphs_are_recorded(card) -> None:
     """A weight that moves makes one useless."""
     model = student()
@@ -186,6 +200,27 @@ def test_at_most_two_graphs_are_recorded(card) -> None:
         assert card.tapes == most
         linear.weight.data = linear.weight.data.clone()
     assert card.replays == 2 * (1 + 2)
+
+
+def test_a_graph_is_recorded_on_the_gpu_of_its_model(card, monkeypatch) -> None:
+    """Torch's functions are about the current one."""
+    current: list[torch.device] = []
+    recorded_on: list[torch.device] = []
+
+    @contextmanager
+    def device(used: torch.device) -> Iterator[None]:
+        current.append(used)
+        yield
+        current.pop()
+
+    def record(act: Callable[[], Any]) -> Any:
+        recorded_on.extend(current)
+        return tape.record(act)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(graphed, "record", record)
+    proven(student())
+    assert recorded_on == [torch.device("cpu")]
 
 
 @contextmanager
@@ -207,6 +242,10 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, value, raising=False)
         yield
+
+
+class OtherMLP(LlamaMLP):
+    """The same tensors, maybe another function of them."""
 
 
 def look(*_: Any) -> None: ...
@@ -233,6 +272,7 @@ WATCHERS: dict[str, Callable[[Any], Any]] = {
     "meter": lambda m: ModulationMeter([layer.npt for _, layer in npt_layers(m)]).measuring(),
     "forward": lambda m: attribute(m.model.rotary_emb, "forward", m.model.rotary_emb.forward),
     "constant": lambda m: attribute(m.model.layers[0].input_layernorm, "variance_epsilon", 1e-3),
+    "class": lambda m: attribute(m.model.layers[0].mlp, "__class__", OtherMLP),
     "shards": lambda m: attribute(m.model.layers[1], WITHIN, call),
     "unfused": lambda m: unfused(),
     "mode": lambda m: Nothing(),
@@ -376,6 +416,41 @@ def test_after_an_out_of_memory_error_there_are_no_graphs(card, monkeypatch) -> 
     for seed in range(4):
         step(model, make_batch("full", seed))
     assert card.replays == 1 and graphed.STEPS[model].graph is None
+
+
+def test_after_an_out_of_memory_error_a_freed_graph_may_be_room_enough(card, monkeypatch) -> None:
+    model = student()
+    proven(model)
+    done: list[str] = []
+    free = partial(free_memory, torch.device("cuda"))
+    monkeypatch.setattr("npt.distill.step.free_memory", lambda device: free())
+    monkeypatch.setattr("npt.distill.step.wait_for", lambda device: done.append("waited"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    splitter = MicroBatchSplitter(2)
+    for samples in (2, 1):
+        batch = make_batch("full", samples)
+        lacking = iter([True])
+
+        def strategy(*arguments: Any, lacking: Iterator[bool] = lacking) -> BatchSums:
+            if next(lacking, False):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return STRATEGIES["local"](*arguments)
+
+        summed(model, strategy, batch, npt.TrainConfig(), splitter)
+        assert splitter.samples == samples
+        if samples == 2:
+            assert equal(gradients(model), expected(model, batch)[1:])
+    # memory that a replay in flight uses must not be unmapped
+    assert done == 2 * ["waited", "emptied"]
+    assert card.replays == 1
+
+
+def test_the_smoke_test_leaves_the_graphs_to_the_run(card) -> None:
+    """Calibration may give the adapters other ranks, and needs the memory."""
+    model = student()
+    smoke_test(model, make_batch("full"), STRATEGIES["local"], npt.TrainConfig())
+    assert card.tapes == 0 and not graphed.STEPS
+    proven(model)
 
 
 def test_a_model_goes_with_its_graph(card) -> None:
