@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 MODEL = "npt/demo/tiny/"
-MOST_BYTES = 650_000
+MOST_BYTES = 665_000
 
 
 def main(folder: Path) -> int:
