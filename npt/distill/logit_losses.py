@@ -96,13 +96,14 @@ def draw_words(teacher: Tensor, top: int, draws: int) -> tuple[Tensor, Tensor]:
     """
     p = torch.softmax(at_least_fp32(teacher), dim=-1)
     certain, words = p.topk(top, dim=-1)
-    rest = p.scatter(1, words, 0.0)
-    if len(rest) == 1:  # CUDA sums a single row in an order that varies
-        rest = rest.repeat(2, 1)
-    reach = rest.cumsum(dim=-1)[: len(p)]
+    count = len(p)
+    p.scatter_(1, words, 0.0)
+    if count == 1:  # CUDA sums a single row in an order that varies
+        p = p.repeat(2, 1)
+    reach = p.cumsum_(dim=-1)[:count]
     mass = reach[:, -1:]
     share = mass / draws
-    start = 1.0 - torch.rand(len(p), 1, dtype=p.dtype, device=p.device)  # in (0, 1]
+    start = 1.0 - torch.rand(count, 1, dtype=p.dtype, device=p.device)  # in (0, 1]
     places = (torch.arange(draws, device=p.device) + start) * share
     # rounding may put the last place past the whole mass, and NaN is past the last word
     drawn = torch.searchsorted(reach, places.minimum(mass)).clamp_max(p.shape[1] - 1)
@@ -200,9 +201,14 @@ def sampling_words(close: bool) -> Iterator[None]:
         _SAMPLING.reset(token)
 
 
+def is_close() -> bool:
+    """Return whether the caller is within `sampling_words` of a close student."""
+    return _SAMPLING.get()
+
+
 def _may_sample(head: nn.Module, vocab_size: int) -> bool:
     """Return whether forward KL is sampled: with a frozen, dense head of many words."""
-    if not _SAMPLING.get() or vocab_size < SPARSE * (TOP + DRAWS) or may_change(head):
+    if not is_close() or vocab_size < SPARSE * (TOP + DRAWS) or may_change(head):
         return False
     is_dense = type(head) in (nn.Linear, UpcastLinear) and type(head.weight) is nn.Parameter
     return is_dense and not head.weight.requires_grad

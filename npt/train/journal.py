@@ -24,7 +24,7 @@ from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.batch import Batch
 from npt.data.encoding import RecordCounts, lost, unused_columns
-from npt.distill.logit_losses import SAMPLED_BELOW
+from npt.distill.logit_losses import is_close
 from npt.errors import BundleError, CardError, CheckpointError, ProcessError, TooManyRefusalsError
 from npt.figures import FIGURES
 from npt.files import write_text
@@ -76,11 +76,6 @@ class Journal:
         self.progress = self.setup.origin.progress
         if not self.folder.has_best:  # a new folder has no best adapters yet
             self.progress.best_kl = math.inf
-
-    @property
-    def close(self) -> bool:
-        """Whether the student starts so close to its teacher that it learns from sampled words."""
-        return self.initial.student.kl < SAMPLED_BELOW
 
     def warn(self, message: str) -> None:
         """Print a warning and log it as an event."""
@@ -334,7 +329,7 @@ class Journal:
 
         def write() -> dict[str, Any]:
             try:
-                settings = {**self.record["settings"], **asdict(setup.config), "close": self.close}
+                settings = {**self.record["settings"], **asdict(setup.config), "close": is_close()}
                 bundle = write_postmortem(
                     path / "postmortem",
                     guard,

@@ -23,7 +23,7 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.encoding import no_sample
 from npt.data.source import Given
-from npt.distill.logit_losses import sampling_words
+from npt.distill.logit_losses import SAMPLED_BELOW, sampling_words
 from npt.distill.step import check_unfrozen, nowhere, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes
@@ -279,7 +279,8 @@ class Trainer:
         )
         # closing the guard frees its buffers before the evaluation
         guarded = student_guard(setup.model, config, rates, processes=setup.processes, trace=1)
-        with guarded as guard, sampling_words(journal.close):
+        close = self.initial.student.kl < SAMPLED_BELOW
+        with guarded as guard, sampling_words(close):
             self._restore(guard)
             kept = self._kept_states(journal)
             loop = Loop(journal, guard, self.strategy, kept)

@@ -110,7 +110,7 @@ def test_a_replay_computes_the_loss_of_the_run(
 ) -> None:
     """KL of a student that started close is that of sampled words, with the same draws."""
     monkeypatch.setattr(logit_losses, "SPARSE", 1)  # or the vocabulary would be too small
-    monkeypatch.setattr("npt.train.journal.SAMPLED_BELOW", limit)
+    monkeypatch.setattr("npt.train.trainer.SAMPLED_BELOW", limit)
     settings = {"strategy": "end_to_end", "logit_kl_weight": 1.0, "gradient_accumulation_steps": 2}
     found = replay(stop(trainer(poisoned_folder, [*good(9), BAD], **settings)))
     losses = {(*t["sample_ids"],): t["loss"] for t in found.postmortem.record["history"]}

@@ -272,7 +272,7 @@ def test_a_student_that_starts_close_learns_from_sampled_words(
     build, monkeypatch, limit, sampled
 ) -> None:
     monkeypatch.setattr(logit_losses, "SPARSE", 1)  # or the vocabulary would be too small
-    monkeypatch.setattr("npt.train.journal.SAMPLED_BELOW", limit)
+    monkeypatch.setattr("npt.train.trainer.SAMPLED_BELOW", limit)
     calls = []
     estimate = logit_losses.sampled_forward_kl
     monkeypatch.setattr(
